@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from rlflow.report.metrics import Metric
     from rlflow.rollout import Rollout
     from rlflow.trainer.base import Trainer
-    from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
+    from rlflow.types import (
+        Batch,
+        Episode,
+        Group,
+        PolicyOutput,
+        Segment,
+        Step,
+        StopReason,
+        Task,
+        Trajectory,
+    )
 
 __version__ = "0.1.0"
 
@@ -29,7 +39,17 @@ _HOMES = {
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",
     **dict.fromkeys(
-        ("Batch", "Episode", "Group", "PolicyOutput", "Segment", "Step", "StopReason", "Task", "Trajectory"),
+        (
+            "Batch",
+            "Episode",
+            "Group",
+            "PolicyOutput",
+            "Segment",
+            "Step",
+            "StopReason",
+            "Task",
+            "Trajectory",
+        ),
         "rlflow.types",
     ),
 }

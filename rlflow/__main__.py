@@ -3,7 +3,8 @@
 import os
 import sys
 
-if sys.path[:1] == [os.getcwd()]:  # of -m: a module beside a downloaded model must not stand in for an installed one
+# Of -m: a module beside a downloaded model must not stand in for an installed one
+if sys.path[:1] == [os.getcwd()]:
     del sys.path[0]
 
 from rlflow.commands.cli import main

@@ -1,4 +1,5 @@
-"""Segments -> Batch, and the plans that cut a batch into mini-batches, shards and micro-batches. Torch only."""
+"""Segments -> Batch, and the plans that cut a batch into mini-batches, shards and micro-batches.
+Torch only."""
 
 from __future__ import annotations
 
@@ -10,16 +11,26 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError
-from rlflow.types import NAMED_MEAN, NAMED_REWARD, NAMED_STD, SOURCES, Batch, Segment, StopReason, Trajectory
+from rlflow.types import (
+    NAMED_MEAN,
+    NAMED_REWARD,
+    NAMED_STD,
+    SOURCES,
+    Batch,
+    Segment,
+    StopReason,
+    Trajectory,
+)
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
-    """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights 0, to be filled.
+    """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights
+    0, to be filled.
 
-    Every field of `Batch` that trajectories know is there. Aborted trajectories get no row. Position 0 is never trained: no
-    token precedes it, so the policy has no probability for it. Rewards and their statistics are float64, for differences of
-    large ones to survive. Raises DataError for a source that is not one of SOURCES, and for a segment without tokens.
-    """
+    Every field of `Batch` that trajectories know is there. Aborted trajectories get no row.
+    Position 0 is never trained: no token precedes it, so the policy has no probability for it.
+    Rewards and their statistics are float64, for differences of large ones to survive. Raises
+    DataError for a source that is not one of SOURCES, and for a segment without tokens."""
     rows = [
         (index, part, segment)
         for index, trajectory in enumerate(trajectories)
@@ -42,12 +53,16 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     return Batch(
         tokens=tokens,
         loss_mask=loss_mask,
-        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
+        logprobs=_pad(
+            [_logprobs(segment) for segment in segments], width, torch.float32, 0
+        ).masked_fill_(~loss_mask, 0.0),
         advantages=torch.zeros(tokens.shape),
         weights=torch.zeros(tokens.shape),
         lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),
         temperatures=torch.tensor([owner.temperature for owner in owners], dtype=torch.float32),
-        logprobs_known=torch.tensor([segment.logprobs is not None for segment in segments], dtype=torch.bool),
+        logprobs_known=torch.tensor(
+            [segment.logprobs is not None for segment in segments], dtype=torch.bool
+        ),
         versions=_pad([segment.versions for segment in segments], width, torch.int64, -1),
         trajectory=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         segment=torch.tensor([part for _, part, _ in rows], dtype=torch.int64),
@@ -76,7 +91,10 @@ def token_batch(rows: Sequence[Sequence[int]]) -> Batch:
 def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
     """The (B,) fields of `Batch` that a row has from its trajectory and its group."""
     stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
-    groups = {group: number for number, group in enumerate(dict.fromkeys(owner.group_id for owner in owners))}
+    groups = {
+        group: number
+        for number, group in enumerate(dict.fromkeys(owner.group_id for owner in owners))
+    }
     reasons = {reason: place for place, reason in enumerate(StopReason)}
     for owner in owners:
         if owner.source not in SOURCES:
@@ -91,16 +109,23 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
         "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float64),
         "attempt": torch.tensor([owner.attempt for owner in owners], dtype=torch.int64),
         "stop": torch.tensor([reasons[owner.stop] for owner in owners], dtype=torch.int64),
-        "source": torch.tensor([SOURCES.index(owner.source) for owner in owners], dtype=torch.int64),
+        "source": torch.tensor(
+            [SOURCES.index(owner.source) for owner in owners], dtype=torch.int64
+        ),
     }
 
 
 def _named_rewards(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """(B,) float64 by NAMED_REWARD, NAMED_MEAN and NAMED_STD before each name; 0 where a trajectory or its group has none."""
+    """(B,) float64 by NAMED_REWARD, NAMED_MEAN and NAMED_STD before each name; 0 where a trajectory
+    or its group has none."""
     found: dict[str, Tensor] = {}
-    for name in sorted({name for owner in owners for name in (*owner.rewards, *owner.rewards_stats)}):
+    for name in sorted(
+        {name for owner in owners for name in (*owner.rewards, *owner.rewards_stats)}
+    ):
         stats = [owner.rewards_stats.get(name, (0.0, 0.0)) for owner in owners]
-        found[NAMED_REWARD + name] = torch.tensor([owner.rewards.get(name, 0.0) for owner in owners], dtype=torch.float64)
+        found[NAMED_REWARD + name] = torch.tensor(
+            [owner.rewards.get(name, 0.0) for owner in owners], dtype=torch.float64
+        )
         found[NAMED_MEAN + name] = torch.tensor([mean for mean, _ in stats], dtype=torch.float64)
         found[NAMED_STD + name] = torch.tensor([std for _, std in stats], dtype=torch.float64)
     return found
@@ -122,17 +147,21 @@ def _turns(
 
 
 def lengthened(batch: Batch) -> Batch:
-    """The batch with a token (id 0) behind every row, to be scored: what describes that token knows the whole row."""
-    longer = batch.map(lambda value: torch.nn.functional.pad(value, (0, 1)) if value.dim() == 2 else value)
+    """The batch with a token (id 0) behind every row, to be scored: what describes that token knows
+    the whole row."""
+    longer = batch.map(
+        lambda value: torch.nn.functional.pad(value, (0, 1)) if value.dim() == 2 else value
+    )
     return longer.replace(lengths=batch.lengths + 1)
 
 
 def rows_with_advantage(batch: Batch) -> Batch:
-    """The batch without the rows whose advantages are all 0; one row at least (the shortest), for an update to be made.
+    """The batch without the rows whose advantages are all 0; one row at least (the shortest), for
+    an update to be made.
 
-    For a loss that vanishes there, the gradient stays what it was: `weights` were made before, and no row's share depends
-    on the others any more. Half of the rows of a step may be such: groups whose attempts all score the same.
-    """
+    For a loss that vanishes there, the gradient stays what it was: `weights` were made before, and
+    no row's share depends on the others any more. Half of the rows of a step may be such: groups
+    whose attempts all score the same."""
     rows = (batch.advantages * batch.loss_mask).ne(0).any(dim=1).nonzero().flatten()
     if len(rows) == len(batch):
         return batch
@@ -151,8 +180,9 @@ def _pad(rows: list[Tensor], width: int, dtype: torch.dtype, value: int) -> Tens
 
 
 def split_minibatches(batch: Batch, n: int, generator: torch.Generator) -> list[Batch]:
-    """`n` parts with equal numbers of trajectories (one more or less), drawn at random; the rows of a trajectory stay
-    together and in order. Fewer parts where there are fewer trajectories; n = 1 is the batch as it stands.
+    """`n` parts with equal numbers of trajectories (one more or less), drawn at random; the rows of
+    a trajectory stay together and in order. Fewer parts where there are fewer trajectories; n = 1
+    is the batch as it stands.
 
     Weights sum to 1 over one optimizer step: fill them for each part, after the split.
     """
@@ -176,11 +206,11 @@ def plan_microbatches(
 ) -> list[list[list[int]]]:
     """Row indices as [shard][micro-batch][row]; the same input always gives the same plan.
 
-    A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single longer row stands
-    alone. Every shard gets equally many micro-batches, the least multiple of `multiple` that suffices, of about equal
-    size. An empty one stands only where there are too few rows to fill the last round. Rows of similar length meet, so
-    that little is padded. With `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix.
-    """
+    A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single
+    longer row stands alone. Every shard gets equally many micro-batches, the least multiple of
+    `multiple` that suffices, of about equal size. An empty one stands only where there are too few
+    rows to fill the last round. Rows of similar length meet, so that little is padded. With
+    `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix."""
     if tokens_per_microbatch < 1 or shards < 1:
         raise ConfigError(
             f"micro-batch plan: tokens_per_microbatch {tokens_per_microbatch} and shards {shards} must be at least 1"
@@ -188,7 +218,11 @@ def plan_microbatches(
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
     if packed:
-        return _deal(_bins(rows, sizes, tokens_per_microbatch, shards * multiple), shards, lambda chunk: _sum(chunk, sizes))
+        return _deal(
+            _bins(rows, sizes, tokens_per_microbatch, shards * multiple),
+            shards,
+            lambda chunk: _sum(chunk, sizes),
+        )
     count = max(1, len(_chunk(rows, sizes, tokens_per_microbatch)))
     count = -(-count // (shards * multiple)) * shards * multiple
     chunks = _even_chunks(rows, sizes, tokens_per_microbatch, count)
@@ -196,7 +230,8 @@ def plan_microbatches(
 
 
 def _chunk(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Runs of rows (longest first) of at most `limit` padded tokens each; greedy gives the fewest runs possible."""
+    """Runs of rows (longest first) of at most `limit` padded tokens each; greedy gives the fewest
+    runs possible."""
     chunks: list[list[int]] = []
     for row in rows:
         if chunks and sizes[chunks[-1][0]] * (len(chunks[-1]) + 1) <= limit:
@@ -207,7 +242,8 @@ def _chunk(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> list[list[int]]:
-    """Exactly `count` runs, the largest as small as can be: bisects for the least limit that still needs no more."""
+    """Exactly `count` runs, the largest as small as can be: bisects for the least limit that still
+    needs no more."""
     low, high = 1, limit
     while low < high:
         middle = (low + high) // 2
@@ -217,7 +253,9 @@ def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> l
             low = middle + 1
     chunks = _chunk(rows, sizes, high)
     while len(chunks) < count:
-        widest = max(chunks, key=lambda chunk: _cost(chunk, sizes) if len(chunk) > 1 else 0, default=[])
+        widest = max(
+            chunks, key=lambda chunk: _cost(chunk, sizes) if len(chunk) > 1 else 0, default=[]
+        )
         half = len(widest) // 2
         chunks.append(widest[half:] if half else [])
         if half:
@@ -226,11 +264,14 @@ def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> l
 
 
 def _bins(rows: list[int], sizes: list[int], limit: int, multiple: int) -> list[list[int]]:
-    """Bins of nearly equal sums, each of at most `limit` tokens or a single row; their number is a multiple of `multiple`.
+    """Bins of nearly equal sums, each of at most `limit` tokens or a single row; their number is a
+    multiple of `multiple`.
 
-    Longest first into the emptiest bin (LPT: Graham 1969); from the least number that could do, up to one that does."""
+    Longest first into the emptiest bin (LPT: Graham 1969); from the least number that could do, up
+    to one that does."""
     least = -(-sum(min(sizes[row], limit) for row in rows) // limit)
-    count = max(1, least, sum(2 * sizes[row] > limit for row in rows))  # no two rows of more than half share a bin
+    # No two rows of more than half share a bin
+    count = max(1, least, sum(2 * sizes[row] > limit for row in rows))
     count = -(-count // multiple) * multiple
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -244,8 +285,11 @@ def _bins(rows: list[int], sizes: list[int], limit: int, multiple: int) -> list[
         count += multiple
 
 
-def _deal(chunks: list[list[int]], shards: int, cost: Callable[[list[int]], int]) -> list[list[list[int]]]:
-    """Hands the micro-batches out in rounds, largest first, each round's largest to the shard with least so far."""
+def _deal(
+    chunks: list[list[int]], shards: int, cost: Callable[[list[int]], int]
+) -> list[list[list[int]]]:
+    """Hands the micro-batches out in rounds, largest first, each round's largest to the shard with
+    least so far."""
     chunks = sorted(chunks, key=lambda chunk: -cost(chunk))
     plan: list[list[list[int]]] = [[] for _ in range(shards)]
     loads = [0] * shards

@@ -35,7 +35,8 @@ COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, dict, set, frozense
 
 
 def to_bytes(trajectories: Sequence[Trajectory], **about: Any) -> bytes:
-    """The trajectories; `from_bytes` gives them back bit for bit. about: what else is to be kept."""
+    """The trajectories; `from_bytes` gives them back bit for bit. about: what else is to be
+    kept."""
     segments = [segment for one in trajectories for segment in one.segments]
     arrays, lengths = join([_arrays(segment) for segment in segments])
     about |= {"trajectories": [_row(one) for one in trajectories], "lengths": lengths}

@@ -1,9 +1,9 @@
 """Named components: names -> classes and functions, checked against their signatures, and made.
 
-Every kind of component knows the names of its own package (`BUILT_IN` there), those of installed packages (the entry-point
-group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A component is {name: ..., keyword: value}, or the bare name.
-A known name whose class has a `shorthand`, the name of one of its keywords, also takes `name:VALUE`: that keyword's value.
-"""
+Every kind of component knows the names of its own package (`BUILT_IN` there), those of installed
+packages (the entry-point group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A
+component is {name: ..., keyword: value}, or the bare name. A known name whose class has a
+`shorthand`, the name of one of its keywords, also takes `name:VALUE`: that keyword's value."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True)
 class Kind(Named):
-    """One kind of component; in the annotation of a configuration's key it says of which kind the key's components are.
+    """One kind of component; in the annotation of a configuration's key it says of which kind the
+    key's components are.
 
-    package: the module whose `BUILT_IN` maps names to `module:Name`. call: the leading parameters of a function that it gets with
-    each call, such as the batch of an advantage; a component that is a function is made by binding the others. reserved: what the
-    caller fills and a configuration cannot."""
+    package: the module whose `BUILT_IN` maps names to `module:Name`. call: the leading parameters
+    of a function that it gets with each call, such as the batch of an advantage; a component that
+    is a function is made by binding the others. reserved: what the caller fills and a configuration
+    cannot."""
 
     name: str
     package: str = ""
@@ -53,8 +55,8 @@ class Kind(Named):
         return [*self._built_in(), *sorted(set(self._installed()) - set(self._built_in()))]
 
     def locate(self, name: str, where: str | None = None) -> str:
-        """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a `name:VALUE`. Raises ConfigError for
-        an unknown name."""
+        """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a
+        `name:VALUE`. Raises ConfigError for an unknown name."""
         where = where or self.name
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{where}: expected a name, found {name!r}. Known: {self._known()}.")
@@ -70,15 +72,17 @@ class Kind(Named):
         return found
 
     def resolve(self, name: str, where: str | None = None) -> Any:
-        """The class or function behind a name. Raises ConfigError: the name is not known, or what it points to cannot be
-        imported."""
+        """The class or function behind a name. Raises ConfigError: the name is not known, or what
+        it points to cannot be imported."""
         located = self.locate(name, where)
         if located == name and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # the user's own module is found from where the user stands, behind all installed ones
+            # The user's own module is found from where the user stands, behind all installed ones
+            sys.path.append(os.getcwd())
         return _load(where or self.name, located)
 
     def component(self, component: Any, where: str | None = None) -> dict[str, Any]:
-        """A bare name as {name: ...}, and a copy of a mapping. Raises ConfigError for anything else, and without a name."""
+        """A bare name as {name: ...}, and a copy of a mapping. Raises ConfigError for anything
+        else, and without a name."""
         if isinstance(component, str):
             return {"name": component}
         if not isinstance(component, Mapping) or "name" not in component:
@@ -96,7 +100,8 @@ class Kind(Named):
     def check(
         self, component: Any, offered: Sequence[str] = (), where: str | None = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """(class or function, keywords) of a component, checked against the signature; nothing is constructed.
+        """(class or function, keywords) of a component, checked against the signature; nothing is
+        constructed.
 
         Raises:
             ConfigError: no or unknown name, a keyword that the signature does not have, one of another type, a required one
@@ -106,25 +111,38 @@ class Kind(Named):
         keywords = self.component(component, where)
         name, given = self._shorthand(keywords.pop("name"), where)
         if given.keys() & keywords.keys():
-            raise ConfigError(f"{where}: '{name}:{''.join(given.values())}' gives '{''.join(given)}', which stands there too.")
+            raise ConfigError(
+                f"{where}: '{name}:{''.join(given.values())}' gives '{''.join(given)}', which stands there too."
+            )
         keywords.update(given)
         target = self.resolve(name, where)
         known = self._known_keywords(target, where)
         keywords = _checked_keywords(
-            keywords, known, f"{where} '{name}'", where, offered, any_key=_takes_any(target), fixed=self.reserved
+            keywords,
+            known,
+            f"{where} '{name}'",
+            where,
+            offered,
+            any_key=_takes_any(target),
+            fixed=self.reserved,
         )
         return target, keywords
 
-    def complete(self, component: Any, where: str | None = None, **offered: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def complete(
+        self, component: Any, where: str | None = None, **offered: Any
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
         """As `check`, with the offered values in the parameters that the component leaves open."""
         target, keywords = self.check(component, tuple(offered), where)
         accepted = inspect.signature(target).parameters
-        return target, {**{key: value for key, value in offered.items() if key in accepted}, **keywords}
+        return target, {
+            **{key: value for key, value in offered.items() if key in accepted},
+            **keywords,
+        }
 
     def build(self, component: Any, where: str | None = None, **offered: Any) -> Any:
-        """The object of a component: its class, or function, called with the component's keywords; a function of a kind that is
-        called later (`call`) with its keywords bound. Raises ConfigError as `check`, and for what making it raises, RLFlowErrors
-        excepted."""
+        """The object of a component: its class, or function, called with the component's keywords;
+        a function of a kind that is called later (`call`) with its keywords bound. Raises
+        ConfigError as `check`, and for what making it raises, RLFlowErrors excepted."""
         target, keywords = self.complete(component, where, **offered)
         if self.call and not isinstance(target, type):
             return functools.partial(target, **keywords)
@@ -134,19 +152,28 @@ class Kind(Named):
             raise
         except BaseException as error:
             name = self.component(component)["name"]
-            raise ConfigError(f"{where or self.name} '{name}': cannot be made: {_failure(error)}.") from error
+            raise ConfigError(
+                f"{where or self.name} '{name}': cannot be made: {_failure(error)}."
+            ) from error
 
     def _shorthand(self, name: Any, where: str) -> tuple[Any, dict[str, str]]:
         """(name, {keyword: VALUE}) of a `name:VALUE`; (the name, {}) of any other."""
         known, _, value = name.partition(":") if isinstance(name, str) else ("", "", "")
-        if value and known in self.names():  # so not for file.py:Name: what is only located must not be imported
+        # So not for file.py:Name: what is only located must not be imported
+        if value and known in self.names():
             keyword = getattr(_load(where, self.locate(known, where)), "shorthand", None)
             if keyword:
                 return known, {keyword: value}
         return name, {}
 
-    def _known_keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
-        called_with = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]
+    def _known_keywords(
+        self, target: Callable[..., Any], where: str
+    ) -> dict[str, inspect.Parameter]:
+        called_with = (
+            ()
+            if isinstance(target, type)
+            else tuple(_signature(target, where).parameters)[: self.call]
+        )
         return _keywords_of((target,), (*self.reserved, *called_with), where)
 
     def _built_in(self) -> Mapping[str, str]:
@@ -179,19 +206,21 @@ PARTS = {kind.name: kind for kind in (ADVANTAGE, LOSS, AGGREGATE, TRANSFORM, FIL
 
 
 def names_code(text: str) -> bool:
-    """Whether a text has the form of a reference to code: `package.module:Name` or `file.py:Name`."""
+    """Whether a text has the form of a reference to code: `package.module:Name` or
+    `file.py:Name`."""
     module, _, attribute = text.rpartition(":")
     return bool(module) and all(part.isidentifier() for part in attribute.split("."))
 
 
 def file_modules() -> list[ModuleType]:
-    """The modules that `file.py:Name` has loaded. Another process cannot import them by name: objects of theirs are pickled by
-    value."""
+    """The modules that `file.py:Name` has loaded. Another process cannot import them by name:
+    objects of theirs are pickled by value."""
     return [module for name, module in list(sys.modules.items()) if name.startswith(FILE_MODULE)]
 
 
 def takes(*schemas: Callable[..., Any]) -> Callable[[T], T]:
-    """Marks a function, or a class, whose `**options` are the keyword-only parameters of these signatures."""
+    """Marks a function, or a class, whose `**options` are the keyword-only parameters of these
+    signatures."""
 
     def mark(target: T) -> T:
         target.takes = schemas  # type: ignore[attr-defined]
@@ -201,9 +230,13 @@ def takes(*schemas: Callable[..., Any]) -> Callable[[T], T]:
 
 
 def check_options(
-    options: Mapping[str, Any], *signatures: Callable[..., Any], where: str, reserved: Sequence[str] = ()
+    options: Mapping[str, Any],
+    *signatures: Callable[..., Any],
+    where: str,
+    reserved: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The options as keywords of functions or classes, checked as those of a component. reserved: parameters that are no option.
+    """The options as keywords of functions or classes, checked as those of a component. reserved:
+    parameters that are no option.
 
     Raises:
         ConfigError: an option that no signature has, one of another type, a required one missing.
@@ -225,7 +258,9 @@ def _keywords_of(
                 found[parameter.name] = parameter.replace(annotation=hints.get(parameter.name, Any))
         for taken in getattr(signature, "takes", ()):
             further = _keywords_of((taken,), (*reserved, *found), where)
-            found.update({key: item for key, item in further.items() if item.kind is item.KEYWORD_ONLY})
+            found.update(
+                {key: item for key, item in further.items() if item.kind is item.KEYWORD_ONLY}
+            )
     return found
 
 
@@ -238,7 +273,8 @@ def _checked_keywords(
     any_key: bool = False,
     fixed: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The keywords with their values as the annotated types; `any_key`: others too, but for the `fixed` ones."""
+    """The keywords with their values as the annotated types; `any_key`: others too, but for the
+    `fixed` ones."""
     for key in keywords:
         if key not in known and (not any_key or key in fixed):
             raise ConfigError(
@@ -264,14 +300,18 @@ def _checked_keywords(
 
 def _takes_any(target: Callable[..., Any]) -> bool:
     parameters = inspect.signature(target).parameters.values()
-    return not hasattr(target, "takes") and any(item.kind is item.VAR_KEYWORD for item in parameters)
+    return not hasattr(target, "takes") and any(
+        item.kind is item.VAR_KEYWORD for item in parameters
+    )
 
 
 def _signature(target: Any, where: str) -> inspect.Signature:
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: expected a class or a function, found {show(target)}.") from None
+        raise ConfigError(
+            f"{where}: expected a class or a function, found {show(target)}."
+        ) from None
 
 
 def _load(where: str, reference: str) -> Any:
@@ -303,13 +343,18 @@ def _import(where: str, module_name: str, reference: str) -> ModuleType:
                 f"{where}: '{reference}': no module '{error.name}'; install the package or start in the "
                 "directory that holds it."
             ) from None
-        raise ConfigError(f"{where}: '{reference}' needs the package '{error.name}', which is not installed.") from error
+        raise ConfigError(
+            f"{where}: '{reference}' needs the package '{error.name}', which is not installed."
+        ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: '{reference}' cannot be imported: {_failure(error)}.") from error
+        raise ConfigError(
+            f"{where}: '{reference}' cannot be imported: {_failure(error)}."
+        ) from error
 
 
 def _load_file(where: str, path: Path) -> ModuleType:
-    """The module of a file, imported once per resolved path (pickle and dataclasses look it up in `sys.modules`)."""
+    """The module of a file, imported once per resolved path (pickle and dataclasses look it up in
+    `sys.modules`)."""
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{where}: {path}: no such file; expected file.py:Name.")

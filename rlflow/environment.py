@@ -12,41 +12,48 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 
 MAX_REWARD = 1e18
-"""Of a step, either way: statistics square differences of rewards, in float32, which ends at 3.4e38."""
+"""Of a step, either way: statistics square differences of rewards, in float32, which ends at
+3.4e38."""
 
 
 class Environment(ABC):
-    """One shared instance serves many episodes at the same time, so an episode's state lives in `episode.scratch`.
+    """One shared instance serves many episodes at the same time, so an episode's state lives in
+    `episode.scratch`.
 
-    `reset`, `step` and `close` may be plain or `async` methods; plain ones run in a thread. An exception that escapes
-    from them, or a call that takes longer than `rollout.faults.call_s`, aborts the episode: it is counted and kept out of loss
-    and group baseline.
-    """
+    `reset`, `step` and `close` may be plain or `async` methods; plain ones run in a thread. An
+    exception that escapes from them, or a call that takes longer than `rollout.faults.call_s`,
+    aborts the episode: it is counted and kept out of loss and group baseline."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings of every turn, unless a Step says otherwise. The matched string is part of the response."""
+    """Stop strings of every turn, unless a Step says otherwise. The matched string is part of the
+    response."""
 
     max_turns: int | None = None
-    """Most responses of an episode, where the environment sets the limit; it then takes the place of `rollout.max_turns`."""
+    """Most responses of an episode, where the environment sets the limit; it then takes the place
+    of `rollout.max_turns`."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """Tools as JSON schemas of functions, which the model's chat template presents in front of every prompt."""
+    """Tools as JSON schemas of functions, which the model's chat template presents in front of
+    every prompt."""
 
     frame: tuple[str, str] = ("", "")
-    """What stands at the least before and after the content of an observation. Where `rollout.max_observation_tokens` cuts one
-    that ends with the latter, the end stays; a limit that is too small for both is an error at the start."""
+    """What stands at the least before and after the content of an observation. Where
+    `rollout.max_observation_tokens` cuts one that ends with the latter, the end stays; a limit that
+    is too small for both is an error at the start."""
 
     metrics: Mapping[str, Metric] = {}
-    """What the numbers of `Step.metrics` (by their names) and of `report` (`section/name`) are: see `Metric`. One that is not
-    here is a mean over the episodes that report it."""
+    """What the numbers of `Step.metrics` (by their names) and of `report` (`section/name`) are: see
+    `Metric`. One that is not here is a mean over the episodes that report it."""
 
     harmless_options: tuple[str, ...] = ()
-    """Constructor keywords that `rlflow eval` takes from the run of a stranger, where their value is a number, true, false or one
-    word: of those that can name no code, file, program or server."""
+    """Constructor keywords that `rlflow eval` takes from the run of a stranger, where their value
+    is a number, true, false or one word: of those that can name no code, file, program or
+    server."""
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
-        """The constructor keywords with which `tasks("val")` are those of the data at `path` (`rlflow eval --data PATH`).
+        """The constructor keywords with which `tasks("val")` are those of the data at `path`
+        (`rlflow eval --data PATH`).
 
         Raises ConfigError where such an environment takes no data.
         """
@@ -57,10 +64,10 @@ class Environment(ABC):
 
     @classmethod
     def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
-        """For `--dry-run`, with the constructor keywords of the configuration: (an environment that can be asked for
-        its tasks, stop strings and tools, though not played; None where there is none, all problems that making it
-        would meet). What is expensive is not built, nothing is started, nothing is left behind. None, the default: it
-        is made as for a run."""
+        """For `--dry-run`, with the constructor keywords of the configuration: (an environment that
+        can be asked for its tasks, stop strings and tools, though not played; None where there is
+        none, all problems that making it would meet). What is expensive is not built, nothing is
+        started, nothing is left behind. None, the default: it is made as for a run."""
         return None
 
     @abstractmethod
@@ -68,7 +75,8 @@ class Environment(ABC):
         """The tasks of "train" or "val", in a fixed order."""
 
     def task_from_text(self, text: str) -> Task:
-        """The task of a question that somebody types (`rlflow ask`), in the form of its own tasks, without an answer.
+        """The task of a question that somebody types (`rlflow ask`), in the form of its own tasks,
+        without an answer.
 
         Raises ConfigError where the environment makes no task of a text."""
         raise ConfigError(
@@ -93,16 +101,18 @@ class Environment(ABC):
         """Called exactly once for every episode that was reset, also when it is aborted."""
 
     def report(self) -> dict[str, float]:
-        """Numbers about all that happened since the last call, as `section/name`; called once per collection."""
+        """Numbers about all that happened since the last call, as `section/name`; called once per
+        collection."""
         return {}
 
     def worker_options(self) -> dict[str, Any]:
-        """Constructor keywords that differ in the copies of this environment that rollout workers make, so that they use what
-        this one has started, a service for one."""
+        """Constructor keywords that differ in the copies of this environment that rollout workers
+        make, so that they use what this one has started, a service for one."""
         return {}
 
     def shutdown(self) -> None:
-        """Called when the rollout that used it is closed: frees what outlives episodes (processes, connections)."""
+        """Called when the rollout that used it is closed: frees what outlives episodes (processes,
+        connections)."""
 
 
 async def awaited(answer: Any) -> Any:

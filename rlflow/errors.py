@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class RLFlowError(Exception):
-    """A problem that the user can fix. The text says what, where, expected, found and how to fix it, in one line."""
+    """A problem that the user can fix. The text says what, where, expected, found and how to fix
+    it, in one line."""
 
     exit_code: int = 2
     """What a command ends with."""
@@ -40,7 +41,8 @@ class DataError(RLFlowError):
 
 
 class ModelError(RLFlowError):
-    """A model directory cannot be loaded: unknown family, missing file, shapes that do not fit the layout."""
+    """A model directory cannot be loaded: unknown family, missing file, shapes that do not fit the
+    layout."""
 
 
 class CheckpointError(RLFlowError):
@@ -48,19 +50,23 @@ class CheckpointError(RLFlowError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, or its content is not what was written; an earlier checkpoint may be whole."""
+    """A file of a checkpoint is missing, or its content is not what was written; an earlier
+    checkpoint may be whole."""
 
 
 class StorageError(RLFlowError):
-    """Something cannot be written, because the disk is full for one; what was complete before is untouched."""
+    """Something cannot be written, because the disk is full for one; what was complete before is
+    untouched."""
 
 
 class DirectoryLostError(StorageError):
-    """A run's directory is gone, or another process has taken it over: this one writes nothing more."""
+    """A run's directory is gone, or another process has taken it over: this one writes nothing
+    more."""
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of checkpoint conversion, so that scripts can tell the problems apart; 2 is any other RLFlowError."""
+    """Exit codes of checkpoint conversion, so that scripts can tell the problems apart; 2 is any
+    other RLFlowError."""
 
     MISSING = 3  # a file of the checkpoint is not there
     DAMAGED = 4  # truncated or corrupt; a verification that failed
@@ -74,7 +80,8 @@ class ExitCode(enum.IntEnum):
 
 
 class ConversionError(CheckpointError):
-    """A checkpoint cannot be converted or a conversion does not verify; `exit_code` says which kind of problem."""
+    """A checkpoint cannot be converted or a conversion does not verify; `exit_code` says which kind
+    of problem."""
 
     def __init__(self, text: str, exit_code: ExitCode) -> None:
         super().__init__(text)
@@ -82,7 +89,8 @@ class ConversionError(CheckpointError):
 
 
 class EnvironmentContractError(RLFlowError):
-    """An environment broke the contract of `rlflow.Environment`, or what it said cannot be tokenized exactly."""
+    """An environment broke the contract of `rlflow.Environment`, or what it said cannot be
+    tokenized exactly."""
 
 
 class RolloutError(RLFlowError):
@@ -94,7 +102,8 @@ class MissingPackageError(RLFlowError):
 
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known word, or `""` where none is as alike as `likeness` of 1."""
+    """Returns `" Did you mean 'x'?"` for the closest known word, or `""` where none is as alike as
+    `likeness` of 1."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean '{close[0]}'?" if close else ""
 
@@ -109,13 +118,20 @@ def described(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line in function`, of the innermost frame outside of Python and rlflow, other packages last; "" without one."""
+    """`file:line in function`, of the innermost frame outside of Python and rlflow, other packages
+    last; "" without one."""
     ours, pythons = os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep
     for source in filter(None, (error, error.__cause__)):
         frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(source.__traceback__)]
-        frames = [place for place in frames if not place[0].co_filename.startswith((ours, "<frozen"))]
+        frames = [
+            place for place in frames if not place[0].co_filename.startswith((ours, "<frozen"))
+        ]
         packages = [place for place in frames if "site-packages" in place[0].co_filename]
-        own = [place for place in frames if place not in packages and not place[0].co_filename.startswith(pythons)]
+        own = [
+            place
+            for place in frames
+            if place not in packages and not place[0].co_filename.startswith(pythons)
+        ]
         for code, line in (own or packages)[-1:]:
             return f"{code.co_filename}:{line} in {code.co_name}"
     return ""
@@ -125,7 +141,8 @@ class Problems(list[RLFlowError]):
     """What is wrong, all of it: what is tried goes on after each problem."""
 
     def attempt(self, action: Callable[..., T], *arguments: Any, **keywords: Any) -> T | None:
-        """What the action returns; None where it raised an RLFlowError, which is noted, each text once."""
+        """What the action returns; None where it raised an RLFlowError, which is noted, each text
+        once."""
         try:
             return action(*arguments, **keywords)
         except RLFlowError as problem:
@@ -141,16 +158,20 @@ class Problems(list[RLFlowError]):
 
 @contextmanager
 def needing(where: str, command: str) -> Iterator[None]:
-    """An import within that fails becomes a MissingPackageError: `where` asked for the package, `command` installs it."""
+    """An import within that fails becomes a MissingPackageError: `where` asked for the package,
+    `command` installs it."""
     try:
         yield
     except ImportError as problem:
-        raise MissingPackageError(f"{where}: the package '{problem.name or problem}' is not installed: {command}") from None
+        raise MissingPackageError(
+            f"{where}: the package '{problem.name or problem}' is not installed: {command}"
+        ) from None
 
 
 def install_command(extra: str = "") -> str:
-    """`pip install 'SOURCE[extra]'` with the source that this rlflow comes from: its checkout, else the URL it was installed
-    from. Never the bare name: in the public package index it belongs to another project."""
+    """`pip install 'SOURCE[extra]'` with the source that this rlflow comes from: its checkout, else
+    the URL it was installed from. Never the bare name: in the public package index it belongs to
+    another project."""
     checkout = Path(__file__).resolve().parents[1]
     wanted = f"[{extra}]" if extra else ""
     if (checkout / "setup.py").is_file():
@@ -159,7 +180,8 @@ def install_command(extra: str = "") -> str:
 
 
 def _installed_from() -> str:
-    """What pip noted of the installation (PEP 610); a placeholder where it came from an index or by hand."""
+    """What pip noted of the installation (PEP 610); a placeholder where it came from an index or by
+    hand."""
     try:
         noted = json.loads(metadata.distribution("rlflow").read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
@@ -169,14 +191,16 @@ def _installed_from() -> str:
 
 
 CALLED_IN = "RLFLOW_CALLED_IN"
-"""Environment variable with the directory of a shell whose script changed it before it called rlflow."""
+"""Environment variable with the directory of a shell whose script changed it before it called
+rlflow."""
 COMMAND_PLUG_INS = "rlflow.commands"
 """Entry-point group of commands beside those of the core."""
 _COMMANDS = "train|serve|eval|env|algorithm|merge|show|view|compare|ask|config|doctor"
 
 
 def command(name: str = "rlflow") -> str:
-    """What the user's shell calls a script of this installation: its bare name where the shell finds it, else its path."""
+    """What the user's shell calls a script of this installation: its bare name where the shell
+    finds it, else its path."""
     beside = Path(sys.executable).with_name(name)
     if not beside.exists():
         return f"{command('python')} -m {name}" if name != "python" else shlex.quote(sys.executable)
@@ -187,15 +211,22 @@ def command(name: str = "rlflow") -> str:
         shortest = min(str(beside), os.path.relpath(beside), key=len)
         spelled = shlex.quote(shortest if os.sep in shortest else f"./{shortest}")
     shell = os.environ.get(CALLED_IN)
-    return spelled if shell in (None, os.getcwd()) else f"cd {shlex.quote(os.getcwd())} && {spelled}"
+    return (
+        spelled if shell in (None, os.getcwd()) else f"cd {shlex.quote(os.getcwd())} && {spelled}"
+    )
 
 
 def as_called(text: str) -> str:
-    """The text with its commands (`rlflow show RUN`, `pip install x`) as they can be pasted into the user's shell."""
+    """The text with its commands (`rlflow show RUN`, `pip install x`) as they can be pasted into
+    the user's shell."""
     return _printed_command().sub(lambda found: command(found[0]), text)
 
 
 @functools.cache
 def _printed_command() -> re.Pattern[str]:
-    names = "|".join([_COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))])
-    return re.compile(rf"(?<![\w/.'-])(?:pip(?= install )|python(?= -[cm] )|rlflow(?= (?:{names})\b))")
+    names = "|".join(
+        [_COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))]
+    )
+    return re.compile(
+        rf"(?<![\w/.'-])(?:pip(?= install )|python(?= -[cm] )|rlflow(?= (?:{names})\b))"
+    )

@@ -1,7 +1,9 @@
-"""Matrix products at the speed of the processor: of the two libraries in torch, the one that is faster here, by measurement.
+"""Matrix products at the speed of the processor: of the two libraries in torch, the one that is
+faster here, by measurement.
 
-torch takes MKL for float32 on CPUs, which leaves half of an AMD processor's speed unused; oneDNN does not, but takes up to
-twice MKL's time for the gradients of weights on an Intel processor. `RLFLOW_MATMUL=mkl|onednn|auto` overrides it."""
+torch takes MKL for float32 on CPUs, which leaves half of an AMD processor's speed unused; oneDNN
+does not, but takes up to twice MKL's time for the gradients of weights on an Intel processor.
+`RLFLOW_MATMUL=mkl|onednn|auto` overrides it."""
 
 from __future__ import annotations
 
@@ -23,37 +25,44 @@ from rlflow.errors import ConfigError
 Library = Literal["mkl", "onednn"]
 LIBRARIES: tuple[Library, ...] = ("mkl", "onednn")
 VARIABLE = "RLFLOW_MATMUL"
-ONEDNN_MULTIPLICATIONS = 1 << 20  # for fewer, what oneDNN prepares per call and shape costs more than it saves
+# For fewer, what oneDNN prepares per call and shape costs more than it saves
+ONEDNN_MULTIPLICATIONS = 1 << 20
 CLASSES = {"few rows": (16, 512, 1024), "rows": (256, 512, 512), "weights": (256, 512, 512)}
-"""Classes of products, and the (rows, in, out) by which they are measured: decoding; forward passes, and the gradients of
-inputs; the gradients of weights. About 0.1 to 1 ms each."""
+"""Classes of products, and the (rows, in, out) by which they are measured: decoding; forward
+passes, and the gradients of inputs; the gradients of weights. About 0.1 to 1 ms each."""
 FEW_ROWS = 64
 ROUNDS = 5
-CLEARLY_FASTER = 1.25  # oneDNN must be, to be taken: a choice that noise decides would not come out twice
+# OneDNN must be, to be taken: a choice that noise decides would not come out twice
+CLEARLY_FASTER = 1.25
 BLOCKS = (4096, 2048, 1024, 512, 256, 128, 64)
-"""Rows that oneDNN gets in one call. It keeps code and state for every shape that it meets (0.5 MiB each): of rows whose number
-changes with each micro-batch, memory would grow for a thousand shapes. What is left of them is MKL's."""
+"""Rows that oneDNN gets in one call. It keeps code and state for every shape that it meets (0.5 MiB
+each): of rows whose number changes with each micro-batch, memory would grow for a thousand shapes.
+What is left of them is MKL's."""
 STEP = 16  # few rows, and few outputs, are filled up to a multiple of it, for the same reason
 FEWEST_ROWS = 8  # for fewer, filling up costs more than it saves
 
 
 class Products:
-    """Which library computes which class of products in this process: chosen once, when first asked for, then kept."""
+    """Which library computes which class of products in this process: chosen once, when first asked
+    for, then kept."""
 
     def __init__(self) -> None:
         self._chosen: dict[str, Library] | None = None
         self._lock = threading.Lock()
 
     def chosen(self) -> Mapping[str, Library]:
-        """Class -> library: as RLFLOW_MATMUL says, else by measurement. Raises ConfigError for another value of it."""
+        """Class -> library: as RLFLOW_MATMUL says, else by measurement. Raises ConfigError for
+        another value of it."""
         if self._chosen is None:
-            with self._lock:  # engine and trainer ask from threads of their own, and must get the same answer
+            # Engine and trainer ask from threads of their own, and must get the same answer
+            with self._lock:
                 if self._chosen is None:
                     self._chosen = _from_environment() or measured()
         return self._chosen
 
     def fix(self, chosen: Mapping[str, Library] | None = None) -> None:
-        """Takes what another process has chosen; without it, what the processor's maker suggests: no clock decides."""
+        """Takes what another process has chosen; without it, what the processor's maker suggests:
+        no clock decides."""
         with self._lock:
             self._chosen = dict(chosen) if chosen else _from_environment() or by_maker()
 
@@ -62,12 +71,17 @@ PRODUCTS = Products()
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """inputs (N, in) times the transposed weight (out, in), plus the bias (out,): (N, out). Not for autograd to follow."""
+    """inputs (N, in) times the transposed weight (out, in), plus the bias (out,): (N, out). Not for
+    autograd to follow."""
     rows, out = inputs.shape[0], weight.shape[0]
-    if rows < FEWEST_ROWS or not _is_for_onednn(inputs, weight, "few rows" if rows < FEW_ROWS else "rows"):
+    if rows < FEWEST_ROWS or not _is_for_onednn(
+        inputs, weight, "few rows" if rows < FEW_ROWS else "rows"
+    ):
         return F.linear(inputs, weight, bias)
     if out % STEP and out < BLOCKS[0]:  # vectors of queries, not the weights of a layer
-        filled = linear(inputs, _filled(weight), None if bias is None else F.pad(bias, (0, -out % STEP)))
+        filled = linear(
+            inputs, _filled(weight), None if bias is None else F.pad(bias, (0, -out % STEP))
+        )
         return filled[:, :out].contiguous()
     if rows < FEW_ROWS:
         return _onednn(_filled(inputs), weight, bias)[:rows]
@@ -81,7 +95,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """Adds gradient.T @ inputs, the gradient of a weight, to total (out, in); gradient (N, out), inputs (N, in)."""
+    """Adds gradient.T @ inputs, the gradient of a weight, to total (out, in); gradient (N, out),
+    inputs (N, in)."""
     if not _is_for_onednn(gradient.t(), inputs.t(), "weights"):
         _add(total, gradient, inputs)
         return
@@ -90,23 +105,35 @@ def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
 
 
 def measured() -> dict[str, Library]:
-    """Class -> the library that is faster with this process's threads, in some 20 ms: of both the best of rounds in turns."""
+    """Class -> the library that is faster with this process's threads, in some 20 ms: of both the
+    best of rounds in turns."""
     if not _has_onednn():
         return dict.fromkeys(CLASSES, "mkl")
     result: dict[str, Library] = {}
     with torch.no_grad():
         for name, (rows, width, out) in CLASSES.items():
-            inputs, weight, gradient = torch.ones(rows, width), torch.ones(out, width), torch.ones(rows, out)
-            pair: tuple[Callable[[], object], ...] = (partial(F.linear, inputs, weight), partial(_onednn, inputs, weight, None))
+            inputs, weight, gradient = (
+                torch.ones(rows, width),
+                torch.ones(out, width),
+                torch.ones(rows, out),
+            )
+            pair: tuple[Callable[[], object], ...] = (
+                partial(F.linear, inputs, weight),
+                partial(_onednn, inputs, weight, None),
+            )
             if name == "weights":
-                pair = tuple(partial(add, torch.zeros(out, width), gradient, inputs) for add in (_add, _add_by_onednn))
+                pair = tuple(
+                    partial(add, torch.zeros(out, width), gradient, inputs)
+                    for add in (_add, _add_by_onednn)
+                )
             mkl_s, onednn_s = _best_s(pair)
             result[name] = "onednn" if CLEARLY_FASTER * onednn_s < mkl_s else "mkl"
     return result
 
 
 def _best_s(pair: Sequence[Callable[[], object]]) -> list[float]:
-    """The least seconds that each takes, in turns, so that other work on the machine meets both; the first round only warms."""
+    """The least seconds that each takes, in turns, so that other work on the machine meets both;
+    the first round only warms."""
     best_s = [float("inf")] * len(pair)
     for turn in range(ROUNDS + 1):
         for place, call in enumerate(pair):
@@ -118,8 +145,11 @@ def _best_s(pair: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def by_maker() -> dict[str, Library]:
-    """Class -> library by the processor's maker: MKL on Intel's, which it is made for, oneDNN on all others."""
-    library: Library = "mkl" if "intel" in processor_name().lower() or not _has_onednn() else "onednn"
+    """Class -> library by the processor's maker: MKL on Intel's, which it is made for, oneDNN on
+    all others."""
+    library: Library = (
+        "mkl" if "intel" in processor_name().lower() or not _has_onednn() else "onednn"
+    )
     return dict.fromkeys(CLASSES, library)
 
 
@@ -140,7 +170,9 @@ def _from_environment() -> dict[str, Library] | None:
         if value == library and (library == "mkl" or _has_onednn()):
             return dict.fromkeys(CLASSES, library)
     if value not in ("auto", ""):
-        raise ConfigError(f"{VARIABLE}: expected {', '.join(LIBRARIES)} (where torch contains it) or auto, found '{value}'.")
+        raise ConfigError(
+            f"{VARIABLE}: expected {', '.join(LIBRARIES)} (where torch contains it) or auto, found '{value}'."
+        )
     return None
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Hashable
 
 
 class Places:
-    """At most `most` of them. Where all are taken a newcomer gets the oldest place of the address that holds the most: silent
-    and slow clients lock out nobody, as an honest one needs its place for an instant. For use by several threads."""
+    """At most `most` of them. Where all are taken a newcomer gets the oldest place of the address
+    that holds the most: silent and slow clients lock out nobody, as an honest one needs its place
+    for an instant. For use by several threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,5 @@
-"""One value against its annotation: the check of every key of a configuration and every keyword of a component.
+"""One value against its annotation: the check of every key of a configuration and every keyword of
+a component.
 
 Ranges stand at the annotation: `lr: PositiveFloat`, `share: Annotated[float, Range(0, 1)]`.
 """
@@ -18,7 +19,8 @@ from rlflow.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `low` to `high`; `above` and `below` are bounds that are not reached themselves."""
+    """The numbers from `low` to `high`; `above` and `below` are bounds that are not reached
+    themselves."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -26,10 +28,19 @@ class Range:
     below: float = math.inf
 
     def __contains__(self, value: float) -> bool:
-        return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
+        return (
+            math.isfinite(value)
+            and self.low <= value <= self.high
+            and self.above < value < self.below
+        )
 
     def __str__(self) -> str:
-        bounds = (("above", self.above), ("from", self.low), ("to", self.high), ("below", self.below))
+        bounds = (
+            ("above", self.above),
+            ("from", self.low),
+            ("to", self.high),
+            ("below", self.below),
+        )
         return " ".join(f"{word} {bound:.12g}" for word, bound in bounds if math.isfinite(bound))
 
 
@@ -45,12 +56,14 @@ class Named:
 
 
 Component = Annotated[dict[str, Any], Named()]
-"""A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
+"""A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the
+constructor's signature."""
 
 
 def checked(hint: Any, value: Any, where: str) -> Any:
-    """The value as the annotated type. int -> float and name -> component are the only conversions; a bool is never a number, a
-    number is finite. Annotations other than those of plain data (classes, callables, type variables) hold for every value.
+    """The value as the annotated type. int -> float and name -> component are the only conversions;
+    a bool is never a number, a number is finite. Annotations other than those of plain data
+    (classes, callables, type variables) hold for every value.
 
     Raises:
         ConfigError: with `where`, what was expected and what was found.
@@ -69,7 +82,8 @@ def checked(hint: Any, value: Any, where: str) -> Any:
             raise _unexpected(hint, value, where)
         if not isinstance(value, (list, tuple)):  # an object of one's own, from Python
             return value
-        item = arguments[0] if len({*arguments} - {...}) == 1 else Any  # entries of different types are not looked into
+        # Entries of different types are not looked into
+        item = arguments[0] if len({*arguments} - {...}) == 1 else Any
         items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
         return tuple(items) if (origin or hint) is tuple else items
     if hint is float and _is_number(value) and math.isfinite(value):
@@ -80,13 +94,16 @@ def checked(hint: Any, value: Any, where: str) -> Any:
 
 
 def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """Parameter -> annotation of a function or of a class's constructor; Any for what cannot be evaluated, such as a name that is
-    imported for type checking only."""
+    """Parameter -> annotation of a function or of a class's constructor; Any for what cannot be
+    evaluated, such as a name that is imported for type checking only."""
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     scope = getattr(function, "__globals__", {})
-    return {name: _evaluated(text, scope) for name, text in getattr(function, "__annotations__", {}).items()}
+    return {
+        name: _evaluated(text, scope)
+        for name, text in getattr(function, "__annotations__", {}).items()
+    }
 
 
 def is_component(hint: Any) -> bool:
@@ -94,14 +111,27 @@ def is_component(hint: Any) -> bool:
 
 
 def section_of(hint: Any) -> type | None:
-    """The dataclass of a nested section, also of one that may be null; None for any other annotation."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+    """The dataclass of a nested section, also of one that may be null; None for any other
+    annotation."""
+    kinds = (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+        else (hint,)
+    )
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None
+    )
 
 
 def describe(hint: Any) -> str:
     """What an annotation expects, in words."""
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     if hint in names:
         return names[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -125,7 +155,14 @@ def show(value: Any) -> str:
     """A value as found, with its kind."""
     if value is None:
         return "null (nothing)"
-    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number", dict: "mapping", list: "list"}
+    kinds = {
+        str: "text",
+        bool: "true/false",
+        int: "whole number",
+        float: "number",
+        dict: "mapping",
+        list: "list",
+    }
     try:
         text = repr(value) if not isinstance(value, bool) else str(value).lower()
     except RecursionError:
@@ -143,7 +180,9 @@ def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
     try:
         return checked(base, value, where)
     except ConfigError as problem:  # of an entry of a list, say: that place is the better one
-        raise (_unexpected(hint, value, where) if str(problem).startswith(f"{where}:") else problem) from None
+        raise (
+            _unexpected(hint, value, where) if str(problem).startswith(f"{where}:") else problem
+        ) from None
 
 
 def _checked_union(hint: Any, value: Any, where: str) -> Any:
@@ -157,10 +196,16 @@ def _checked_union(hint: Any, value: Any, where: str) -> Any:
 
 def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
-    hint_words = did_you_mean(value, map(str, choices)) if origin is Literal and isinstance(value, str) else ""
+    hint_words = (
+        did_you_mean(value, map(str, choices))
+        if origin is Literal and isinstance(value, str)
+        else ""
+    )
     expected = describe(hint)
     if _is_number(value) and not math.isfinite(value):
-        expected = " or ".join("a finite number" if kind == "a number" else kind for kind in expected.split(" or "))
+        expected = " or ".join(
+            "a finite number" if kind == "a number" else kind for kind in expected.split(" or ")
+        )
     return ConfigError(f"{where}: expected {expected}, found {show(value)}.{hint_words}")
 
 

@@ -1,4 +1,5 @@
-"""Advantages, token weights and losses: pure tensor code over a Batch. Torch only; methods are imported when first used."""
+"""Advantages, token weights and losses: pure tensor code over a Batch. Torch only; methods are
+imported when first used."""
 
 from __future__ import annotations
 
@@ -43,12 +44,14 @@ _HOMES = {
     "ValueLoss": "losses.value:ValueLoss",
     "grpo": "advantages.grpo:grpo",
     "token_mean": "aggregates.means:token_mean",
-    "token_weights": "aggregates.means:token_mean",  # the usual weights of a script that does not choose
+    # The usual weights of a script that does not choose
+    "token_weights": "aggregates.means:token_mean",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The public name from its module (PEP 562): whoever asks for the names of the methods need not import them."""
+    """The public name from its module (PEP 562): whoever asks for the names of the methods need not
+    import them."""
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     module, _, attribute = _HOMES[name].partition(":")

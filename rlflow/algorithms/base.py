@@ -1,12 +1,13 @@
-"""What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
+"""What the parts of an algorithm are: the seams at which a method is added in a small file of its
+own.
 
     tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
 
-A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
-union: `proximal`, `reference` and `teacher` (log-probs, once per step), `values` (of the critic, once per step), `current` and
-`current_entropy` (once per minibatch, just before its update). A part that remembers something returns it from `state_dict`;
-it is in the checkpoint.
-"""
+A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the
+training step fills exactly the union: `proximal`, `reference` and `teacher` (log-probs, once per
+step), `values` (of the critic, once per step), `current` and `current_entropy` (once per minibatch,
+just before its update). A part that remembers something returns it from `state_dict`; it is in the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -21,27 +22,42 @@ from torch import Tensor
 
 from rlflow.algorithms.rewards import add_reward_term
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task, as_loss, check_needs
+from rlflow.types import (
+    Batch,
+    Group,
+    Loss,
+    LossResult,
+    PolicyOutput,
+    Reduction,
+    Task,
+    as_loss,
+    check_needs,
+)
 
-MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
+# Nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
+MAX_LOG_RATIO = 20.0
 Anchor = Literal["rollout", "proximal"]
-"""The log-probs that an importance ratio is taken against: the behaviour policy's own, as the engine reported them, or those
-that the trainer computes for the same tokens before the step's first update."""
+"""The log-probs that an importance ratio is taken against: the behaviour policy's own, as the
+engine reported them, or those that the trainer computes for the same tokens before the step's first
+update."""
 Level = Literal["token", "sequence", "geometric", "max"]
-"""Of what a ratio is taken: of each token, or of a row, as the product, the geometric mean or the largest of its tokens'. A
-row is a segment: of a trajectory with several, each has a ratio of its own."""
+"""Of what a ratio is taken: of each token, or of a row, as the product, the geometric mean or the
+largest of its tokens'. A row is a segment: of a trajectory with several, each has a ratio of its
+own."""
 
 
 class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     """What every part of an algorithm other than a loss has; each has a default."""
 
     needs: frozenset[str] = frozenset()
-    refreshes: Mapping[str, int] = {}  # snapshots that are taken anew, and after how many steps each, as of a Loss
+    # Snapshots that are taken anew, and after how many steps each, as of a Loss
+    refreshes: Mapping[str, int] = {}
     remembers: tuple[str, ...] = ()
     """Names of its state: what JSON can say, in attributes of these names behind an underscore."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON-able values and tensors: by default what it `remembers`."""
+        """What a resumed run must know, as JSON-able values and tensors: by default what it
+        `remembers`."""
         return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +66,8 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
             setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def report(self) -> dict[str, float]:
-        """Numbers about what the part did since the last call, by name: logged as `train/<name>`, once per step."""
+        """Numbers about what the part did since the last call, by name: logged as `train/<name>`,
+        once per step."""
         return {}
 
     def close(self) -> None:
@@ -59,7 +76,8 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
 
 @dataclass(frozen=True)
 class FunctionPart(Part):
-    """A plain function as a part that needs nothing further and remembers nothing; as a transform, one of minibatches."""
+    """A plain function as a part that needs nothing further and remembers nothing; as a transform,
+    one of minibatches."""
 
     function: Callable[[Any], Any]
     stage = "minibatch"
@@ -80,33 +98,37 @@ def compares_attempts(function: Function) -> Function:
 
 
 def as_part(part: Any) -> Any:
-    """The part itself; a plain function wrapped. Raises ConfigError for `needs` that are no set of names."""
+    """The part itself; a plain function wrapped. Raises ConfigError for `needs` that are no set of
+    names."""
     made = part if isinstance(part, Part) else FunctionPart(part)
     check_needs(made)
     return made
 
 
 class Filter(Part):
-    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far as the step allows: it is
-    asked again about those, in at most `max_rounds` rounds in all."""
+    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far
+    as the step allows: it is asked again about those, in at most `max_rounds` rounds in all."""
 
     whole_step: bool = False
-    """Asked once per step, about all groups that the filters before it have let through in any round: for what may add or leave
-    out groups without asking for more. Such filters come after all others."""
+    """Asked once per step, about all groups that the filters before it have let through in any
+    round: for what may add or leave out groups without asking for more. Such filters come after all
+    others."""
 
     max_rounds: int = 10
     """Rounds of fresh groups in a step at the most; among several filters the least one holds."""
 
     unscored: bool = False
-    """It may bring attempts that come without the log-probs of the policy that sampled them: kernels need `anchor: proximal`."""
+    """It may bring attempts that come without the log-probs of the policy that sampled them:
+    kernels need `anchor: proximal`."""
 
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...
 
 
 class Curator(Part):
-    """The source of a run's training tasks: made from (tasks, seed), asked for the next ones whenever places are free, told what
-    came of them. Its position is state of its own: a filter that refuses groups makes a step take more tasks than another."""
+    """The source of a run's training tasks: made from (tasks, seed), asked for the next ones
+    whenever places are free, told what came of them. Its position is state of its own: a filter
+    that refuses groups makes a step take more tasks than another."""
 
     @property
     @abstractmethod
@@ -122,34 +144,41 @@ class Curator(Part):
 
 
 class Advantage(Part):
-    """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is spread over the row's
-    trained tokens. One that is made with a critic gives a pair: the advantages, and (B, T) returns for the critic to learn."""
+    """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is
+    spread over the row's trained tokens. One that is made with a critic gives a pair: the
+    advantages, and (B, T) returns for the critic to learn."""
 
     compares_attempts: bool = False
-    """Attempts at the same task are compared: one attempt per task teaches nothing, and is refused at the start."""
+    """Attempts at the same task are compared: one attempt per task teaches nothing, and is refused
+    at the start."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class Transform(Part):
-    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the whole step, so that what it
-    decides does not depend on micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to
-    `coefficients`, row weights to `weights`, what a user should know of it to `metrics`. `rlflow/algorithms/combinations.py`
-    reads what it says of itself."""
+    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the
+    whole step, so that what it decides does not depend on micro-batches and ranks. On the
+    minibatch, importance corrections and keep-masks go to `coefficients`, row weights to `weights`,
+    what a user should know of it to `metrics`. `rlflow/algorithms/combinations.py` reads what it
+    says of itself."""
 
     stage: Literal["rewards", "advantages", "minibatch"] = "minibatch"
-    """When it runs: on the step's batch before the advantage is made of the rewards, on it afterwards, or on each minibatch."""
+    """When it runs: on the step's batch before the advantage is made of the rewards, on it
+    afterwards, or on each minibatch."""
     fills: frozenset[str] = frozenset()
-    """Of what parts may need, what this one puts into the batch itself; the transforms after it and the losses find it."""
+    """Of what parts may need, what this one puts into the batch itself; the transforms after it and
+    the losses find it."""
     level: Level | None = None
     """`token`: its coefficients may differ between the tokens of a row; None: it does not say."""
     weighs: bool = False
     """Its coefficients are ratios of the proximal to the rollout policy."""
     centres: bool = False
-    """It is made for a kernel with a clip range, which the proximal policy is to be in the middle of."""
+    """It is made for a kernel with a clip range, which the proximal policy is to be in the middle
+    of."""
     trusts: bool = False
-    """It decides how far the policy may go from the one that sampled: a trust region of which there can be one."""
+    """It decides how far the policy may go from the one that sampled: a trust region of which there
+    can be one."""
     bounds: bool = False
     """It sets the clip range (`ratio_low`, `ratio_high`) of a ratio to the rollout policy."""
 
@@ -158,20 +187,23 @@ class Transform(Part):
 
 
 class RewardTerm(Transform):
-    """Adds to the rewards before the advantage is made of them. Group statistics are taken again over the sums."""
+    """Adds to the rewards before the advantage is made of them. Group statistics are taken again
+    over the sums."""
 
     stage = "rewards"
 
     @abstractmethod
     def term(self, batch: Batch) -> Tensor:
-        """(B,) to add to each trajectory's return (all rows of a trajectory have the same), or (B, T) to add to single tokens."""
+        """(B,) to add to each trajectory's return (all rows of a trajectory have the same), or (B,
+        T) to add to single tokens."""
 
     def __call__(self, batch: Batch) -> Batch:
         return add_reward_term(batch, self.term(batch), f"transform {type(self).__name__}")
 
 
 class Kernel(Loss):
-    """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it, and no other term of the loss."""
+    """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it, and no
+    other term of the loss."""
 
     anchor: Anchor | None = None
     """Whose policy its ratio is taken against; None: it has no ratio."""
@@ -193,7 +225,8 @@ class Kernel(Loss):
 
 @dataclass(frozen=True)
 class SumLoss(Loss):
-    """The sum of several terms. Metrics of all of them; of two terms with the same metric, the first keeps the name."""
+    """The sum of several terms. Metrics of all of them; of two terms with the same metric, the
+    first keeps the name."""
 
     losses: tuple[Loss, ...]
 
@@ -216,7 +249,9 @@ class SumLoss(Loss):
 
     @property
     def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
-        return {name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()}
+        return {
+            name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()
+        }
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         total, metrics = self.losses[0](output, batch)
@@ -236,7 +271,8 @@ def _sum(losses: Sequence[Loss | None]) -> Loss | None:
 
 
 def merged_refreshes(parts: Iterable[Loss | Part]) -> dict[str, int]:
-    """`refreshes` of all parts. Raises ConfigError where two want the same snapshot at different steps."""
+    """`refreshes` of all parts. Raises ConfigError where two want the same snapshot at different
+    steps."""
     found: dict[str, int] = {}
     for part in parts:
         for name, steps in part.refreshes.items():
@@ -251,14 +287,14 @@ def merged_refreshes(parts: Iterable[Loss | Part]) -> dict[str, int]:
 def log_ratio(logprobs: Tensor, base: Tensor, mask: Tensor) -> Tensor:
     """(B, T) logprobs - base on the mask, 0 off it, clamped to +-20 nats.
 
-    The mask comes before any exp: what stands in a masked place can then reach neither value nor gradient (inf * 0 is nan).
-    """
+    The mask comes before any exp: what stands in a masked place can then reach neither value nor
+    gradient (inf * 0 is nan)."""
     return torch.where(mask, logprobs - base, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_estimate(estimator: str, x: Tensor) -> Tensor:
-    """k1, k2 or k3 of KL(policy || other), nats, from x = other log-prob - log-prob of the policy's own tokens: -x, x^2 / 2,
-    e^x - x - 1."""
+    """k1, k2 or k3 of KL(policy || other), nats, from x = other log-prob - log-prob of the policy's
+    own tokens: -x, x^2 / 2, e^x - x - 1."""
     if estimator == "k1":
         return -x
     if estimator == "k2":
@@ -268,7 +304,8 @@ def kl_estimate(estimator: str, x: Tensor) -> Tensor:
 
 
 def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
-    """(B, T) log-probs of the policy that a ratio is taken against. Raises RLFlowError where they are not known."""
+    """(B, T) log-probs of the policy that a ratio is taken against. Raises RLFlowError where they
+    are not known."""
     if anchor == "proximal":
         return batch.require("proximal_logprobs", who)
     known = batch.logprobs_known

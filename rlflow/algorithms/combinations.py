@@ -1,5 +1,5 @@
-"""Which parts of an algorithm make no sense together, and why: the one place where that is checked, from what they say of
-themselves (`Transform`, `Kernel`)."""
+"""Which parts of an algorithm make no sense together, and why: the one place where that is checked,
+from what they say of themselves (`Transform`, `Kernel`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from rlflow.errors import ConfigError
 from rlflow.types import Loss
 
 
-def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before: Sequence[Part] = ()) -> None:
-    """Returns when the parts go together. before: parts that are asked before the transforms. Raises ConfigError with the
-    reason where two do not."""
+def check_combination(
+    losses: Sequence[Loss], transforms: Sequence[Part], before: Sequence[Part] = ()
+) -> None:
+    """Returns when the parts go together. before: parts that are asked before the transforms.
+    Raises ConfigError with the reason where two do not."""
     kernels = [loss for loss in losses if isinstance(loss, Kernel)]
     changes = [change for change in transforms if isinstance(change, Transform)]
     for kernel, change in product(kernels, changes):
         for reason in _against_kernel(kernel, change):
-            raise ConfigError(f"algorithm: transform {name_of(change)} with loss {name_of(kernel)}: {reason}")
+            raise ConfigError(
+                f"algorithm: transform {name_of(change)} with loss {name_of(kernel)}: {reason}"
+            )
     for part, kernel in product(before, kernels):
         if isinstance(part, Filter) and part.unscored and kernel.anchor == "rollout":
             raise ConfigError(
@@ -30,11 +34,19 @@ def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before
             )
     for first, second in combinations(changes, 2):
         for reason in _against_each_other(first, second):
-            raise ConfigError(f"algorithm: transform {name_of(first)} with transform {name_of(second)}: {reason}")
+            raise ConfigError(
+                f"algorithm: transform {name_of(first)} with transform {name_of(second)}: {reason}"
+            )
     for change in changes:
         if not kernels and (change.weighs or change.trusts):
-            raise ConfigError(f"algorithm: transform {name_of(change)}: it acts on policy-gradient terms, and no loss is one.")
-        early = [part for part in (*before, *transforms[: transforms.index(change)]) if part.needs & change.fills]
+            raise ConfigError(
+                f"algorithm: transform {name_of(change)}: it acts on policy-gradient terms, and no loss is one."
+            )
+        early = [
+            part
+            for part in (*before, *transforms[: transforms.index(change)])
+            if part.needs & change.fills
+        ]
         if early:
             raise ConfigError(
                 f"algorithm: {name_of(early[0])} needs '{min(early[0].needs & change.fills)}', which transform "
@@ -80,13 +92,18 @@ def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
 
 
 def check_staleness(losses: Sequence[Loss], transforms: Sequence[Part]) -> None:
-    """Returns when every policy-gradient term makes sense of tokens that an earlier version of the policy sampled: its ratio is
-    taken against that version, or a transform weighs it by what lies between. Raises ConfigError otherwise."""
+    """Returns when every policy-gradient term makes sense of tokens that an earlier version of the
+    policy sampled: its ratio is taken against that version, or a transform weighs it by what lies
+    between. Raises ConfigError otherwise."""
     weighed = any(change.weighs for change in transforms if isinstance(change, Transform))
     for kernel in (loss for loss in losses if isinstance(loss, Kernel)):
         if kernel.anchor == "rollout" or weighed:
             continue
-        found = "it has no importance ratio" if kernel.anchor is None else "its ratio is to the proximal policy"
+        found = (
+            "it has no importance ratio"
+            if kernel.anchor is None
+            else "its ratio is to the proximal policy"
+        )
         raise ConfigError(
             f"rollout.asynchronous with loss {name_of(kernel)}: {found}, so nothing corrects for tokens of older "
             "weights. Add a transform that does (algorithm.transforms=[tis]; with a clip range [decoupled]), take a loss with "

@@ -12,9 +12,9 @@ from rlflow.types import Batch
 def token_rewards(batch: Batch, who: str) -> Tensor:
     """(B, T) float64: what each trained token earned, adding up to the trajectory's return.
 
-    A turn's reward is on its last token. What is not on any (the reward of a turn without a token, or a return that somebody
-    changed as a whole) is on the trajectory's last one; a trajectory without a trained token has none. Reward terms are in it.
-    """
+    A turn's reward is on its last token. What is not on any (the reward of a turn without a token,
+    or a return that somebody changed as a whole) is on the trajectory's last one; a trajectory
+    without a trained token has none. Reward terms are in it."""
     if batch.token_rewards is not None:
         return batch.token_rewards
     returns = batch.require("rewards", who).double()
@@ -30,15 +30,18 @@ def per_trajectory(batch: Batch, values: Tensor) -> Tensor:
     """(N,) float64 sums of (B, T) values over the trained tokens of each trajectory."""
     first, place = first_rows(batch)
     rows = torch.where(batch.loss_mask, values.double(), 0.0).sum(dim=1)
-    return torch.zeros(len(first), dtype=torch.float64, device=rows.device).index_add_(0, place, rows)
+    return torch.zeros(len(first), dtype=torch.float64, device=rows.device).index_add_(
+        0, place, rows
+    )
 
 
 def add_reward_term(batch: Batch, term: Tensor, who: str) -> Batch:
-    """The batch with a term (B,) or (B, T) added to `rewards` and `token_rewards`, the latter for the first time if need be.
+    """The batch with a term (B,) or (B, T) added to `rewards` and `token_rewards`, the latter for
+    the first time if need be.
 
-    The statistics of the groups are taken again, over the trajectories in the batch: what the term is for one that a filter left
-    out nobody knows. A group whose statistics were never stamped stays so.
-    """
+    The statistics of the groups are taken again, over the trajectories in the batch: what the term
+    is for one that a filter left out nobody knows. A group whose statistics were never stamped
+    stays so."""
     first, place = first_rows(batch)
     earned = token_rewards(batch, who)
     if term.dim() == 1:

@@ -1,9 +1,9 @@
-"""Means and deviations over the trajectories of a batch, its groups, and tokens in the order sampled. Everything is float64.
+"""Means and deviations over the trajectories of a batch, its groups, and tokens in the order
+sampled. Everything is float64.
 
-A row is a segment, and a trajectory may have several: in every statistic here a trajectory counts once. Values that are all equal
-give a deviation of exactly 0: differences are taken to one of them before anything is added up, so that no rounding is left for a
-division to magnify.
-"""
+A row is a segment, and a trajectory may have several: in every statistic here a trajectory counts
+once. Values that are all equal give a deviation of exactly 0: differences are taken to one of them
+before anything is added up, so that no rounding is left for a division to magnify."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Std = Literal["sample", "population", "none"]
 
 @dataclass(frozen=True)
 class Moments:
-    """Per entry the size, mean and standard deviation (Bessel's correction; 0 of one) of the set that it belongs to."""
+    """Per entry the size, mean and standard deviation (Bessel's correction; 0 of one) of the set
+    that it belongs to."""
 
     size: Tensor  # int64
     mean: Tensor  # float64
@@ -30,13 +31,15 @@ class Moments:
 
 
 def first_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """((N,), (B,)): one row of each of the N trajectories, and for every row the place of its trajectory among them. Where the
-    batch does not name trajectories, each row is its own."""
+    """((N,), (B,)): one row of each of the N trajectories, and for every row the place of its
+    trajectory among them. Where the batch does not name trajectories, each row is its own."""
     rows = torch.arange(len(batch), device=batch.tokens.device)
     if batch.trajectory is None:
         return rows, rows
     names, place = batch.trajectory.unique(return_inverse=True)
-    first = torch.full((len(names),), len(batch), device=rows.device).scatter_reduce_(0, place, rows, "amin")
+    first = torch.full((len(names),), len(batch), device=rows.device).scatter_reduce_(
+        0, place, rows, "amin"
+    )
     return first, place
 
 
@@ -47,9 +50,14 @@ def moments(values: Tensor, sets: Tensor) -> Moments:
     size = torch.bincount(place, minlength=len(names))
 
     def total(what: Tensor) -> Tensor:
-        return torch.zeros(len(names), dtype=torch.float64, device=values.device).index_add_(0, place, what)
+        return torch.zeros(len(names), dtype=torch.float64, device=values.device).index_add_(
+            0, place, what
+        )
 
-    anchor = torch.zeros(len(names), dtype=torch.float64, device=values.device).scatter_(0, place, values)  # any of the set
+    # Any of the set
+    anchor = torch.zeros(len(names), dtype=torch.float64, device=values.device).scatter_(
+        0, place, values
+    )
     apart = values - anchor[place]
     mean_apart = total(apart) / size
     spread = total((apart - mean_apart[place]).square())
@@ -64,7 +72,8 @@ def mean_of(values: Tensor) -> float:
 
 
 def group_moments(batch: Batch, who: str) -> Moments:
-    """(B,) of the rewards of each row's group, as stamped while the group was whole. Raises RLFlowError where they never were."""
+    """(B,) of the rewards of each row's group, as stamped while the group was whole. Raises
+    RLFlowError where they never were."""
     size = batch.require("group_size", who)
     if bool((size < 1).any()):
         rows = (size < 1).nonzero().flatten().tolist()
@@ -76,7 +85,8 @@ def group_moments(batch: Batch, who: str) -> Moments:
 
 
 def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor:
-    """(value - mean) / (std + eps), or the difference alone; exactly 0 in a set of one or of equal values.
+    """(value - mean) / (std + eps), or the difference alone; exactly 0 in a set of one or of equal
+    values.
 
     Raises ConfigError for a std that does not exist."""
     if std not in get_args(Std):
@@ -92,16 +102,18 @@ def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor
 
 
 def flat(found: Moments, rounding: float = torch.finfo(torch.float64).eps) -> Tensor:
-    """(N,) bool: a set of one, or of values that differ by no more than the rounding of their mean."""
+    """(N,) bool: a set of one, or of values that differ by no more than the rounding of their
+    mean."""
     return (found.size == 1) | (found.std <= 4 * rounding * found.mean.abs())
 
 
 def whitened(values: Tensor, shares: Tensor, eps: float = 1e-8) -> Tensor:
-    """(value - mean) / (population std + eps) under the shares, both of the values' shape; 0 where the values do not differ.
+    """(value - mean) / (population std + eps) under the shares, both of the values' shape; 0 where
+    the values do not differ.
 
-    Shares are 0 where a value is not to count; they need not add up to 1. What stands there comes out as 0. A mean that is 0 but
-    for rounding, as that of group-centred values, is 0: else a group that teaches nothing would not stay at 0.
-    """
+    Shares are 0 where a value is not to count; they need not add up to 1. What stands there comes
+    out as 0. A mean that is 0 but for rounding, as that of group-centred values, is 0: else a group
+    that teaches nothing would not stay at 0."""
     values, shares = values.double(), shares.double()
     counted = shares > 0
     total = shares.sum()
@@ -120,20 +132,27 @@ def whitened(values: Tensor, shares: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def token_shares(batch: Batch, over: Literal["trajectories", "tokens"]) -> Tensor:
-    """(B, T) float64: 1 on every trained token, or 1 per trajectory, shared by its trained tokens."""
+    """(B, T) float64: 1 on every trained token, or 1 per trajectory, shared by its trained
+    tokens."""
     mask = batch.loss_mask.double()
     if over == "tokens":
         return mask
     first, place = first_rows(batch)
-    tokens = torch.zeros(len(first), dtype=torch.float64, device=mask.device).index_add_(0, place, mask.sum(dim=1))
+    tokens = torch.zeros(len(first), dtype=torch.float64, device=mask.device).index_add_(
+        0, place, mask.sum(dim=1)
+    )
     return mask / tokens.clamp(min=1)[place, None]
 
 
 def sampled_order(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """((M,), (M,), (M,)): row, position and trajectory's place of the M trained tokens, trajectory by trajectory, in the order in
-    which they were sampled, across the segments."""
+    """((M,), (M,), (M,)): row, position and trajectory's place of the M trained tokens, trajectory
+    by trajectory, in the order in which they were sampled, across the segments."""
     _, place = first_rows(batch)
-    order = torch.arange(len(batch), device=place.device) if batch.segment is None else batch.segment.argsort(stable=True)
+    order = (
+        torch.arange(len(batch), device=place.device)
+        if batch.segment is None
+        else batch.segment.argsort(stable=True)
+    )
     order = order[place[order].argsort(stable=True)]
     ordered_row, position = batch.loss_mask[order].nonzero(as_tuple=True)
     row = order[ordered_row]
@@ -141,10 +160,12 @@ def sampled_order(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def returns_to_go(rewards: Tensor, owners: Tensor, gamma: float = 1.0) -> Tensor:
-    """(M,) float64: each reward plus gamma times what follows it in the same trajectory. owners: (M,) the trajectories, whose
-    entries stand together and in order."""
+    """(M,) float64: each reward plus gamma times what follows it in the same trajectory. owners:
+    (M,) the trajectories, whose entries stand together and in order."""
     total, last, found = 0.0, None, []
-    for reward, owner in zip(reversed(rewards.double().tolist()), reversed(owners.tolist()), strict=True):
+    for reward, owner in zip(
+        reversed(rewards.double().tolist()), reversed(owners.tolist()), strict=True
+    ):
         total = reward + (gamma * total if owner == last else 0.0)
         last = owner
         found.append(total)
@@ -152,10 +173,19 @@ def returns_to_go(rewards: Tensor, owners: Tensor, gamma: float = 1.0) -> Tensor
 
 
 def named_rewards(batch: Batch) -> dict[str, Tensor]:
-    """{name: (B,) float64} of the rewards that the environment gave by name; empty where it gave none."""
-    return {key.removeprefix(NAMED_REWARD): value for key, value in batch.extras.items() if key.startswith(NAMED_REWARD)}
+    """{name: (B,) float64} of the rewards that the environment gave by name; empty where it gave
+    none."""
+    return {
+        key.removeprefix(NAMED_REWARD): value
+        for key, value in batch.extras.items()
+        if key.startswith(NAMED_REWARD)
+    }
 
 
 def named_moments(batch: Batch, name: str, who: str) -> Moments:
     """(B,) of that reward in each row's group, as `group_moments`."""
-    return Moments(group_moments(batch, who).size, batch.extras[NAMED_MEAN + name], batch.extras[NAMED_STD + name])
+    return Moments(
+        group_moments(batch, who).size,
+        batch.extras[NAMED_MEAN + name],
+        batch.extras[NAMED_STD + name],
+    )

@@ -13,8 +13,9 @@ from rlflow.types import Batch
 
 @dataclass(frozen=True)
 class Turns:
-    """The U turns with trained tokens, trajectory by trajectory in order. unit: (B, T) the turn of each trained token, as a place
-    among them, -1 off the mask. owner: (U,) its trajectory's place, as of `first_rows`. number: (U,) which of its turns it is."""
+    """The U turns with trained tokens, trajectory by trajectory in order. unit: (B, T) the turn of
+    each trained token, as a place among them, -1 off the mask. owner: (U,) its trajectory's place,
+    as of `first_rows`. number: (U,) which of its turns it is."""
 
     unit: Tensor
     owner: Tensor
@@ -35,12 +36,14 @@ class Turns:
 
 
 def turns_of(batch: Batch, who: str) -> Turns:
-    """The turns of a batch. A response that a rewritten observation repeats as context is no turn of that row."""
+    """The turns of a batch. A response that a rewritten observation repeats as context is no turn
+    of that row."""
     number = batch.require("turn", who)
     place = first_rows(batch)[1][:, None].expand(number.shape)
     on = batch.loss_mask & (number >= 0)
     most = int(number.max()) + 1 if number.numel() else 1
-    names, found = (place[on] * most + number[on]).unique(return_inverse=True)  # sorted: by trajectory, then by turn
+    # Sorted: by trajectory, then by turn
+    names, found = (place[on] * most + number[on]).unique(return_inverse=True)
     unit = torch.full(number.shape, -1, device=number.device)
     unit[on] = found
     return Turns(unit, names // most, names % most)

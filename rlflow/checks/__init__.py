@@ -1,1 +1,2 @@
-"""Executable contracts: programs that look for what would break a training run in an environment or a part."""
+"""Executable contracts: programs that look for what would break a training run in an environment or
+a part."""

@@ -1,4 +1,5 @@
-"""Agents of the contract check: random words, texts that programs forget, the task's own answer, a scripted player."""
+"""Agents of the contract check: random words, texts that programs forget, the task's own answer, a
+scripted player."""
 
 from __future__ import annotations
 
@@ -12,14 +13,19 @@ from rlflow.types import Task
 Said = Sequence[tuple[str, Any]]
 """(response, observation) of each turn so far."""
 Agent = Callable[[Task, Task, Said], str]
-"""(task, what `reset` made of it, said) -> the next response. Pure, so that an episode can be played again."""
+"""(task, what `reset` made of it, said) -> the next response. Pure, so that an episode can be
+played again."""
 _ODD_TEXTS = ("", " \n", "ü漢字🙂 \u202e\x00", "<answer></answer><tool>", "x" * 5000)
 
 
 def prompt_text(task: Task) -> str:
     """What the task says, without roles."""
     prompt = task.prompt
-    return prompt if isinstance(prompt, str) else " ".join(str(message.get("content", "")) for message in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else " ".join(str(message.get("content", "")) for message in prompt)
+    )
 
 
 def random_agent(environment: Environment, seed: int) -> Agent:
@@ -36,7 +42,8 @@ def random_agent(environment: Environment, seed: int) -> Agent:
 
 
 def scripted_agent(environment: Environment) -> Agent:
-    """Texts that programs forget: empty, blank, odd characters, half-open tags, very long, a bare stop string."""
+    """Texts that programs forget: empty, blank, odd characters, half-open tags, very long, a bare
+    stop string."""
     texts = [*_ODD_TEXTS, *environment.stop]
     return lambda task, shown, said: texts[(len(said) + sum(task.id.encode())) % len(texts)]
 
@@ -45,8 +52,16 @@ def answering_agent(environment: Environment) -> Agent:
     """The task's own answer: bare, then between the tags of each stop string that closes one."""
 
     def respond(task: Task, shown: Task, said: Said) -> str:
-        answer = task.answer[0] if isinstance(task.answer, (list, tuple)) and task.answer else task.answer
-        tags = [stop[2:-1] for stop in reversed(environment.stop) if stop.startswith("</") and stop.endswith(">")]
+        answer = (
+            task.answer[0]
+            if isinstance(task.answer, (list, tuple)) and task.answer
+            else task.answer
+        )
+        tags = [
+            stop[2:-1]
+            for stop in reversed(environment.stop)
+            if stop.startswith("</") and stop.endswith(">")
+        ]
         forms = [*(f"<{tag}>{answer}</{tag}>" for tag in tags), str(answer)]
         return forms[len(said) % len(forms)]
 

@@ -1,4 +1,5 @@
-"""A small made-up step that holds what is rare in a real one, for parts of algorithms to be tried on."""
+"""A small made-up step that holds what is rare in a real one, for parts of algorithms to be tried
+on."""
 
 from __future__ import annotations
 
@@ -38,17 +39,24 @@ def sample_tasks() -> list[Task]:
 
 
 def sample_groups(seed: int = 0) -> list[Group]:
-    """Four groups: of mixed rewards, of two segments per attempt, of equal rewards, of a single usable attempt; one attempt is
-    aborted, one was cut and one has a segment in which nothing was sampled."""
+    """Four groups: of mixed rewards, of two segments per attempt, of equal rewards, of a single
+    usable attempt; one attempt is aborted, one was cut and one has a segment in which nothing was
+    sampled."""
     generator = torch.Generator().manual_seed(seed)
     rewards = ([0.0, 1.0, 0.0, 0.5], [1.0, 0.0, 2.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.75])
     groups = []
     for number, returns in enumerate(rewards):
-        attempts = [_trajectory(number, attempt, value, generator) for attempt, value in enumerate(returns)]
+        attempts = [
+            _trajectory(number, attempt, value, generator) for attempt, value in enumerate(returns)
+        ]
         if number == 0:
             attempts[3].stop = StopReason.MAX_TOKENS
             attempts[2].segments[-1].loss_mask[:] = False
-            attempts.append(dataclasses.replace(attempts[0], attempt=4, stop=StopReason.ABORTED, segments=[], turns=[]))
+            attempts.append(
+                dataclasses.replace(
+                    attempts[0], attempt=4, stop=StopReason.ABORTED, segments=[], turns=[]
+                )
+            )
         stamp(attempts)
         groups.append(Group(f"0:task-{number}", sample_tasks()[number], attempts))
     return groups
@@ -59,7 +67,8 @@ def _trajectory(group: int, attempt: int, reward: float, generator: torch.Genera
     for place in range(2 if group == 1 else 1):
         length = int(torch.randint(6, 14, (), generator=generator))
         mask = torch.zeros(length, dtype=torch.bool)
-        mask[2:4], mask[5:] = True, True  # prompt, a response, an observation of one token, another response
+        # Prompt, a response, an observation of one token, another response
+        mask[2:4], mask[5:] = True, True
         segments.append(
             Segment(
                 tokens=torch.randint(1, 20, (length,), generator=generator),
@@ -90,7 +99,9 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     mask = batch.loss_mask
     centred = (batch.require("rewards", "check") - batch.require("group_mean", "check")).float()
     filled: dict[str, Tensor] = {
-        field: torch.where(mask, batch.logprobs + 0.3 * torch.randn(mask.shape, generator=generator), 0.0).clamp(max=0)
+        field: torch.where(
+            mask, batch.logprobs + 0.3 * torch.randn(mask.shape, generator=generator), 0.0
+        ).clamp(max=0)
         for need, field in FIELDS.items()
         if need in needs
     }
@@ -102,13 +113,18 @@ def sample_batch(needs: frozenset[str]) -> Batch:
             filled[field] = torch.where(mask, torch.randn(mask.shape, generator=generator), 0.0)
         filled["final_values"] = torch.randn(len(batch), generator=generator)
     extras = _teacher_top(mask, generator) if "top_logprobs" in needs else {}
-    return batch.replace(advantages=centred[:, None] * mask, weights=mask / mask.sum(), extras=extras, **filled)
+    return batch.replace(
+        advantages=centred[:, None] * mask, weights=mask / mask.sum(), extras=extras, **filled
+    )
 
 
 def _teacher_top(mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """The likeliest three of a teacher's twenty tokens."""
     top = torch.randn(*mask.shape, 20, generator=generator).log_softmax(-1).topk(3, dim=-1)
-    return {TEACHER_TOP_IDS: top.indices * mask[..., None], TEACHER_TOP_LOGPROBS: top.values * mask[..., None]}
+    return {
+        TEACHER_TOP_IDS: top.indices * mask[..., None],
+        TEACHER_TOP_LOGPROBS: top.values * mask[..., None],
+    }
 
 
 def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyOutput:
@@ -116,7 +132,9 @@ def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyO
     near = batch.logprobs + 0.3 * torch.randn(batch.tokens.shape, generator=generator)
     logprobs = torch.where(batch.loss_mask, near.clamp(max=-1e-3), 0.0).requires_grad_()
     more: dict[str, Tensor] = {
-        name: torch.where(batch.loss_mask, torch.rand(batch.tokens.shape, generator=generator), 0.0).requires_grad_()
+        name: torch.where(
+            batch.loss_mask, torch.rand(batch.tokens.shape, generator=generator), 0.0
+        ).requires_grad_()
         for name in ("entropy", "values")
         if name in needs
     }
@@ -128,9 +146,13 @@ def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyO
 
 def map_output(output: PolicyOutput, change: Callable[[Tensor], Tensor]) -> PolicyOutput:
     """Every tensor of an output put through `change`, with gradients of its own."""
-    fields: dict[str, Any] = {item.name: getattr(output, item.name) for item in dataclasses.fields(output)}
+    fields: dict[str, Any] = {
+        item.name: getattr(output, item.name) for item in dataclasses.fields(output)
+    }
     there = {name: value for name, value in fields.items() if value is not None}
-    return PolicyOutput(**{name: change(value.detach()).requires_grad_() for name, value in there.items()})
+    return PolicyOutput(
+        **{name: change(value.detach()).requires_grad_() for name, value in there.items()}
+    )
 
 
 def disturbed(batch: Batch) -> Batch:
@@ -144,7 +166,9 @@ def disturbed(batch: Batch) -> Batch:
     return batch.replace(**changes)
 
 
-def sample_views(batch: Batch) -> Iterator[tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+def sample_views(
+    batch: Batch,
+) -> Iterator[tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
     """(what was done, the batch after it, the same for any other tensor, the way back)."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
     yield (
@@ -158,9 +182,18 @@ def sample_views(batch: Batch) -> Iterator[tuple[str, Batch, Callable[[Tensor], 
     wide = batch.map(_wider)
     for name in ("turn", "versions"):  # where 0 would name a turn and a version
         wide = wide.replace(**{name: wide.require(name, "check").masked_fill(padding, -1)})
-    yield "more padding", wide, _wider, lambda value: value[:, :width] if value.dim() == 2 else value
+    yield (
+        "more padding",
+        wide,
+        _wider,
+        lambda value: value[:, :width] if value.dim() == 2 else value,
+    )
 
 
 def _wider(value: Tensor) -> Tensor:
     """(B, T, ...) with three places more; a (B,) as it is."""
-    return torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1) if value.dim() > 1 else value
+    return (
+        torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1)
+        if value.dim() > 1
+        else value
+    )

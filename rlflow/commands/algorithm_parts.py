@@ -12,7 +12,9 @@ from rlflow.config.loading import presets, read_assignment
 
 def add(commands: Commands) -> None:
     """Adds the command and its actions."""
-    parser = commands.add_parser("algorithm", help="list the parts of algorithms, check one of your own")
+    parser = commands.add_parser(
+        "algorithm", help="list the parts of algorithms, check one of your own"
+    )
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     listing = add_command(
@@ -33,11 +35,19 @@ def add(commands: Commands) -> None:
         "training run: shapes, masks, the order of rows, padding, micro-batches, extreme ratios, what it remembers.",
         "examples:\n  rlflow algorithm check my_method.py:MyLoss --set clip=0.1\n  rlflow algorithm check ppo_clip\n",
     )
-    check.add_argument("name", metavar="NAME", help="file.py:Name, package.module:Name, or a known name")
     check.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a keyword of the part (YAML value)"
+        "name", metavar="NAME", help="file.py:Name, package.module:Name, or a known name"
     )
-    check.add_argument("--kind", choices=list(PARTS), help="kind of part, where its signature does not say")
+    check.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword of the part (YAML value)",
+    )
+    check.add_argument(
+        "--kind", choices=list(PARTS), help="kind of part, where its signature does not say"
+    )
     listing.add_argument("--kind", choices=[*PARTS, "preset"], help="only these")
 
 
@@ -60,6 +70,8 @@ def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
     from rlflow.checks.parts import check_algorithm
 
-    report = check_algorithm(args.name, args.kind, **dict(read_assignment(pair) for pair in args.set))
+    report = check_algorithm(
+        args.name, args.kind, **dict(read_assignment(pair) for pair in args.set)
+    )
     print(report)
     return 0 if report.passed else 1

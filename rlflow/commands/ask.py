@@ -1,4 +1,5 @@
-"""`rlflow ask`: a question to a policy, in its environment, as it thinks, looks things up and answers."""
+"""`rlflow ask`: a question to a policy, in its environment, as it thinks, looks things up and
+answers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.commands.arguments import Commands, add_command, add_model_options, add_options, check_least
+from rlflow.commands.arguments import (
+    Commands,
+    add_command,
+    add_model_options,
+    add_options,
+    check_least,
+)
 from rlflow.commands.conversation import Columns, Conversation
 from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
@@ -39,9 +46,15 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("question", nargs="?", metavar="QUESTION")
     parser.add_argument(
-        "--before", action="store_true", help="beside it, on the left, the policy that the run started from"
+        "--before",
+        action="store_true",
+        help="beside it, on the left, the policy that the run started from",
     )
-    parser.add_argument("--start", metavar="DIR", help="beside it this HuggingFace directory, in place of that policy")
+    parser.add_argument(
+        "--start",
+        metavar="DIR",
+        help="beside it this HuggingFace directory, in place of that policy",
+    )
     parser.add_argument("--full", action="store_true", help="show observations whole")
     add_model_options(parser)
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
@@ -68,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
             start = args.start or (starting_model(model.config, "--start") if model.config else "")
-            engines = {"before": make_engine(starting_config(config, start), rollout.tokenizer), **engines}
+            engines = {
+                "before": make_engine(starting_config(config, start), rollout.tokenizer),
+                **engines,
+            }
             rollout.engines = list(engines.values())  # closed with it
         paint = Paint(args.color)
         for question in [args.question] if args.question else typed(sys.stdin):
@@ -106,15 +122,22 @@ def starting_config(config: RunConfig, start: str) -> RunConfig:
     import copy
 
     if not (Path(start) / "config.json").is_file():
-        found = f"found no config.json in {start}" if start else "found no run that says where it started"
-        raise ConfigError(f"--before: expected a HuggingFace directory, {found}; name it with --start DIR.")
+        found = (
+            f"found no config.json in {start}"
+            if start
+            else "found no run that says where it started"
+        )
+        raise ConfigError(
+            f"--before: expected a HuggingFace directory, {found}; name it with --start DIR."
+        )
     other = copy.deepcopy(config)
     other.model.path = start
     return other
 
 
 def typed(source: Iterable[str]) -> Iterable[str]:
-    """The questions of a person, one per line, to the end of the input; empty lines are passed over."""
+    """The questions of a person, one per line, to the end of the input; empty lines are passed
+    over."""
     print("A question per line; Ctrl-D leaves.", file=sys.stderr)
     print("? ", end="", flush=True)
     for line in source:
@@ -124,7 +147,9 @@ def typed(source: Iterable[str]) -> Iterable[str]:
     print()
 
 
-def answer(rollout: Rollout, engine: Engine, question: str, temperature: float, conversation: Conversation) -> None:
+def answer(
+    rollout: Rollout, engine: Engine, question: str, temperature: float, conversation: Conversation
+) -> None:
     """Tells the conversation how the engine's policy answers, while it writes."""
     from rlflow.rollout.streaming import StreamingEngine
 
@@ -132,9 +157,9 @@ def answer(rollout: Rollout, engine: Engine, question: str, temperature: float, 
     task = rollout.environment.task_from_text(question)
     rollout.engines = [StreamingEngine(engine, rollout.tokenizer, conversation)]
     try:
-        group = rollout.collect([task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0)[
-            0
-        ]
+        group = rollout.collect(
+            [task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0
+        )[0]
     finally:
         rollout.engines = every
     conversation.finish(group.trajectories[0].stop.value, group.trajectories[0].error)

@@ -1,4 +1,5 @@
-"""The command line of rlflow: train, serve, eval, env, algorithm, merge, show, view, compare, ask, config, doctor, plug-ins'."""
+"""The command line of rlflow: train, serve, eval, env, algorithm, merge, show, view, compare, ask,
+config, doctor, plug-ins'."""
 
 from __future__ import annotations
 
@@ -10,7 +11,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from rlflow.commands import algorithm_parts, ask, compare, config, doctor, env, eval, merge, serve, show, train, view
+from rlflow.commands import (
+    algorithm_parts,
+    ask,
+    compare,
+    config,
+    doctor,
+    env,
+    eval,
+    merge,
+    serve,
+    show,
+    train,
+    view,
+)
 from rlflow.commands.arguments import CommandParser
 from rlflow.config.keys import elsewhere
 from rlflow.errors import COMMAND_PLUG_INS, RLFlowError, as_called, command, described, did_you_mean
@@ -18,8 +32,9 @@ from rlflow.storage.redaction import redact_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, the error's (2, or a conversion's own) for a problem that the user can
-    fix (one line on stderr), 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
+    """Runs one command; returns its exit code: 0, the error's (2, or a conversion's own) for a
+    problem that the user can fix (one line on stderr), 130 for Ctrl-C, 143 for SIGTERM.
+    RLFLOW_DEBUG=1 shows tracebacks."""
     args = parse(arguments)
     try:
         with _warnings_on_stderr():
@@ -27,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
-        print(f"rlflow: {type(error).__name__}: {as_called(redact_text(str(error)))}", file=sys.stderr)
+        print(
+            f"rlflow: {type(error).__name__}: {as_called(redact_text(str(error)))}", file=sys.stderr
+        )
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
@@ -35,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `rlflow show RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a name that is too long, a file that may not be read: the system says which
+    except OSError as error:
+        # A name that is too long, a file that may not be read: the system says which
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
         print(f"rlflow: {redact_text(described(error))}", file=sys.stderr)
@@ -49,7 +67,8 @@ def _warnings_on_stderr() -> Iterator[None]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             shown = as_called(redact_text(self.format(record)))
-            print(f"rlflow: {shown}", file=sys.stderr)  # today's stderr: a live display may stand in for it
+            # Today's stderr: a live display may stand in for it
+            print(f"rlflow: {shown}", file=sys.stderr)
 
     logger, handler = logging.getLogger("rlflow"), Handler(logging.WARNING)
     before = logger.level
@@ -68,15 +87,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(arguments)
     if rest and not rest[0].startswith("-") and getattr(args, "question", "") is None:
         args.question = rest.pop(0)  # argparse gives up on it too where an option stands in front
-    # argparse gives up on section.key=value words that stand between options; they are legal in any order.
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
+    # argparse gives up on section.key=value words that stand between options; they are legal in any
+    # order.
+    unknown = [
+        word
+        for word in rest
+        if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
+    ]
     if unknown:
         innermost = _innermost(parser, sys.argv[1:] if arguments is None else arguments)
         option = unknown[0].split("=")[0]
         hint = did_you_mean(option, _options(innermost), likeness=0.75)
         if not hint and hasattr(args, "overrides"):  # --learning-rate, as others have it
             hint = elsewhere(option.lstrip("-").replace("-", "_"))
-        innermost.error(f"unrecognized arguments: {' '.join(unknown)}; see {innermost.prog} --help.{hint}")
+        innermost.error(
+            f"unrecognized arguments: {' '.join(unknown)}; see {innermost.prog} --help.{hint}"
+        )
     if rest:
         args.overrides = [*args.overrides, *rest]
     if not hasattr(args, "run"):
@@ -100,8 +126,8 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, plug-ins' commands included: functions `add(subparsers) -> None`, each of which calls
-    `parser.set_defaults(run=function of args)`."""
+    """The whole command line, plug-ins' commands included: functions `add(subparsers) -> None`,
+    each of which calls `parser.set_defaults(run=function of args)`."""
     parser = CommandParser(
         prog=command(),
         description="Reinforcement learning for LLM agents, trained with Megatron; everything also runs on two CPU cores.",
@@ -109,9 +135,24 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (train, serve, eval, env, algorithm_parts, merge, show, view, compare, ask, config, doctor):
+    for module in (
+        train,
+        serve,
+        eval,
+        env,
+        algorithm_parts,
+        merge,
+        show,
+        view,
+        compare,
+        ask,
+        config,
+        doctor,
+    ):
         module.add(commands)
-    for entry in sorted(metadata.entry_points(group=COMMAND_PLUG_INS), key=lambda entry: entry.name):
+    for entry in sorted(
+        metadata.entry_points(group=COMMAND_PLUG_INS), key=lambda entry: entry.name
+    ):
         entry.load()(commands)
     return parser
 

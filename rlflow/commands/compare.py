@@ -22,7 +22,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories, two or more")
     parser.add_argument(
-        "--target", type=float, metavar="SCORE", help="time and tokens to it (default: the best that all reached)"
+        "--target",
+        type=float,
+        metavar="SCORE",
+        help="time and tokens to it (default: the best that all reached)",
     )
     parser.add_argument("--out", metavar="FILE", help="also write a page, one HTML file")
 

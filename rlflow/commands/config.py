@@ -69,7 +69,8 @@ def documented(value: Any) -> str:
 
 
 def _options(key: Key, word: str) -> list[str]:
-    """The options of the components that the key takes which hold the word, `ppo_clip: clip_low`."""
+    """The options of the components that the key takes which hold the word, `ppo_clip:
+    clip_low`."""
     found: list[str] = []
     if key.kind is None:
         return found

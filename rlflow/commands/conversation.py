@@ -1,4 +1,5 @@
-"""What a policy writes and is shown, in a terminal, while it comes: alone, or two of them beside each other."""
+"""What a policy writes and is shown, in a terminal, while it comes: alone, or two of them beside
+each other."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ LONGEST_TAG = 24
 
 
 class Conversation:
-    """One episode as it is told: responses in colour with thoughts dim, observations collapsed unless `whole`. live: printed at
-    once; `turns` holds (response so far, observation before it) in any case, and `changed` is told of every change."""
+    """One episode as it is told: responses in colour with thoughts dim, observations collapsed
+    unless `whole`. live: printed at once; `turns` holds (response so far, observation before it) in
+    any case, and `changed` is told of every change."""
 
     def __init__(
-        self, paint: Paint, *, live: bool, whole: bool = False, changed: Callable[[], None] = lambda: None
+        self,
+        paint: Paint,
+        *,
+        live: bool,
+        whole: bool = False,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.turns: list[tuple[str, str]] = []
         self.ended = ""
@@ -61,13 +68,16 @@ class Conversation:
 
     def finish(self, stop: str, error: str) -> None:
         """The episode ended."""
-        self.ended = f"aborted: {error}" if error else "" if stop == "terminated" else f"cut: {stop}"
+        self.ended = (
+            f"aborted: {error}" if error else "" if stop == "terminated" else f"cut: {stop}"
+        )
         if self.ended and self._live:
             print(self._paint(printable(self.ended), "warn"))
         self._changed()
 
     def _styled(self, text: str) -> list[tuple[str, tuple[str, ...]]]:
-        """The text in parts with their styles; what tag it stands in is remembered from part to part."""
+        """The text in parts with their styles; what tag it stands in is remembered from part to
+        part."""
         parts: list[tuple[str, tuple[str, ...]]] = []
         place = 0
         for tag in TAG.finditer(text):
@@ -87,20 +97,33 @@ class Conversation:
 
 
 def collapsed(text: str, width: int, whole: bool = False) -> list[str]:
-    """The lines of an observation, each cut to the width and the last ones left out; all of it, wrapped, where `whole`."""
+    """The lines of an observation, each cut to the width and the last ones left out; all of it,
+    wrapped, where `whole`."""
     lines = [" ".join(line.split()) for line in printable(text).splitlines() if line.strip()]
     if whole:
         return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
-    short = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines[:COLLAPSED_LINES]]
+    short = [
+        line if len(line) <= width else f"{line[: width - 1]}…" for line in lines[:COLLAPSED_LINES]
+    ]
     rest = len(lines) - len(short)
-    return [*short, f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them"] if rest else short
+    return (
+        [*short, f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them"]
+        if rest
+        else short
+    )
 
 
 class Columns:
-    """Conversations of these names beside each other: drawn anew at every change on a terminal, printed when they have ended."""
+    """Conversations of these names beside each other: drawn anew at every change on a terminal,
+    printed when they have ended."""
 
-    def __init__(self, names: Sequence[str], paint: Paint, *, whole: bool = False, live: bool | None = None) -> None:
-        self.heard = [(name, Conversation(paint, live=False, whole=whole, changed=self._draw)) for name in names]
+    def __init__(
+        self, names: Sequence[str], paint: Paint, *, whole: bool = False, live: bool | None = None
+    ) -> None:
+        self.heard = [
+            (name, Conversation(paint, live=False, whole=whole, changed=self._draw))
+            for name in names
+        ]
         self._paint, self._live = paint, sys.stdout.isatty() if live is None else live
         self._screen: Any = None
 
@@ -110,7 +133,9 @@ class Columns:
             from rich.live import Live
 
             console = Console(file=sys.stdout, force_terminal=True)
-            self._screen = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._screen = Live(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False
+            )
             self._screen.start()
         return self
 
@@ -129,18 +154,28 @@ class Columns:
             self._screen.update(Text.from_ansi("\n".join(lines[-room:])), refresh=True)
 
 
-def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint, width: int | None = None) -> str:
+def side_by_side(
+    heard: Sequence[tuple[str, Conversation]], paint: Paint, width: int | None = None
+) -> str:
     """The conversations in columns of equal width, turn beside turn."""
     width = width or shutil.get_terminal_size((80, 24)).columns
     room = (width - 3 * (len(heard) - 1)) // len(heard)
     rows = [_row([[name] for name, _ in heard], room, paint, "bold")]
     for turns in itertools.zip_longest(*(conversation.turns for _, conversation in heard)):
         shown = [
-            collapsed(turn[1], room, told.whole) if turn else [] for turn, (_, told) in zip(turns, heard, strict=True)
+            collapsed(turn[1], room, told.whole) if turn else []
+            for turn, (_, told) in zip(turns, heard, strict=True)
         ]
         said = [_wrapped(printable(turn[0]), room) if turn else [] for turn in turns]
         rows += [_row(shown, room, paint, "dim"), _row(said, room, paint, "policy")]
-    rows.append(_row([_wrapped(printable(conversation.ended), room) for _, conversation in heard], room, paint, "warn"))
+    rows.append(
+        _row(
+            [_wrapped(printable(conversation.ended), room) for _, conversation in heard],
+            room,
+            paint,
+            "warn",
+        )
+    )
     return "\n".join(row for row in rows if row)
 
 
@@ -150,7 +185,9 @@ def _row(cells: Sequence[Sequence[str]], room: int, paint: Paint, style: str) ->
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)]
+    return [
+        part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)
+    ]
 
 
 def _safe_end(text: str) -> int:

@@ -38,8 +38,9 @@ EXACT = {"megatron-core"}  # its behaviour without CUDA is adapted to one versio
 
 @dataclass(frozen=True)
 class Job:
-    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are installed. tested: versions that were
-    tested together, of packages that the core's table does not have."""
+    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are
+    installed. tested: versions that were tested together, of packages that the core's table does
+    not have."""
 
     name: str
     packages: tuple[str, ...]
@@ -56,7 +57,12 @@ JOBS = (
     ),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), install_command("ray")),
-    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), install_command(), gpu=True),
+    Job(
+        "train on GPU",
+        ("torch", "megatron-core", "transformers", "safetensors"),
+        install_command(),
+        gpu=True,
+    ),
     Job("fused GPU kernels", ("transformer-engine",), install_command("gpu"), gpu=True),
     Job("TensorBoard", ("tensorboard",), install_command("tensorboard")),
     Job("Weights & Biases", ("wandb",), install_command("wandb")),
@@ -77,7 +83,12 @@ def add(commands: Commands) -> None:
         "examples:\n  rlflow doctor\n  rlflow doctor --config my.yaml model.path=DIR\n",
     )
     parser.add_argument("--config", metavar="FILE", help="a run configuration to look at")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of it; the value is YAML")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="override a key of it; the value is YAML",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,11 +111,15 @@ def all_jobs() -> list[Job]:
 
 def versions_tested() -> dict[str, str]:
     """Package -> version, the plug-ins' included."""
-    return {**TESTED, **{name: version for job in all_jobs() for name, version in job.tested.items()}}
+    return {
+        **TESTED,
+        **{name: version for job in all_jobs() for name, version in job.tested.items()},
+    }
 
 
 def diagnose() -> int:
-    """Prints the three tables and the verdict; returns 0 where a policy can be trained on this machine, else 1."""
+    """Prints the three tables and the verdict; returns 0 where a policy can be trained on this
+    machine, else 1."""
     installed = {name: installed_version(name) for name in package_names()}
     gpus = gpu_names()
     print(_table([("machine", ""), *machine_rows(gpus)]))
@@ -129,7 +144,9 @@ def package_names() -> list[str]:
     for job in all_jobs():
         for package in job.packages:
             options = package.split("|")
-            chosen.setdefault(next((name for name in options if installed_version(name)), options[0]))
+            chosen.setdefault(
+                next((name for name in options if installed_version(name)), options[0])
+            )
     return list(chosen)
 
 
@@ -148,7 +165,12 @@ def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
     if tested is None:
         return (name, version, "-", "not tested with")
     same = version.split("+")[0] == tested
-    return (name, version, tested, "" if same else f"pip install {name}=={tested}" if name in EXACT else "differs")
+    return (
+        name,
+        version,
+        tested,
+        "" if same else f"pip install {name}=={tested}" if name in EXACT else "differs",
+    )
 
 
 def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
@@ -181,16 +203,23 @@ def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
             f"verdict: training is not possible: {', '.join(cpu_missing)} missing; {jobs['train on CPU'].install}.",
             False,
         )
-    exact = [name for name in sorted(EXACT) if (installed[name] or "").split("+")[0] != TESTED[name]]
+    exact = [
+        name for name in sorted(EXACT) if (installed[name] or "").split("+")[0] != TESTED[name]
+    ]
     if exact and not gpu:
         wanted = ", ".join(f"{name}=={TESTED[name]}" for name in exact)
-        return f"verdict: training on CPU was tested with another version only; pip install {wanted}.", True
+        return (
+            f"verdict: training on CPU was tested with another version only; pip install {wanted}.",
+            True,
+        )
     where = "GPU and CPU" if gpu else "CPU"
     return f"verdict: ready to train on {where}.", True
 
 
 def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     threads = os.environ.get("OMP_NUM_THREADS")
     policy = os.environ.get("OMP_WAIT_POLICY")
     advice = (
@@ -202,7 +231,10 @@ def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
     return [
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.system()} {platform.machine()}"),
-        ("cores", f"{cores} usable; OMP_NUM_THREADS={threads or 'unset'} OMP_WAIT_POLICY={policy or 'unset'}{advice}"),
+        (
+            "cores",
+            f"{cores} usable; OMP_NUM_THREADS={threads or 'unset'} OMP_WAIT_POLICY={policy or 'unset'}{advice}",
+        ),
         ("products", products_text()),
         ("memory", memory_text()),
         ("disk", f"{disk:.0f} GiB free here"),
@@ -217,7 +249,10 @@ def products_text() -> str:
     from rlflow import matmul
 
     chosen = matmul.PRODUCTS.chosen()
-    parts = [(library, [name for name, taken in chosen.items() if taken == library]) for library in matmul.LIBRARIES]
+    parts = [
+        (library, [name for name, taken in chosen.items() if taken == library])
+        for library in matmul.LIBRARIES
+    ]
     told = "; ".join(f"{library} for {', '.join(names)}" for library, names in parts if names)
     return f"{told} ({matmul.processor_name()}; {matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')})"
 
@@ -240,11 +275,18 @@ def gpu_names() -> list[str]:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return (
+        [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if done.returncode == 0
+        else []
+    )
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
     """Aligned columns; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]])

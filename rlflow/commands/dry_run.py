@@ -1,5 +1,5 @@
-"""What `train --dry-run` and `doctor --config` say of a configuration before anything starts: plan, memory, time, and
-every problem."""
+"""What `train --dry-run` and `doctor --config` say of a configuration before anything starts: plan,
+memory, time, and every problem."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def dry_run(config: RunConfig) -> int:
 
 
 def look(config: RunConfig) -> int:
-    """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory. Returns 0 where a run
-    could start, else 2."""
+    """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory.
+    Returns 0 where a run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
     from rlflow.run.origin import fetch_models
     from rlflow.run.preflight import examine
@@ -60,9 +60,12 @@ def look(config: RunConfig) -> int:
     return RLFlowError.exit_code if count else 0
 
 
-def _estimate(print_it: Callable[[RunConfig, Architecture], None], config: RunConfig, model: Architecture) -> None:
+def _estimate(
+    print_it: Callable[[RunConfig, Architecture], None], config: RunConfig, model: Architecture
+) -> None:
     try:
-        Problems().attempt(print_it, config, model)  # what is wrong is among the problems that are told
+        # What is wrong is among the problems that are told
+        Problems().attempt(print_it, config, model)
     except OverflowError:
         print("no estimate: the numbers are too large")
 
@@ -76,7 +79,9 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
     beside = vllm_memory(config, model)
     print(fitted("\n".join(memory_lines([*phases, *beside]))))
     if not (beside or is_embedded(config)):
-        print(f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is not among these")
+        print(
+            f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is not among these"
+        )
 
 
 def print_time(config: RunConfig, model: Architecture) -> None:
@@ -91,7 +96,9 @@ def print_time(config: RunConfig, model: Architecture) -> None:
         return
     time = estimate_step(config, model, cores)
     total = timedelta(seconds=round(time.total_s * config.run.steps))
-    print(f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode fills its budget")
+    print(
+        f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode fills its budget"
+    )
     parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in
                       (("sampling", time.sample_s), ("scores", time.score_s), ("updates", time.update_s)))  # fmt: skip
     print(f"a step: {clock(time.total_s)} ({parts}) on {cores} CPU cores")

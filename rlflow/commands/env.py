@@ -1,4 +1,5 @@
-"""`rlflow env new | policy | check | play`: environments without a model, and a tiny policy for them."""
+"""`rlflow env new | policy | check | play`: environments without a model, and a tiny policy for
+them."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
     from rlflow.environment import Environment
 
 TURNS, LESSONS = 6, 300  # of a demonstration; optimizer steps of the imitation
-LEARNING = ("trainer.lr=5e-4", "rollout.max_total_tokens=512", "rollout.max_response_tokens=32", "metrics.page=true")
+LEARNING = (
+    "trainer.lr=5e-4",
+    "rollout.max_total_tokens=512",
+    "rollout.max_response_tokens=32",
+    "metrics.page=true",
+)
 
 
 def add(commands: Commands) -> None:
     """Adds the command and its actions."""
-    parser = commands.add_parser("env", help="write, check and play environments, and make a tiny policy for them")
+    parser = commands.add_parser(
+        "env", help="write, check and play environments, and make a tiny policy for them"
+    )
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     new = add_command(
@@ -38,9 +46,13 @@ def add(commands: Commands) -> None:
         "  rlflow env new my_task --policy && rlflow train --config my_task.yaml\n",
     )
     new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
-    new.add_argument("--directory", default=".", metavar="DIR", help="where to write (default: here)")
     new.add_argument(
-        "--policy", action="store_true", help="also a scripted player, a tiny policy that imitates it, a configuration"
+        "--directory", default=".", metavar="DIR", help="where to write (default: here)"
+    )
+    new.add_argument(
+        "--policy",
+        action="store_true",
+        help="also a scripted player, a tiny policy that imitates it, a configuration",
     )
     policy = add_command(
         actions,
@@ -74,19 +86,41 @@ def add(commands: Commands) -> None:
     _add_limits(policy, check, play)
 
 
-def _add_limits(policy: argparse.ArgumentParser, check: argparse.ArgumentParser, play: argparse.ArgumentParser) -> None:
-    policy.add_argument("--out", required=True, metavar="DIR", help="the HuggingFace directory that is written")
-    policy.add_argument("--overwrite", action="store_true", help="replace a model in --out")
-    policy.add_argument("--steps", type=int, default=LESSONS, metavar="N", help=f"optimizer steps (default {LESSONS})")
+def _add_limits(
+    policy: argparse.ArgumentParser, check: argparse.ArgumentParser, play: argparse.ArgumentParser
+) -> None:
     policy.add_argument(
-        "--turns", type=int, default=TURNS, metavar="N", help=f"turn limit of an episode (default {TURNS})"
+        "--out", required=True, metavar="DIR", help="the HuggingFace directory that is written"
     )
-    policy.add_argument("--seed", type=int, default=0, metavar="N", help="of the episodes and the model (default 0)")
+    policy.add_argument("--overwrite", action="store_true", help="replace a model in --out")
+    policy.add_argument(
+        "--steps",
+        type=int,
+        default=LESSONS,
+        metavar="N",
+        help=f"optimizer steps (default {LESSONS})",
+    )
+    policy.add_argument(
+        "--turns",
+        type=int,
+        default=TURNS,
+        metavar="N",
+        help=f"turn limit of an episode (default {TURNS})",
+    )
+    policy.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the episodes and the model (default 0)"
+    )
     check.add_argument(
-        "--player", metavar="PLAYER", help="file.py:function, as of `env policy`: a scripted player that plays too"
+        "--player",
+        metavar="PLAYER",
+        help="file.py:function, as of `env policy`: a scripted player that plays too",
     )
-    check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes of each agent (default 32)")
-    check.add_argument("--turns", type=int, default=16, metavar="N", help="turn limit of an episode (default 16)")
+    check.add_argument(
+        "--episodes", type=int, default=32, metavar="N", help="episodes of each agent (default 32)"
+    )
+    check.add_argument(
+        "--turns", type=int, default=16, metavar="N", help="turn limit of an episode (default 16)"
+    )
     check.add_argument("--seed", type=int, default=0, metavar="N")
     play.add_argument("--split", default="train", metavar="SPLIT", help="train (default) or val")
     play.add_argument("--task", default="0", metavar="ID", help="task id or position (default 0)")
@@ -94,7 +128,9 @@ def _add_limits(policy: argparse.ArgumentParser, check: argparse.ArgumentParser,
 
 
 def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> None:
-    parser.add_argument("name", metavar="NAME", help="an installed name, package.module:Class, or file.py:Class")
+    parser.add_argument(
+        "name", metavar="NAME", help="an installed name, package.module:Class, or file.py:Class"
+    )
     if player:
         parser.add_argument(
             "player",
@@ -102,15 +138,21 @@ def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> N
             help="file.py:function of (prompt, [(response, observation)], generator, clumsy) -> response",
         )
     parser.add_argument(
-        "--config", metavar="FILE", help="take constructor keywords from this file's environment section"
+        "--config",
+        metavar="FILE",
+        help="take constructor keywords from this file's environment section",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="environment.key=value", help="a constructor keyword; the value is YAML"
+        "overrides",
+        nargs="*",
+        metavar="environment.key=value",
+        help="a constructor keyword; the value is YAML",
     )
 
 
 def run_new(args: argparse.Namespace) -> int:
-    """Writes an environment and its test, on demand what trains a policy on it too, and says what to do with them."""
+    """Writes an environment and its test, on demand what trains a policy on it too, and says what
+    to do with them."""
     from rlflow.commands.scaffold import write_environment
 
     made = write_environment(args.name, Path(args.directory), policy=args.policy)
@@ -127,7 +169,12 @@ def run_new(args: argparse.Namespace) -> int:
 
         written += [made.player_file, made.configuration]
         try:
-            _make_policy(_environment(made.reference), made.player, made.policy, Lessons(steps=LESSONS, turns=TURNS))
+            _make_policy(
+                _environment(made.reference),
+                made.player,
+                made.policy,
+                Lessons(steps=LESSONS, turns=TURNS),
+            )
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
                 path.unlink(missing_ok=True)
@@ -148,7 +195,14 @@ def run_policy(args: argparse.Namespace) -> int:
     environment = _environment(args.name, args.config, args.overrides)
     _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
     words = ["--config", args.config] if args.config else []
-    words += ["--model", args.out, "--env", args.name, f"run.name={Path(args.out).name}", f"rollout.max_turns={args.turns}"]
+    words += [
+        "--model",
+        args.out,
+        "--env",
+        args.name,
+        f"run.name={Path(args.out).name}",
+        f"rollout.max_turns={args.turns}",
+    ]
     following = shlex.join([*words, *LEARNING, *args.overrides])
     print(f"wrote {args.out}\n\n  {as_called(f'rlflow train {following}')}")
     return 0
@@ -179,7 +233,9 @@ def run_play(args: argparse.Namespace) -> int:
     return play(environment, split=args.split, task=args.task, max_turns=args.turns)
 
 
-def _environment(name: str, config_file: str | None = None, overrides: list[str] | None = None) -> Environment:
+def _environment(
+    name: str, config_file: str | None = None, overrides: list[str] | None = None
+) -> Environment:
     from rlflow.components import ENVIRONMENT
     from rlflow.config.schema import load_config
 
@@ -188,7 +244,9 @@ def _environment(name: str, config_file: str | None = None, overrides: list[str]
     return environment
 
 
-def _make_policy(environment: Environment, player: str, out: Path, lessons: Lessons, overwrite: bool = False) -> None:
+def _make_policy(
+    environment: Environment, player: str, out: Path, lessons: Lessons, overwrite: bool = False
+) -> None:
     """Imitates the player, with a line that counts the steps."""
     from rlflow.algorithms.imitation import make_policy
     from rlflow.components import Kind
@@ -206,5 +264,7 @@ def _make_policy(environment: Environment, player: str, out: Path, lessons: Less
                 flush=True,
             )
 
-    reward = make_policy(environment, Kind("player").resolve(player), out, lessons, overwrite=overwrite, say=say)
+    reward = make_policy(
+        environment, Kind("player").resolve(player), out, lessons, overwrite=overwrite, say=say
+    )
     print(f"the clumsy player's mean reward is {reward:.2f}", file=sys.stderr)

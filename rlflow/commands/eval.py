@@ -54,18 +54,31 @@ def add(commands: Commands) -> None:
         metavar="URL",
         help="in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1; text, no exact tokens",
     )
-    parser.add_argument("--server-model", metavar="NAME", help="the model's name there (default: the only one)")
     parser.add_argument(
-        "--api-key-variable", metavar="NAME", default="OPENAI_API_KEY", help="environment variable with the server's key"
+        "--server-model", metavar="NAME", help="the model's name there (default: the only one)"
+    )
+    parser.add_argument(
+        "--api-key-variable",
+        metavar="NAME",
+        default="OPENAI_API_KEY",
+        help="environment variable with the server's key",
     )
     add_model_options(parser)
-    parser.add_argument("--data", metavar="PATH", help="validation tasks, in a form that the environment reads")
     parser.add_argument(
-        "--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
+        "--data", metavar="PATH", help="validation tasks, in a form that the environment reads"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in --out")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier evaluation in --out"
+    )
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)")
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)"
+    )
     add_options(parser, "eval")
 
 
@@ -92,16 +105,25 @@ def run(args: argparse.Namespace) -> int:
             tasks = tasks[: args.questions]
             attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
-            result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+            result = evaluate(
+                rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature
+            )
     out = Path(args.out) if args.out else new_directory(Path("runs"), f"eval-{name}")
     write_trajectories(out / "trajectories.jsonl", result.groups)
     save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
-    summary = {"model": str(args.model or args.server), "temperature": args.temperature, "prompts_dropped": dropped}
+    summary = {
+        "model": str(args.model or args.server),
+        "temperature": args.temperature,
+        "prompts_dropped": dropped,
+    }
     summary |= result.metrics
     means = _means_over_sets(by_set, registered)
     if by_set:
-        summary |= {"sets": by_set, **{f"{name}_mean_over_sets": value for name, value in means.items()}}
+        summary |= {
+            "sets": by_set,
+            **{f"{name}_mean_over_sets": value for name, value in means.items()},
+        }
     write_json(out / "summary.json", summary)
     _print_scores(result.metrics, by_set, means, registered)
     print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
@@ -127,7 +149,9 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
     if args.server is None:
         return make_rollout(config)
     text: Any = PiecedText()
-    engine = ChatEngine(args.server, text, model=args.server_model, api_key_variable=args.api_key_variable)
+    engine = ChatEngine(
+        args.server, text, model=args.server_model, api_key_variable=args.api_key_variable
+    )
     try:
         rollout = rollout_over([engine], make_environment(config), text, config)
     except BaseException:
@@ -140,7 +164,9 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
 def _refuse_if_taken(out: Path) -> None:
     """Raises ConfigError where an evaluation was written before."""
     if (out / "summary.json").exists():
-        raise ConfigError(f"--out: {out} already holds an evaluation; give another folder, or --overwrite to replace it.")
+        raise ConfigError(
+            f"--out: {out} already holds an evaluation; give another folder, or --overwrite to replace it."
+        )
 
 
 def new_directory(parent: Path, name: str) -> Path:
@@ -156,7 +182,9 @@ def new_directory(parent: Path, name: str) -> Path:
             return path
 
 
-def _means_over_sets(by_set: Mapping[str, Mapping[str, float]], registered: Metrics) -> dict[str, float]:
+def _means_over_sets(
+    by_set: Mapping[str, Mapping[str, float]], registered: Metrics
+) -> dict[str, float]:
     """{name: unweighted mean over the evaluation sets} of the first score, where a set has it."""
     from rlflow.run.evaluate import mean_over_sets
 
@@ -184,8 +212,8 @@ def _print_scores(
 
 
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
-    """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults. Of a
-    run that somebody else made only what `trusted` takes."""
+    """The configuration of the evaluation: --config, else that of the run that the model comes
+    from, else the defaults. Of a run that somebody else made only what `trusted` takes."""
     from rlflow.config.checks import environment_name
     from rlflow.config.schema import load_config
     from rlflow.run.origin import trusted
@@ -202,8 +230,8 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
 
 
 def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What the data at `path` mean to the environment of that component, as its constructor keywords. One over a `base` leaves
-    the data to that.
+    """What the data at `path` mean to the environment of that component, as its constructor
+    keywords. One over a `base` leaves the data to that.
 
     Raises ConfigError where the environment takes no data.
     """

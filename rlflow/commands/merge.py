@@ -21,13 +21,19 @@ def add(commands: Commands) -> None:
         "  rlflow merge adapter merged --base models/Qwen2.5-1.5B-Instruct\n",
     )
     parser.add_argument(
-        "adapter", metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors"
+        "adapter",
+        metavar="ADAPTER",
+        help="folder with adapter_config.json and adapter_model.safetensors",
     )
     parser.add_argument("out", metavar="OUT", help="directory to write")
     parser.add_argument(
-        "--base", metavar="DIR", help="the base model; left out: the one that adapter_config.json names"
+        "--base",
+        metavar="DIR",
+        help="the base model; left out: the one that adapter_config.json names",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that is there")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model directory that is there"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,4 +42,6 @@ def run(args: argparse.Namespace) -> None:
 
     manifest = merge_adapter(args.adapter, args.out, args.base, overwrite=args.overwrite)
     size = manifest["weight_bytes"] / 1e9
-    print(f"{args.out}: {manifest['tensors']} tensors, {size:.2f} GB, the adapter {args.adapter} merged in")
+    print(
+        f"{args.out}: {manifest['tensors']} tensors, {size:.2f} GB, the adapter {args.adapter} merged in"
+    )

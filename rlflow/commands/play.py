@@ -49,15 +49,24 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
     if wanted.isdigit() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
     hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
-    raise ConfigError(f"env play: expected a task id or a position below {len(tasks)}, found '{wanted}'.{hint}")
+    raise ConfigError(
+        f"env play: expected a task id or a position below {len(tasks)}, found '{wanted}'.{hint}"
+    )
 
 
-async def _episode(environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint) -> int:
+async def _episode(
+    environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint
+) -> int:
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
-    print(paint(f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.", "dim"))
+    print(
+        paint(
+            f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.",
+            "dim",
+        )
+    )
     episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
     try:
@@ -70,7 +79,9 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
             episode.turns = turn
             step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
-                raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
+                raise EnvironmentContractError(
+                    f"step: expected an rlflow.Step, found {type(step).__name__}."
+                )
             total += step.reward
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
@@ -89,8 +100,9 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
 
 
 def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
-    """What was typed through the first stop string (text after it is not sent), or up to an empty line; None at the end of input.
-    A stop string may hold or be a line break: then each line is a response."""
+    """What was typed through the first stop string (text after it is not sent), or up to an empty
+    line; None at the end of input. A stop string may hold or be a line break: then each line is a
+    response."""
     said = ""
     print(prompt, end="", flush=True)
     for line in source:

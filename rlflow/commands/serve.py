@@ -1,4 +1,5 @@
-"""`rlflow serve`: processes for a run of another command, on this or another machine of its Ray cluster."""
+"""`rlflow serve`: processes for a run of another command, on this or another machine of its Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -26,14 +27,28 @@ def add(commands: Commands) -> None:
         "      cluster.rollout_workers=4 cluster.gpus_per_rank=1\n",
     )
     parser.add_argument("role", choices=("trainer", "rollout"))
-    parser.add_argument("--cluster", required=True, metavar="HOST:PORT", help="address of the Ray cluster")
-    parser.add_argument("--run", required=True, dest="name", metavar="NAME", help="cluster.services of the run")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="how many (default 1)")
     parser.add_argument(
-        "--first", type=int, default=0, metavar="N", help="number of the first one; others may be served elsewhere"
+        "--cluster", required=True, metavar="HOST:PORT", help="address of the Ray cluster"
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="cores of each (default 1)")
-    parser.add_argument("--gpus", type=float, default=0.0, metavar="N", help="GPUs of each (default 0)")
+    parser.add_argument(
+        "--run", required=True, dest="name", metavar="NAME", help="cluster.services of the run"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="how many (default 1)"
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the first one; others may be served elsewhere",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="cores of each (default 1)"
+    )
+    parser.add_argument(
+        "--gpus", type=float, default=0.0, metavar="N", help="GPUs of each (default 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,5 +60,10 @@ def run(args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    options = {"count": args.processes, "first": args.first, "threads": args.threads, "gpus": args.gpus}
+    options = {
+        "count": args.processes,
+        "first": args.first,
+        "threads": args.threads,
+        "gpus": args.gpus,
+    }
     serve(args.role, args.name, args.cluster, say=say, **options)

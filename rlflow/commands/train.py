@@ -27,15 +27,31 @@ def add(commands: Commands) -> None:
         "  rlflow train --config my.yaml --resume\n"
         "  rlflow train --config THEIRS.yaml --out mine.yaml      # another system's: says what became of each key\n",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML configuration; a relative `base:` in it is read first")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML configuration; a relative `base:` in it is read first",
+    )
     out = "where ours goes if --config is of another system (default: beside the run's directory)"
     parser.add_argument("--out", metavar="FILE", help=out)
-    parser.add_argument("--preset", metavar="NAME", help="a named algorithm in place of the file's (rlflow algorithm list)")
-    parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="throw away the files of an earlier run of that name")
     parser.add_argument(
-        "--dry-run", action="store_true", help="open all that the run needs, print configuration, plan, memory and "
-        "every problem, and exit"
+        "--preset",
+        metavar="NAME",
+        help="a named algorithm in place of the file's (rlflow algorithm list)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run from its last checkpoint"
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="throw away the files of an earlier run of that name",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="open all that the run needs, print configuration, plan, memory and "
+        "every problem, and exit",
     )
     add_options(parser, "train")
 
@@ -50,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if table is not None:
         return _translated(args, table)
     if args.out:
-        raise ConfigError("--out: only for a --config of another system, whose translation goes there.")
+        raise ConfigError(
+            "--out: only for a --config of another system, whose translation goes there."
+        )
     config = load_config(args.config, train_overrides(args), args.preset)
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
@@ -60,7 +78,14 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.loop import train
 
     status = train(config)["status"]
-    return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if status.endswith(number.name)), 0)
+    return next(
+        (
+            128 + number
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if status.endswith(number.name)
+        ),
+        0,
+    )
 
 
 def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
@@ -70,7 +95,9 @@ def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
     from rlflow.config.foreign import translate
 
     if args.preset:
-        raise ConfigError(f"--preset: {args.config} is of {table['system']}; give it with the file that this command writes.")
+        raise ConfigError(
+            f"--preset: {args.config} is of {table['system']}; give it with the file that this command writes."
+        )
     translation = translate(args.config, table, option_overrides(args, "train"))
     report(args.config, translation)
     if args.dry_run:
@@ -82,6 +109,7 @@ def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
 def train_overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of a train command line, the weakest first."""
     switches = [f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)]
-    if len(switches) == 1:  # the config.yaml of a run that began with the one must not forbid the other
+    # The config.yaml of a run that began with the one must not forbid the other
+    if len(switches) == 1:
         switches.insert(0, "run.overwrite=false" if args.resume else "run.resume=false")
     return [*switches, *option_overrides(args, "train")]

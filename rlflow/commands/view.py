@@ -21,7 +21,9 @@ def add(commands: Commands) -> None:
         "examples:\n  rlflow view runs/my-run --open\n  rlflow view runs/eval-my-run --out eval.html\n",
     )
     parser.add_argument("path", metavar="RUN")
-    parser.add_argument("--out", metavar="FILE", help="the page (default: view.html in RUN, or beside the .jsonl)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the page (default: view.html in RUN, or beside the .jsonl)"
+    )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 

@@ -1,4 +1,5 @@
-"""What a configuration amounts to: episodes, micro-batches, ranks and evaluations, as text for people."""
+"""What a configuration amounts to: episodes, micro-batches, ranks and evaluations, as text for
+people."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from rlflow.config.schema import RunConfig
 
 
 def batch_plan(config: RunConfig) -> str:
-    """The step as a table: what is sampled, what is trained, on which ranks; every number with its unit."""
+    """The step as a table: what is sampled, what is trained, on which ranks; every number with its
+    unit."""
     lines = [*_sampling_lines(config), *_training_lines(config), *_run_lines(config)]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -16,10 +18,18 @@ def batch_plan(config: RunConfig) -> str:
 
 def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout = config.rollout
-    prompts, samples, budget = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_total_tokens
+    prompts, samples, budget = (
+        rollout.prompts_per_step,
+        rollout.samples_per_prompt,
+        rollout.max_total_tokens,
+    )
     trajectories = prompts * samples
     limited = "max_turns" in config.environment  # in its own sense, which is known once it is made
-    turns = "environment.max_turns: responses" if limited else f"at most {_count(rollout.max_turns, 'response')}"
+    turns = (
+        "environment.max_turns: responses"
+        if limited
+        else f"at most {_count(rollout.max_turns, 'response')}"
+    )
     return [
         (
             "prompts",
@@ -33,7 +43,10 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
             f"{budget:,} tokens with prompt and observations",
         ),
         *_ahead_lines(config),
-        ("tokens", f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens"),
+        (
+            "tokens",
+            f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens",
+        ),
     ]
 
 
@@ -43,7 +56,12 @@ def _ahead_lines(config: RunConfig) -> list[tuple[str, str]]:
         return []
     groups = (asynchrony.ahead + 1) * config.rollout.prompts_per_step
     age = _count(asynchrony.max_staleness, "update")
-    return [("asynchronous", f"at most {groups:,} prompts under way or waiting; no trained token older than {age}")]
+    return [
+        (
+            "asynchronous",
+            f"at most {groups:,} prompts under way or waiting; no trained token older than {age}",
+        )
+    ]
 
 
 def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
@@ -83,14 +101,19 @@ def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
     trajectories = run.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
     target = f"; ends when the evaluation reaches {run.target:g}" if run.target is not None else ""
-    questions = "all tasks" if evaluation.questions is None else _count(evaluation.questions, "task")
+    questions = (
+        "all tasks" if evaluation.questions is None else _count(evaluation.questions, "task")
+    )
     return [
         ("run", f"{_count(run.steps, 'step')} = {trajectories:,} trajectories{minutes}{target}"),
         (
             "evaluation",
             f"{'at the start, ' if evaluation.at_start else ''}{_every(evaluation.every_steps)}; {questions}",
         ),
-        ("checkpoints", f"{_every(checkpoint.every_steps)}; the newest {checkpoint.keep:,} are kept"),
+        (
+            "checkpoints",
+            f"{_every(checkpoint.every_steps)}; the newest {checkpoint.keep:,} are kept",
+        ),
     ]
 
 

@@ -1,4 +1,5 @@
-"""Whether a configuration fits together, and the batch plan that it amounts to: all before anything expensive starts."""
+"""Whether a configuration fits together, and the batch plan that it amounts to: all before anything
+expensive starts."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ _ENGINE_GETS = ("path", "tokenizer", "dtype", "seed", "deterministic", "trust_re
 
 
 def check_config(config: RunConfig, components: bool = True) -> None:
-    """Returns when the configuration fits together: values in range, sections that agree, every name known.
+    """Returns when the configuration fits together: values in range, sections that agree, every
+    name known.
 
-    `components=False` leaves out the environment and the engine, whose packages may live on other machines.
+    `components=False` leaves out the environment and the engine, whose packages may live on other
+    machines.
 
     Raises:
         ConfigError: the first contradiction, with the keys to change.
@@ -41,7 +44,8 @@ def check_config(config: RunConfig, components: bool = True) -> None:
 
 
 def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callable[[], object]]:
-    """What `check_config` looks at, one thing per call; the first one is what the others rely on: every value by itself."""
+    """What `check_config` looks at, one thing per call; the first one is what the others rely on:
+    every value by itself."""
     yield lambda: check_values(config)
     yield lambda: _check_asynchrony(config)
     yield lambda: _check_sampling(config)
@@ -147,7 +151,9 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(algorithm, name)):
             yield partial(kind.check, component, ("tokens",), f"algorithm.{name}[{index}]")
-    yield lambda: WEIGHT_TRANSFER.check(config.cluster.weight_transfer, where="cluster.weight_transfer")
+    yield lambda: WEIGHT_TRANSFER.check(
+        config.cluster.weight_transfer, where="cluster.weight_transfer"
+    )
     yield lambda: CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
@@ -155,15 +161,20 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 def _check_losses(config: RunConfig) -> None:
     if not config.algorithm.losses:
-        raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
+        raise ConfigError(
+            "algorithm.losses: expected at least one loss, found none; try [ppo_clip]"
+        )
     for index, loss in enumerate(config.algorithm.losses):
-        LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
+        # A loss checks its own limits when it is made
+        LOSS.build(loss, f"algorithm.losses[{index}]")
 
 
 def _check_advantage(config: RunConfig) -> None:
-    """Whether it can be made, which for one with limits of its own its constructor knows; and has attempts to compare."""
+    """Whether it can be made, which for one with limits of its own its constructor knows; and has
+    attempts to compare."""
     made = ADVANTAGE.build(config.algorithm.advantage, "algorithm.advantage")
-    compares = getattr(getattr(made, "func", made), "compares_attempts", False)  # a function with its keywords bound: its own
+    # A function with its keywords bound: its own
+    compares = getattr(getattr(made, "func", made), "compares_attempts", False)
     if compares and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"rollout.samples_per_prompt: {config.algorithm.advantage['name']} compares attempts at the same prompt; expected at "

@@ -62,7 +62,11 @@ class Key:
     @property
     def others_names(self) -> list[str]:
         """What other libraries call it."""
-        return [other for other, ours in FIELD_NAMES.items() if ours.partition("=")[0].startswith(self.name)]
+        return [
+            other
+            for other, ours in FIELD_NAMES.items()
+            if ours.partition("=")[0].startswith(self.name)
+        ]
 
 
 def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
@@ -77,6 +81,10 @@ def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
             continue
         made: Any = item.default_factory
         default = item.default if made is dataclasses.MISSING else made()
-        holder = hint if is_component(hint) else next(filter(is_component, typing.get_args(hint)), None)
+        holder = (
+            hint if is_component(hint) else next(filter(is_component, typing.get_args(hint)), None)
+        )
         kinds = [part for part in getattr(holder, "__metadata__", ()) if isinstance(part, Kind)]
-        yield Key(name, default, describe(hint), meanings.get(item.name, ""), kinds[0] if kinds else None)
+        yield Key(
+            name, default, describe(hint), meanings.get(item.name, ""), kinds[0] if kinds else None
+        )

@@ -49,14 +49,13 @@ def series(records: Records, name: str) -> tuple[list[float], list[float]]:
 def drawn_score(records: Records, registered: Metrics) -> str:
     """The name of the metric to draw: the first score that was ever measured, else the reward."""
     measured = {name for record in records for name in record}
-    found = (
-        name for name in scores(registered) if measured & {f"train/{name}", f"eval/{name}"}
-    )
+    found = (name for name in scores(registered) if measured & {f"train/{name}", f"eval/{name}"})
     return next(found, "reward")
 
 
 def intervals(records: Records, name: str) -> list[tuple[float, float, float, float]]:
-    """(step, value, low, high) of each evaluation; the ends are the value where none was measured."""
+    """(step, value, low, high) of each evaluation; the ends are the value where none was
+    measured."""
     key = f"eval/{name}"
     return [
         (one["step"], one[key], one.get(f"{key}_low", one[key]), one.get(f"{key}_high", one[key]))

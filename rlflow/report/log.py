@@ -10,7 +10,8 @@ from rlflow.storage.redaction import redact_text
 
 
 class RunLog:
-    """While active, keeps rlflow's log records: in memory until `write_to` says where, in that file from then on."""
+    """While active, keeps rlflow's log records: in memory until `write_to` says where, in that file
+    from then on."""
 
     def __init__(self) -> None:
         self._handler = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL)
@@ -28,7 +29,8 @@ class RunLog:
     def __enter__(self) -> RunLog:
         logger = logging.getLogger("rlflow")
         self._level = logger.level
-        if not logger.isEnabledFor(logging.INFO):  # a script that never heard of logging: the file is to be whole all the same
+        # A script that never heard of logging: the file is to be whole all the same
+        if not logger.isEnabledFor(logging.INFO):
             logger.setLevel(logging.INFO)
         logger.addHandler(self._handler)
         return self
@@ -51,6 +53,7 @@ class _Redacting(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log that a full disk cuts short without a word: what needs the disk more stops the run and says why."""
+    """A log that a full disk cuts short without a word: what needs the disk more stops the run and
+    says why."""
 
     def handleError(self, record: logging.LogRecord) -> None: ...

@@ -1,8 +1,9 @@
-"""Metric names with their units and meanings: the core's table, and what an environment registers of its own.
+"""Metric names with their units and meanings: the core's table, and what an environment registers
+of its own.
 
-A name is `section/name`. A metric of an environment's episodes is registered without a section: it is logged as
-`rollout/<name>` (a score as `train/<name>`) and `eval/<name>`. With a section it is one of `Environment.report`.
-"""
+A name is `section/name`. A metric of an environment's episodes is registered without a section: it
+is logged as `rollout/<name>` (a score as `train/<name>`) and `eval/<name>`. With a section it is
+one of `Environment.report`."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ REDUCTIONS = ("mean", "max", "min", "sum")
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number is. Raises ConfigError for an unknown reduction or a format that formats no number.
+    """What a number is. Raises ConfigError for an unknown reduction or a format that formats no
+    number.
 
-    reduction: what the values of several episodes or minibatches become. score: says how well an episode went; one that lacks it
-    got 0, evaluations give its 95% interval, and the first score of an environment leads every display. shown: how it stands in
-    the progress line, e.g. "tools {:.2f}"; other metrics than scores stand there only with it. share_of: the name of a metric in
-    seconds; this one is its share of the seconds of the whole step. alarm: a run warns once where it is above that for three
-    steps, and gives `advice`, a sentence that says what to do.
-    """
+    reduction: what the values of several episodes or minibatches become. score: says how well an
+    episode went; one that lacks it got 0, evaluations give its 95% interval, and the first score of
+    an environment leads every display. shown: how it stands in the progress line, e.g. "tools
+    {:.2f}"; other metrics than scores stand there only with it. share_of: the name of a metric in
+    seconds; this one is its share of the seconds of the whole step. alarm: a run warns once where
+    it is above that for three steps, and gives `advice`, a sentence that says what to do."""
 
     unit: str
     meaning: str
@@ -70,84 +72,147 @@ _PHASE_MEANING = {
 METRICS: Metrics = {
     "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
-    "train/shaped_reward": Metric("reward", "as train/reward, with what algorithm.transforms added"),
+    "train/shaped_reward": Metric(
+        "reward", "as train/reward, with what algorithm.transforms added"
+    ),
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
-    "train/clip_fraction": Metric("share", "of trained tokens in the rows that were fed whose ratio was clipped"),
+    "train/clip_fraction": Metric(
+        "share", "of trained tokens in the rows that were fed whose ratio was clipped"
+    ),
     "train/ratio": Metric(
         "1", "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens"
     ),
     "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
-    "train/kept": Metric("share", "of trained tokens that transforms left in the policy-gradient terms"),
-    "train/coefficient": Metric("1", "mean factor of transforms on the policy-gradient terms, over trained tokens"),
-    "train/capped": Metric("share", "of trained tokens whose importance weight is beyond a transform's cap"),
-    "train/ratio_low": Metric("1", "lower end of the clip range of ratios, where a transform sets it"),
-    "train/ratio_high": Metric("1", "upper end of the clip range of ratios, where a transform sets it"),
-    "train/second_moment": Metric("nats^2", "mean square of the log-ratios that a transform bounds, before it does"),
+    "train/kept": Metric(
+        "share", "of trained tokens that transforms left in the policy-gradient terms"
+    ),
+    "train/coefficient": Metric(
+        "1", "mean factor of transforms on the policy-gradient terms, over trained tokens"
+    ),
+    "train/capped": Metric(
+        "share", "of trained tokens whose importance weight is beyond a transform's cap"
+    ),
+    "train/ratio_low": Metric(
+        "1", "lower end of the clip range of ratios, where a transform sets it"
+    ),
+    "train/ratio_high": Metric(
+        "1", "upper end of the clip range of ratios, where a transform sets it"
+    ),
+    "train/second_moment": Metric(
+        "nats^2", "mean square of the log-ratios that a transform bounds, before it does"
+    ),
     "train/value_loss": Metric("reward^2", "the critic's loss per trained token (value)"),
-    "train/value_clip_fraction": Metric("share", "of trained tokens whose value moved beyond the clip"),
-    "train/value": Metric("reward", "mean value of the states before trained tokens, before the step's first update"),
+    "train/value_clip_fraction": Metric(
+        "share", "of trained tokens whose value moved beyond the clip"
+    ),
+    "train/value": Metric(
+        "reward", "mean value of the states before trained tokens, before the step's first update"
+    ),
     "train/return": Metric("reward", "mean return that the critic learns, over the same tokens"),
     "train/value_explained_variance": Metric(
-        "1", "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all returns are equal"
+        "1",
+        "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all returns are equal",
     ),
-    "train/critic_loss": Metric("reward^2", "the critic's minimized loss, mean over the step's minibatches"),
-    "train/critic_gradient_norm": Metric("1", "global L2 norm of the critic before clipping, mean over minibatches"),
+    "train/critic_loss": Metric(
+        "reward^2", "the critic's minimized loss, mean over the step's minibatches"
+    ),
+    "train/critic_gradient_norm": Metric(
+        "1", "global L2 norm of the critic before clipping, mean over minibatches"
+    ),
     "train/critic_lr": Metric("1", "learning rate of the critic, mean over minibatches"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
-    "train/kl": Metric("nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"),
-    "train/teacher_gap": Metric(
-        "nats/token", "log-prob of sampled tokens less the teacher's, before the update: estimates KL(policy || teacher)"
+    "train/kl": Metric(
+        "nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"
     ),
-    "train/teacher_kl": Metric("nats/token", "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)"),
+    "train/teacher_gap": Metric(
+        "nats/token",
+        "log-prob of sampled tokens less the teacher's, before the update: estimates KL(policy || teacher)",
+    ),
+    "train/teacher_kl": Metric(
+        "nats/token", "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)"
+    ),
     "train/teacher_mass": Metric("share", "of the teacher's probability on those tokens"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
     "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
     "train/logprob_gap": Metric(
-        "nats", "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update"
+        "nats",
+        "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update",
     ),
     "train/advantage_zero": Metric(
-        "share", "of episodes without any advantage (where a group is compared: of groups that score alike): they teach nothing"
+        "share",
+        "of episodes without any advantage (where a group is compared: of groups that score alike): they teach nothing",
     ),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
     "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),
     "train/updates_skipped": Metric(
-        "count", "updates of the step without any gradient: the optimizer made no step; left out where it is 0", "sum"
+        "count",
+        "updates of the step without any gradient: the optimizer made no step; left out where it is 0",
+        "sum",
     ),
     "rollout/episodes": Metric("count", "collected in the step, aborted ones included"),
     "rollout/turns": Metric("per episode", "responses of the policy"),
     "rollout/response_tokens": Metric("tokens/episode", "sampled by the policy"),
     "rollout/observation_tokens": Metric("tokens/episode", "fed from the environment"),
     "rollout/responses_cut": Metric("per episode", "responses that a token limit cut"),
-    "rollout/observations_cut": Metric("per episode", "observations cut to rollout.max_observation_tokens"),
+    "rollout/observations_cut": Metric(
+        "per episode", "observations cut to rollout.max_observation_tokens"
+    ),
     "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
     "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
-    "rollout/aborted": Metric("share", "of episodes lost to infrastructure; out of loss and baseline"),
-    "rollout/staleness": Metric("versions", "that trained tokens lag behind the weights in training"),
-    "rollout/staleness_max": Metric("versions", "of the oldest token; at most rollout.asynchronous.max_staleness", "max"),
+    "rollout/aborted": Metric(
+        "share", "of episodes lost to infrastructure; out of loss and baseline"
+    ),
+    "rollout/staleness": Metric(
+        "versions", "that trained tokens lag behind the weights in training"
+    ),
+    "rollout/staleness_max": Metric(
+        "versions", "of the oldest token; at most rollout.asynchronous.max_staleness", "max"
+    ),
     "rollout/on_policy": Metric("share", "of trained tokens that the weights in training sampled"),
     "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
     "rollout/groups_running": Metric("count", "groups under way beyond the step"),
-    "rollout/groups_stale": Metric("count", "groups that were too old for the step and are sampled again", "sum"),
-    "rollout/groups_short": Metric("count", "groups that ended without the attempts that ran longer than group_s", "sum"),
-    "rollout/engine_restarts": Metric("count", "engines that ended and were started again, in this session of the run", "max"),
+    "rollout/groups_stale": Metric(
+        "count", "groups that were too old for the step and are sampled again", "sum"
+    ),
+    "rollout/groups_short": Metric(
+        "count", "groups that ended without the attempts that ran longer than group_s", "sum"
+    ),
+    "rollout/engine_restarts": Metric(
+        "count", "engines that ended and were started again, in this session of the run", "max"
+    ),
     "workers/up": Metric("count", "rollout workers that are up at the end of the step"),
     "workers/restarts": Metric("count", "rollout workers that were started again", "sum"),
-    "workers/attempts_lost": Metric("count", "attempts that were lost with a rollout worker and issued again", "sum"),
+    "workers/attempts_lost": Metric(
+        "count", "attempts that were lost with a rollout worker and issued again", "sum"
+    ),
     "workers/attempts_most": Metric("count", "attempts that ended on the worker that ended most"),
-    "workers/attempts_fewest": Metric("count", "attempts that ended on the worker that ended fewest"),
-    "workers/weights_mib": Metric("MiB", "of weights that all workers together read since the step before", "sum"),
-    "workers/weights_delta": Metric("share", "of these reads that got what had changed; the others got whole weights"),
-    "data/prompts_dropped": Metric("count", "prompts over data.max_prompt_tokens, of the training split"),
+    "workers/attempts_fewest": Metric(
+        "count", "attempts that ended on the worker that ended fewest"
+    ),
+    "workers/weights_mib": Metric(
+        "MiB", "of weights that all workers together read since the step before", "sum"
+    ),
+    "workers/weights_delta": Metric(
+        "share", "of these reads that got what had changed; the others got whole weights"
+    ),
+    "data/prompts_dropped": Metric(
+        "count", "prompts over data.max_prompt_tokens, of the training split"
+    ),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
     "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
-    "time/run_s": Metric("s", "the run so far, from its start on and all its sessions: loading, steps, evaluations, checkpoints"),
+    "time/run_s": Metric(
+        "s",
+        "the run so far, from its start on and all its sessions: loading, steps, evaluations, checkpoints",
+    ),
     **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
-    "memory/engine_freed_gib": Metric("GiB", "that engines gave back before the trainer's turn on their device"),
+    "memory/engine_freed_gib": Metric(
+        "GiB", "that engines gave back before the trainer's turn on their device"
+    ),
     "memory/engine_taken_gib": Metric("GiB", "that they took again with the new weights"),
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
@@ -155,13 +220,18 @@ METRICS: Metrics = {
     "eval/turns": Metric("per task", "responses of the policy"),
     "eval/response_tokens": Metric("tokens/task", "sampled by the policy"),
     "eval/questions": Metric("count", "tasks with an attempt that did not fail"),
-    "eval/attempts": Metric("count", "attempts at them (evaluation.samples_per_prompt each), failed ones left out"),
-    "eval/failed": Metric("count", "attempts lost to infrastructure: reported apart, never scored 0"),
+    "eval/attempts": Metric(
+        "count", "attempts at them (evaluation.samples_per_prompt each), failed ones left out"
+    ),
+    "eval/failed": Metric(
+        "count", "attempts lost to infrastructure: reported apart, never scored 0"
+    ),
 }
 
 
 def scores(registered: Metrics) -> list[str]:
-    """The names of an environment's scores, the first one being what displays and `run.target` go by."""
+    """The names of an environment's scores, the first one being what displays and `run.target` go
+    by."""
     return [name for name, metric in registered.items() if metric.score]
 
 
@@ -171,7 +241,8 @@ def leading_score(registered: Metrics, values: Mapping[str, Any], section: str) 
 
 
 def training_name(name: str, registered: Metrics) -> str:
-    """What a metric of episodes is called in training: `train/<name>` for a score, else `rollout/<name>`."""
+    """What a metric of episodes is called in training: `train/<name>` for a score, else
+    `rollout/<name>`."""
     return f"{'train' if name in registered and registered[name].score else 'rollout'}/{name}"
 
 
@@ -191,9 +262,13 @@ def save_registered(path: str | Path, registered: Metrics) -> None:
 
 
 def load_registered(path: str | Path) -> dict[str, Metric]:
-    """What `save_registered` wrote; nothing where there is no such file. Raises CheckpointError for a damaged one."""
+    """What `save_registered` wrote; nothing where there is no such file. Raises CheckpointError for
+    a damaged one."""
     if not Path(path).is_file():
         return {}
     known = {field.name for field in dataclasses.fields(Metric)}
     rows = read_json(path).items()
-    return {name: Metric(**{key: value for key, value in row.items() if key in known}) for name, row in rows}
+    return {
+        name: Metric(**{key: value for key, value in row.items() if key in known})
+        for name, row in rows
+    }

@@ -70,9 +70,7 @@ class Content:
         return {**told, "attributes": _attributes(self.groups)}
 
 
-def write_page(
-    run: RunFiles, out: str | Path, opens: str = "train"
-) -> tuple[Content, list[Fault]]:
+def write_page(run: RunFiles, out: str | Path, opens: str = "train") -> tuple[Content, list[Fault]]:
     """Writes the page as a file; returns what is on it and what was found wrong with the run.
 
     Raises ConfigError for a run without episodes, unless it opens with the charts; CheckpointError

@@ -1,4 +1,5 @@
-"""What a run or an evaluation left on disk, for reading: episodes, tokens, metrics, configuration."""
+"""What a run or an evaluation left on disk, for reading: episodes, tokens, metrics,
+configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ EVALUATED = "trajectories.jsonl"
 
 @dataclass
 class RunFiles:
-    """A run, an evaluation's folder (one evaluation, at step 0) or a file of episodes. training, evaluations: {step: file}."""
+    """A run, an evaluation's folder (one evaluation, at step 0) or a file of episodes. training,
+    evaluations: {step: file}."""
 
     path: Path
     name: str
@@ -34,18 +36,32 @@ class RunFiles:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFiles:
-        """What is there. Raises ConfigError where it is neither a run, nor an evaluation, nor a file of episodes."""
+        """What is there. Raises ConfigError where it is neither a run, nor an evaluation, nor a
+        file of episodes."""
         path = Path(path)
         if path.is_file():
             return cls(path, path.stem, registered_beside(path), {}, {0: path})
         if (path / EVALUATED).is_file():
-            return cls(path, path.resolve().name, registered_beside(path / EVALUATED), {}, {0: path / EVALUATED})
+            return cls(
+                path,
+                path.resolve().name,
+                registered_beside(path / EVALUATED),
+                {},
+                {0: path / EVALUATED},
+            )
         run = RunDirectory.open(path)
         last = _last_step(run)
-        folders = {name: _by_step(path / name, last) for name in ("trajectories", "evaluations", "tokens")}
+        folders = {
+            name: _by_step(path / name, last) for name in ("trajectories", "evaluations", "tokens")
+        }
         registered = load_registered(run.environment_metrics)
         return cls(
-            path, path.resolve().name, registered, folders["trajectories"], folders["evaluations"], folders["tokens"]
+            path,
+            path.resolve().name,
+            registered,
+            folders["trajectories"],
+            folders["evaluations"],
+            folders["tokens"],
         )
 
     @cached_property
@@ -56,7 +72,8 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration as it stands in config.yaml; empty without one. Raises ConfigError for a damaged file."""
+        """The resolved configuration as it stands in config.yaml; empty without one. Raises
+        ConfigError for a damaged file."""
         import yaml
 
         file = RunDirectory(self.path).config
@@ -65,7 +82,9 @@ class RunFiles:
         try:
             read = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"{file}: expected YAML, found {str(error).splitlines()[0]}.") from None
+            raise ConfigError(
+                f"{file}: expected YAML, found {str(error).splitlines()[0]}."
+            ) from None
         return read if isinstance(read, dict) else {}
 
     @cached_property
@@ -84,14 +103,22 @@ class RunFiles:
         return read_tokens(self.tokens[step]) if step in self.tokens else {}
 
     def solved_share(self, group: Sequence[Record]) -> float | None:
-        """The share of the group's usable attempts that solved their task; None where none is usable."""
+        """The share of the group's usable attempts that solved their task; None where none is
+        usable."""
         usable = [record for record in group if record.get("stop") != "aborted"]
-        return sum(solved(record, self.registered) for record in usable) / len(usable) if usable else None
+        return (
+            sum(solved(record, self.registered) for record in usable) / len(usable)
+            if usable
+            else None
+        )
 
 
 def registered_beside(episodes: Path) -> Metrics:
-    """What the environment of a file of episodes registered; the file lies in the run directory or one folder below."""
-    here, above = (RunDirectory(folder).environment_metrics for folder in episodes.absolute().parents[:2])
+    """What the environment of a file of episodes registered; the file lies in the run directory or
+    one folder below."""
+    here, above = (
+        RunDirectory(folder).environment_metrics for folder in episodes.absolute().parents[:2]
+    )
     return load_registered(here) or load_registered(above)
 
 
@@ -104,7 +131,8 @@ def grouped(records: list[Record]) -> list[list[Record]]:
 
 
 def _last_step(run: RunDirectory) -> int | None:
-    """The last step that metrics.jsonl knows: what a resumed run left of later ones is about to be replaced."""
+    """The last step that metrics.jsonl knows: what a resumed run left of later ones is about to be
+    replaced."""
     records = read_metrics(run.metrics) if run.metrics.is_file() else []
     return int(records[-1]["step"]) if records else None
 
@@ -113,6 +141,10 @@ def _by_step(folder: Path, last: int | None) -> dict[int, Path]:
     found = {}
     for file in sorted(folder.glob("step_*.*")):
         number = file.stem.removeprefix("step_")
-        if file.suffix in (".jsonl", ".npz") and number.isdigit() and (last is None or int(number) <= last):
+        if (
+            file.suffix in (".jsonl", ".npz")
+            and number.isdigit()
+            and (last is None or int(number) <= last)
+        ):
             found[int(number)] = file
     return found

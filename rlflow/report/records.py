@@ -24,8 +24,8 @@ def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
-    """One episode as plain values. `prompt_tokens` counts what stood before the first response; `group_mean` and `group_std` are
-    of the rewards of its group's usable attempts."""
+    """One episode as plain values. `prompt_tokens` counts what stood before the first response;
+    `group_mean` and `group_std` are of the rewards of its group's usable attempts."""
     trajectory: Trajectory = group.trajectories[attempt]
     sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
     total = sum(len(segment) for segment in trajectory.segments)
@@ -40,7 +40,11 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
         }
         for turn in trajectory.turns
     ]
-    stats = dict(zip(("group_mean", "group_std"), trajectory.group_stats[1:])) if trajectory.group_stats else {}
+    stats = (
+        dict(zip(("group_mean", "group_std"), trajectory.group_stats[1:]))
+        if trajectory.group_stats
+        else {}
+    )
     return plain(
         {
             "id": trajectory.id,
@@ -96,9 +100,13 @@ def question_of(record: Mapping[str, Any]) -> str:
 
 
 def text_of(observation: Any, roles: bool = False) -> str:
-    """A prompt or an observation as one text: messages one below the other, on demand each behind its role."""
+    """A prompt or an observation as one text: messages one below the other, on demand each behind
+    its role."""
     if isinstance(observation, list):
-        parts = [(f"[{one.get('role', '?')}] " if roles else "") + str(one.get("content", "")) for one in observation]
+        parts = [
+            (f"[{one.get('role', '?')}] " if roles else "") + str(one.get("content", ""))
+            for one in observation
+        ]
         return "\n".join(parts)
     return str(observation)
 
@@ -107,5 +115,9 @@ def answers_of(record: Mapping[str, Any]) -> list[str]:
     """The texts that a task's answer may be; none where it is no text."""
     answer = record.get("answer")
     values = answer if isinstance(answer, list) else [answer]
-    texts = [str(value) for value in values if isinstance(value, (str, int, float)) and not isinstance(value, bool)]
+    texts = [
+        str(value)
+        for value in values
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    ]
     return [text for text in texts if text.strip()]

@@ -38,8 +38,7 @@ def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[st
             values.setdefault(key, []).append(value)
     unknown = Metric("", "")
     return {
-        key: REDUCTIONS[metrics.get(key, unknown).reduction](found)
-        for key, found in values.items()
+        key: REDUCTIONS[metrics.get(key, unknown).reduction](found) for key, found in values.items()
     }
 
 
@@ -101,9 +100,7 @@ def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, f
     return {f"{section}/reward/{name}": mean(found) for name, found in values.items()}
 
 
-def scores_by_set(
-    groups: Sequence[Any], registered: Metrics, section: str
-) -> dict[str, float]:
+def scores_by_set(groups: Sequence[Any], registered: Metrics, section: str) -> dict[str, float]:
     """`<section>/<score>/<set>`: means over the usable attempts at tasks of a set.
 
     groups: `rlflow.types.Group`; a task names its set in `metadata["set"]`."""
@@ -141,7 +138,8 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
 
 
 def staleness_metrics(groups: Sequence[Any], version: int) -> dict[str, float]:
-    """How many versions the tokens of the groups' usable attempts lag behind the weights that train on them."""
+    """How many versions the tokens of the groups' usable attempts lag behind the weights that train
+    on them."""
     segments = [segment for group in groups for one in group.usable for segment in one.segments]
     lags = [version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments]
     lags = [one for one in lags if len(one)]

@@ -39,8 +39,8 @@ DAMAGE = (
 
 @dataclass
 class SegmentTokens:
-    """One training sequence. tokens, sampled: (T,). The others are of its sampled tokens, (N,), in the columns of the file;
-    an advantage is NaN where the token was not trained."""
+    """One training sequence. tokens, sampled: (T,). The others are of its sampled tokens, (N,), in
+    the columns of the file; an advantage is NaN where the token was not trained."""
 
     tokens: numpy.ndarray
     sampled: numpy.ndarray
@@ -53,7 +53,8 @@ class SegmentTokens:
 
 @dataclass
 class EpisodeTokens:
-    """An episode's segments, their tokens' text, and where its responses are: (segment, start, stop) per turn."""
+    """An episode's segments, their tokens' text, and where its responses are: (segment, start,
+    stop) per turn."""
 
     id: str
     segments: list[SegmentTokens]

@@ -16,4 +16,5 @@ BUILT_IN = {
     "vllm": "rlflow.rollout.vllm.process_engines:make_vllm_engines",
     "vllm_server": "rlflow.rollout.vllm.server_engines:make_vllm_server_engines",
 }
-"""Engines: name -> `module:Name` of a class, or of a function that makes one engine or a list of them."""
+"""Engines: name -> `module:Name` of a class, or of a function that makes one engine or a list of
+them."""

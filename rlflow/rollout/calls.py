@@ -1,4 +1,5 @@
-"""Calls of others' code: plain functions in threads that cannot keep the process from ending, and each call with a deadline."""
+"""Calls of others' code: plain functions in threads that cannot keep the process from ending, and
+each call with a deadline."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ THREADS = 16
 
 
 def start_call(function: Callable[[], Any], answer: Answer, what: str) -> None:
-    """Calls a function in a daemon thread of its own, and `answer` with what it returned or raised."""
-    threading.Thread(target=_answer, args=(function, answer, what), name="rlflow-call", daemon=True).start()
+    """Calls a function in a daemon thread of its own, and `answer` with what it returned or
+    raised."""
+    threading.Thread(
+        target=_answer, args=(function, answer, what), name="rlflow-call", daemon=True
+    ).start()
 
 
 def _answer(function: Callable[[], Any], answer: Answer, what: str) -> None:
@@ -39,9 +43,10 @@ def _answer(function: Callable[[], Any], answer: Answer, what: str) -> None:
 
 
 class CallThreads:
-    """Daemon threads for plain functions: `limit` calls of a kind at a time, so that those that wait for others (for a place
-    that an episode gives back) do not take the others' threads. A call that was given up no longer counts, whenever it ends,
-    so hung ones do not use the threads up; and none of them keeps the process from ending."""
+    """Daemon threads for plain functions: `limit` calls of a kind at a time, so that those that
+    wait for others (for a place that an episode gives back) do not take the others' threads. A call
+    that was given up no longer counts, whenever it ends, so hung ones do not use the threads up;
+    and none of them keeps the process from ending."""
 
     def __init__(self, limit: int, name: str) -> None:
         self._places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(limit))
@@ -51,8 +56,11 @@ class CallThreads:
         self._idle = 0
         self._closed = False
 
-    async def run(self, function: Callable[[], Any], limit_s: float, what: str, kind: str = "") -> Any:
-        """The function's result, out of a thread; see `guarded` for the errors. The deadline starts with the call."""
+    async def run(
+        self, function: Callable[[], Any], limit_s: float, what: str, kind: str = ""
+    ) -> Any:
+        """The function's result, out of a thread; see `guarded` for the errors. The deadline starts
+        with the call."""
         async with self._places[kind]:
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -98,12 +106,18 @@ class CallThreads:
 
 
 async def call(
-    threads: CallThreads, method: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, what: str, kind: str = ""
+    threads: CallThreads,
+    method: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    limit_s: float,
+    what: str,
+    kind: str = "",
 ) -> Any:
-    """The result of a plain or async method; a plain one runs in a thread, with so many others of its kind.
+    """The result of a plain or async method; a plain one runs in a thread, with so many others of
+    its kind.
 
-    Raises RolloutError where it takes longer than `limit_s`, or ends with what would end the event loop (SystemExit and its
-    like) instead of an Exception."""
+    Raises RolloutError where it takes longer than `limit_s`, or ends with what would end the event
+    loop (SystemExit and its like) instead of an Exception."""
     if inspect.iscoroutinefunction(method):
         return await guarded(method(*arguments), limit_s, what)
     result = await threads.run(lambda: method(*arguments), limit_s, what, kind)
@@ -111,7 +125,8 @@ async def call(
 
 
 async def guarded(awaitable: Awaitable[Any], limit_s: float, what: str) -> Any:
-    """Its result within `limit_s` seconds; what is no Exception becomes a RolloutError that names it."""
+    """Its result within `limit_s` seconds; what is no Exception becomes a RolloutError that names
+    it."""
     try:
         async with deadline(limit_s, what):
             return await awaitable
@@ -129,8 +144,8 @@ async def guarded(awaitable: Awaitable[Any], limit_s: float, what: str) -> Any:
 class RunningTime:
     """Seconds in which this process ran, by a clock that is looked at every `turn_s`.
 
-    A gap counts as two turns at most: a process that was stopped for a while (a suspended job) takes nothing
-    that it waited for as late."""
+    A gap counts as two turns at most: a process that was stopped for a while (a suspended job)
+    takes nothing that it waited for as late."""
 
     def __init__(self, turn_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s, self._clock = 2 * turn_s, clock
@@ -146,7 +161,8 @@ class RunningTime:
 
 @contextlib.asynccontextmanager
 async def deadline(limit_s: float, what: str) -> AsyncIterator[None]:
-    """Cancels what is awaited within after `limit_s` seconds of `RunningTime`, and raises RolloutError."""
+    """Cancels what is awaited within after `limit_s` seconds of `RunningTime`, and raises
+    RolloutError."""
     loop = asyncio.get_running_loop()
     turn_s = min(1.0, limit_s / 4)
     passed = RunningTime(turn_s, loop.time)
@@ -177,4 +193,6 @@ def _escaped(error: BaseException, what: str) -> BaseException:
     """The error that an episode can end with."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RolloutError(f"{what} raised {error!r}, which is no error of an episode; raise an Exception that says what failed.")
+    return RolloutError(
+        f"{what} raised {error!r}, which is no error of an episode; raise an Exception that says what failed."
+    )

@@ -1,5 +1,6 @@
-"""Evaluation of a model behind an OpenAI-compatible chat server. It takes and gives text: what stands for tokens here
-are pieces of text, so that limits in tokens hold roughly and log-probs are not known. Never for training."""
+"""Evaluation of a model behind an OpenAI-compatible chat server. It takes and gives text: what
+stands for tokens here are pieces of text, so that limits in tokens hold roughly and log-probs are
+not known. Never for training."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MOST_STOPS = 4  # that OpenAI's interface takes
 PIECE = 4  # characters of English per token, about
 MESSAGE, CONTENT, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
-"""Private characters that set messages apart, their roles and contents, and what the model said; taken out of
-everybody's text."""
+"""Private characters that set messages apart, their roles and contents, and what the model said;
+taken out of everybody's text."""
 _PRIVATE = str.maketrans(dict.fromkeys((MESSAGE, CONTENT, BEGIN, END)))
 _OPENING = re.compile(r"</([^<>/\s]+)>$")
 WARNING = (
@@ -30,8 +31,8 @@ WARNING = (
 
 
 class PiecedText:
-    """Text in pieces of a few characters, with a number for each: what a rollout needs of a tokenizer, exact in both
-    directions."""
+    """Text in pieces of a few characters, with a number for each: what a rollout needs of a
+    tokenizer, exact in both directions."""
 
     eos_ids: tuple[int, ...] = ()
 
@@ -50,14 +51,20 @@ class PiecedText:
         """The prompt as messages: text is one of the user."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._numbered(
-            "".join(f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}" for one in messages)
+            "".join(
+                f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}" for one in messages
+            )
         )
 
     def encode_text(self, text: str) -> list[int]:
         return self._numbered(_own(text))
 
     def encode_turn(
-        self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None
+        self,
+        history: Sequence[Message],
+        response: str,
+        answer: Sequence[Message],
+        closing: int | None,
     ) -> list[int]:
         return self.encode_prompt(list(answer))
 
@@ -66,7 +73,9 @@ class PiecedText:
         return [0, *self._numbered(_own(text)), 1]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(self._pieces[token] for token in tokens if token > 1 or not skip_special_tokens)
+        return "".join(
+            self._pieces[token] for token in tokens if token > 1 or not skip_special_tokens
+        )
 
     def _numbered(self, text: str) -> list[int]:
         pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -82,8 +91,8 @@ def _own(text: str) -> str:
 
 
 def messages_of(text: str) -> list[Message]:
-    """The conversation behind what a rollout has of it: the prompt's messages, the model's responses, and as the user's what the
-    environment said in between."""
+    """The conversation behind what a rollout has of it: the prompt's messages, the model's
+    responses, and as the user's what the environment said in between."""
     messages: list[Message] = []
     for part in re.split(f"({BEGIN}[^{END}]*{END}|{MESSAGE}[^{CONTENT}]*{CONTENT})", text):
         if part.startswith(MESSAGE):
@@ -113,12 +122,15 @@ class ChatEngine(Engine):
         timeout_s: float = 600.0,
         tries: int = 5,
     ) -> None:
-        """url: of the API, such as http://localhost:8000/v1. model: None takes the only one that the server lists.
-        api_key_variable: the environment variable with the key; none is sent where it is not set. timeout_s: of an attempt.
+        """url: of the API, such as http://localhost:8000/v1. model: None takes the only one that
+        the server lists. api_key_variable: the environment variable with the key; none is sent
+        where it is not set. timeout_s: of an attempt.
 
         Raises ConfigError."""
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--server: expected an address such as http://localhost:8000/v1, found '{url}'.")
+            raise ConfigError(
+                f"--server: expected an address such as http://localhost:8000/v1, found '{url}'."
+            )
         self._text = text
         self._base = url.rstrip("/").removesuffix("/chat/completions")
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -139,9 +151,14 @@ class ChatEngine(Engine):
             raise
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
-        """The server's reply. Raises RolloutError where it gives none, ConfigError where it refuses all requests."""
+        """The server's reply. Raises RolloutError where it gives none, ConfigError where it refuses
+        all requests."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages_of(self._text.decode(tokens, skip_special_tokens=False)),
@@ -154,7 +171,9 @@ class ChatEngine(Engine):
             body["seed"] = sampling.seed % 2**31
         said, cut = await asyncio.wrap_future(self._client.submit(self._reply, body, sampling.stop))
         made = self._text.encode_response(said)
-        return Completion(made, [float("nan")] * len(made), [0] * len(made), "length" if cut else "stop")
+        return Completion(
+            made, [float("nan")] * len(made), [0] * len(made), "length" if cut else "stop"
+        )
 
     async def _reply(self, body: dict[str, Any], stops: Sequence[str]) -> tuple[str, bool]:
         async def attempt(deadline: float) -> dict[str, Any]:
@@ -163,7 +182,9 @@ class ChatEngine(Engine):
         try:
             choice = await self._policy.call_async(attempt, random.Random(len(body["messages"])))
         except GaveUp as end:
-            raise RolloutError(f"{self._base}: no answer after {end.attempts} attempts; last: {end.last}.") from None
+            raise RolloutError(
+                f"{self._base}: no answer after {end.attempts} attempts; last: {end.last}."
+            ) from None
         text = choice["message"].get("content")
         text = text if isinstance(text, str) else ""
         if choice.get("finish_reason") == "length":
@@ -229,8 +250,9 @@ class ChatEngine(Engine):
 
 
 def with_stop(text: str, told: Any, stops: Sequence[str]) -> str:
-    """The reply with the stop string that servers leave out: the one that the server names, else the closing tag of an element
-    that the reply opened last and did not close; nothing where the model ended by itself."""
+    """The reply with the stop string that servers leave out: the one that the server names, else
+    the closing tag of an element that the reply opened last and did not close; nothing where the
+    model ended by itself."""
     if isinstance(told, str) and told in stops:
         return text if text.endswith(told) else text + told
     if told is not None or any(stop in text for stop in stops):

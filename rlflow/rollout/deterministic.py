@@ -1,4 +1,5 @@
-"""Deterministic generation: the engine gets whole rounds in a fixed order, whatever the timing of the environment."""
+"""Deterministic generation: the engine gets whole rounds in a fixed order, whatever the timing of
+the environment."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ RoundRequest = tuple[str, Sequence[int], Sampling, int, "asyncio.Future[Completi
 
 
 class Rounds:
-    """Collects the requests of all episodes in flight, then hands them to the engine in the order of their ids.
+    """Collects the requests of all episodes in flight, then hands them to the engine in the order
+    of their ids.
 
-    A request that arrived sooner or later than in another run so meets the same batch there: equal inputs give equal
-    bits.
-    """
+    A request that arrived sooner or later than in another run so meets the same batch there: equal
+    inputs give equal bits."""
 
     def __init__(self, engine: Engine, episodes: int) -> None:
         """episodes: how many will be played in all, as many at a time as the engine has places."""
@@ -38,7 +39,8 @@ class Rounds:
         try:
             return await future
         finally:
-            # Of an episode that was given up while others were waited for: its place comes with another request.
+            # Of an episode that was given up while others were waited for: its place comes with
+            # another request.
             self._pending = [other for other in self._pending if other is not request]
             task = self._tasks.pop(request_id, None)
             if task is not None:
@@ -60,7 +62,9 @@ class Rounds:
         await self._engine.pause("keep")
         try:
             for request_id, tokens, sampling, priority, future in requests:
-                task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id, priority))
+                task = asyncio.ensure_future(
+                    self._engine.generate(tokens, sampling, request_id, priority)
+                )
                 task.add_done_callback(functools.partial(_hand_over, future))
                 tasks.append(task)
                 self._tasks[request_id] = task

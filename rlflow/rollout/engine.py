@@ -1,4 +1,5 @@
-"""What Rollout asks of an inference engine. The embedded engine and vLLM are equal citizens behind it."""
+"""What Rollout asks of an inference engine. The embedded engine and vLLM are equal citizens behind
+it."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from torch import Tensor
 from rlflow.errors import ConfigError, ModelError, RolloutError
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
-"""(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer makes the next."""
+"""(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer
+makes the next."""
 PauseMode = Literal["keep", "abort", "wait"]
 Stop = Literal["stop", "length", "aborted", "paused"]
-"""Why a completion ended: a stop string or token; its token limit; `abort` or `close`; `pause("abort")`."""
+"""Why a completion ended: a stop string or token; its token limit; `abort` or `close`;
+`pause("abort")`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one completion. temperature 0 is greedy (log-probs are then those at temperature 1). `stop`
-    strings end the completion with the token that completes them; nothing is cut. `seed` makes a completion
-    reproducible whatever else is in flight."""
+    """How to sample one completion. temperature 0 is greedy (log-probs are then those at
+    temperature 1). `stop` strings end the completion with the token that completes them; nothing is
+    cut. `seed` makes a completion reproducible whatever else is in flight."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -34,8 +37,9 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the distribution sampled from
-    (after temperature). versions: weight version that sampled each token."""
+    """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the
+    distribution sampled from (after temperature). versions: weight version that sampled each
+    token."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -49,8 +53,8 @@ class Completion:
 
 
 class Engine(ABC):
-    """An inference engine, used from one event loop at a time. What it does not say about itself has the value that
-    claims least."""
+    """An inference engine, used from one event loop at a time. What it does not say about itself
+    has the value that claims least."""
 
     max_tokens: int | None = None
     """Most tokens of a prompt and its completion together; None: no limit of its own."""
@@ -59,25 +63,31 @@ class Engine(ABC):
     """Episodes that are worth playing at a time."""
 
     takes_weights: bool = True
-    """Whether `load_weights` can work; an engine that keeps the weights that it has serves evaluation only."""
+    """Whether `load_weights` can work; an engine that keeps the weights that it has serves
+    evaluation only."""
 
     hashes_weights: bool = False
-    """Whether `weights_digest` answers. Where it does not, a weight sync is verified by a probe (`WeightProbe`)."""
+    """Whether `weights_digest` answers. Where it does not, a weight sync is verified by a probe
+    (`WeightProbe`)."""
 
     dtype: torch.dtype | None = None
     """What weights are kept in, for the hash; None: as they were sent."""
 
     weight_names: frozenset[str] | None = None
-    """The tensors that are kept, for the hash (a tied model has no lm_head.weight); None: all that were sent."""
+    """The tensors that are kept, for the hash (a tied model has no lm_head.weight); None: all that
+    were sent."""
 
     sleeps: bool = False
-    """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one device."""
+    """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one
+    device."""
 
     may_end: bool = False
-    """Whether it may end by itself, as what runs in another process does; `load_weights` starts it again then."""
+    """Whether it may end by itself, as what runs in another process does; `load_weights` starts it
+    again then."""
 
     patient: bool = False
-    """Set by who gives it new weights when it has ended: its requests wait for them in place of failing."""
+    """Set by who gives it new weights when it has ended: its requests wait for them in place of
+    failing."""
 
     @property
     def failure(self) -> str:
@@ -86,22 +96,29 @@ class Engine(ABC):
 
     @abstractmethod
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
-        """Continues `tokens`. Many calls may be in flight; they are batched. Where not all can run, those of the lowest
-        `priority` number go first, then those that came first. Raises RolloutError for what cannot be served: no
-        room for the prompt and a token, an id that is in flight already, an engine that is closed."""
+        """Continues `tokens`. Many calls may be in flight; they are batched. Where not all can run,
+        those of the lowest `priority` number go first, then those that came first. Raises
+        RolloutError for what cannot be served: no room for the prompt and a token, an id that is in
+        flight already, an engine that is closed."""
 
     @abstractmethod
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights in place. Requests in flight continue with the new ones (their caches are recomputed),
-        each token recording the version that sampled it. Nothing is sampled from half-loaded weights: where the load
-        fails, requests in flight fail and later ones are refused until one succeeded."""
+        """Replaces the weights in place. Requests in flight continue with the new ones (their
+        caches are recomputed), each token recording the version that sampled it. Nothing is sampled
+        from half-loaded weights: where the load fails, requests in flight fail and later ones are
+        refused until one succeeded."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stops sampling. keep: requests in flight stay where they are; abort: they end now with what they have and stop
-        "paused"; wait: those that run are finished first. Requests that arrive later wait for `resume`."""
+        """Stops sampling. keep: requests in flight stay where they are; abort: they end now with
+        what they have and stop "paused"; wait: those that run are finished first. Requests that
+        arrive later wait for `resume`."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -109,33 +126,40 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """Ends the request with that id, if it is in flight: it completes with what it has and stop "aborted"."""
+        """Ends the request with that id, if it is in flight: it completes with what it has and stop
+        "aborted"."""
 
     @abstractmethod
     async def close(self) -> None:
         """Ends every request as `abort` does; later ones are refused."""
 
     async def sleep(self) -> int:
-        """Gives back the memory that sampling needs, until `load_weights` and then `wake`; returns the bytes that the device has
-        more. Requests in flight stay where they are, and are computed anew. Of no effect where it sleeps."""
+        """Gives back the memory that sampling needs, until `load_weights` and then `wake`; returns
+        the bytes that the device has more. Requests in flight stay where they are, and are computed
+        anew. Of no effect where it sleeps."""
         return 0
 
     async def wake(self) -> int:
-        """Takes the memory again, after `load_weights`; returns bytes. Of no effect where it is awake."""
+        """Takes the memory again, after `load_weights`; returns bytes. Of no effect where it is
+        awake."""
         return 0
 
     def release(self, request_id: str) -> None:
-        """The episode of that id has ended: nothing need be kept for its next turn. Unknown ids are no error."""
+        """The episode of that id has ended: nothing need be kept for its next turn. Unknown ids are
+        no error."""
 
     async def weights_digest(self) -> str:
         """`rlflow.models.huggingface.digest` of the weights in use, of `weight_names` in `dtype`.
 
         Raises RolloutError where the engine cannot tell (`hashes_weights` is False)."""
-        raise RolloutError(f"{type(self).__name__}: it cannot hash its weights; verify a weight sync by a WeightProbe.")
+        raise RolloutError(
+            f"{type(self).__name__}: it cannot hash its weights; verify a weight sync by a WeightProbe."
+        )
 
 
 async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
-    """The pairs of either kind of `Weights`; those of a plain iterable without a pause in between."""
+    """The pairs of either kind of `Weights`; those of a plain iterable without a pause in
+    between."""
     if isinstance(weights, AsyncIterable):
         async for pair in weights:
             yield pair
@@ -145,7 +169,8 @@ async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
 
 
 def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ModelError for a tensor of another shape, or of a type that no weights have, before anything is made of it."""
+    """Raises ModelError for a tensor of another shape, or of a type that no weights have, before
+    anything is made of it."""
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise ModelError(
             f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model's is floating point "

@@ -1,4 +1,5 @@
-"""Calls into an environment outside episodes: each has a deadline and a word meanwhile; failures become one-line errors."""
+"""Calls into an environment outside episodes: each has a deadline and a word meanwhile; failures
+become one-line errors."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SHUTDOWN_S = 60.0
 
 
 def tasks_of(environment: Environment, split: str, limit_s: float = CALL_S) -> list[Task]:
-    """The split's tasks. Raises EnvironmentContractError where they cannot be had in time, or are none, or share an id."""
+    """The split's tasks. Raises EnvironmentContractError where they cannot be had in time, or are
+    none, or share an id."""
     name = f"{type(environment).__name__}.tasks"
 
     def read() -> list[Task]:
@@ -42,7 +44,9 @@ def tasks_of(environment: Environment, split: str, limit_s: float = CALL_S) -> l
             if not isinstance(task, Task):
                 raise TypeError(f"entry {number} is of type {type(task).__name__}")
             if not isinstance(task.id, str) or not isinstance(task.prompt, Sequence):
-                raise TypeError(f"task {number}: its id must be text, its prompt text or a list of messages")
+                raise TypeError(
+                    f"task {number}: its id must be text, its prompt text or a list of messages"
+                )
     if repeated := repeated_id(tasks):
         raise EnvironmentContractError(f"{name}('{split}'): {repeated}")
     return tasks
@@ -62,8 +66,8 @@ def repeated_id(tasks: Sequence[Task]) -> str:
 
 
 def reported(environment: Environment, limit_s: float = CALL_S) -> dict[str, float]:
-    """What the environment reports about the last collection. Raises EnvironmentContractError where it is no dict of
-    numbers, or takes too long."""
+    """What the environment reports about the last collection. Raises EnvironmentContractError where
+    it is no dict of numbers, or takes too long."""
     with _contract(environment, "report", "a dict of numbers"):
         told = _in_time(environment.report, limit_s, f"{type(environment).__name__}.report")
         report = {str(key): float(value) for key, value in told.items()}
@@ -71,8 +75,8 @@ def reported(environment: Environment, limit_s: float = CALL_S) -> dict[str, flo
 
 
 def shut_down(environment: Environment, limit_s: float = SHUTDOWN_S) -> None:
-    """Lets the environment free what outlives episodes. One that cannot, or not in time, is a warning: the run that it
-    belonged to has ended."""
+    """Lets the environment free what outlives episodes. One that cannot, or not in time, is a
+    warning: the run that it belonged to has ended."""
     name = type(environment).__name__
     try:
         _in_time(environment.shutdown, limit_s, f"{name}.shutdown")
@@ -84,7 +88,8 @@ def shut_down(environment: Environment, limit_s: float = SHUTDOWN_S) -> None:
 
 
 def _in_time(function: Callable[[], T], limit_s: float, what: str) -> T:
-    """The function's result, out of a thread that cannot keep the process from ending. Raises RolloutError after limit_s."""
+    """The function's result, out of a thread that cannot keep the process from ending. Raises
+    RolloutError after limit_s."""
     answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     start_call(function, lambda result, error: answers.put((result, error)), what)
     waited_s = 0.0  # counted in waits, so that a process that was suspended is not blamed
@@ -96,7 +101,9 @@ def _in_time(function: Callable[[], T], limit_s: float, what: str) -> T:
         except Empty:
             waited_s += wait_s
         if waited_s >= limit_s:
-            raise RolloutError(f"{what} did not end within {limit_s:g} s (rollout.faults.call_s at most)")
+            raise RolloutError(
+                f"{what} did not end within {limit_s:g} s (rollout.faults.call_s at most)"
+            )
         logger.warning("waiting for %s, %.0f s of %g s", what, waited_s, limit_s)
     if error is not None:
         raise error

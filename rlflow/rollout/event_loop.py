@@ -1,4 +1,5 @@
-"""An event loop in a thread of its own, so that synchronous callers (notebooks too) can drive asynchronous code."""
+"""An event loop in a thread of its own, so that synchronous callers (notebooks too) can drive
+asynchronous code."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Running(Generic[T]):
         self._task: asyncio.Task[T] | None = None
 
     def result(self) -> T:
-        """The coroutine's result. An interrupt of the waiting thread (Ctrl-C) cancels it and waits for its end."""
+        """The coroutine's result. An interrupt of the waiting thread (Ctrl-C) cancels it and waits
+        for its end."""
         try:
             return self._future.result()
         except BaseException:
@@ -45,7 +47,8 @@ class Running(Generic[T]):
         cancel_all([self])
 
     def on_end(self, function: Callable[[], object]) -> None:
-        """Calls the function when the coroutine has ended, in the loop's thread (here where it has already)."""
+        """Calls the function when the coroutine has ended, in the loop's thread (here where it has
+        already)."""
         self._future.add_done_callback(lambda _: function())
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -92,7 +95,8 @@ class LoopThread:
         return self.start_all([coroutine])[0]
 
     def start_all(self, coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[Running[T]]:
-        """Starts the coroutines together: all of them before anything that they wait for comes back."""
+        """Starts the coroutines together: all of them before anything that they wait for comes
+        back."""
         running = [Running[T](self._loop) for _ in coroutines]
 
         def begin() -> None:
@@ -121,17 +125,24 @@ class LoopThread:
         return where(self._thread)
 
     def close(self) -> None:
-        """Stops the loop and ends its thread; one that does not end is left alone, and does not keep the process from ending."""
+        """Stops the loop and ends its thread; one that does not end is left alone, and does not
+        keep the process from ending."""
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("%s: still in %s after %g s; left alone", self._thread.name, where(self._thread), CLOSE_TIMEOUT_S)
+            logger.warning(
+                "%s: still in %s after %g s; left alone",
+                self._thread.name,
+                where(self._thread),
+                CLOSE_TIMEOUT_S,
+            )
         else:
             self._loop.close()
 
     def _end_if_forked_here(self) -> None:
-        """In the child of a fork that a coroutine made: what comes back to the loop, whose sockets are the parent's, ends."""
+        """In the child of a fork that a coroutine made: what comes back to the loop, whose sockets
+        are the parent's, ends."""
         if threading.get_ident() == self._thread.ident:
             self._forked = True
             self._loop.stop()
@@ -143,16 +154,27 @@ class LoopThread:
             try:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
-                # asyncio lets these two out of the loop. They are in the future of the task that raised them, so whoever waits
-                # for that one hears of it; all others would wait for ever for a loop that has ended.
-                logger.warning("%s: something in the event loop tried to end the process", self._thread.name, exc_info=True)
+                # asyncio lets these two out of the loop. They are in the future of the task that
+                # raised them, so whoever waits
+                # for that one hears of it; all others would wait for ever for a loop that has
+                # ended.
+                logger.warning(
+                    "%s: something in the event loop tried to end the process",
+                    self._thread.name,
+                    exc_info=True,
+                )
 
 
 class LoopWatch:
-    """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own deadlines."""
+    """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own
+    deadlines."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float, on_wait: Callable[[], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: threading.Thread,
+        limit_s: float,
+        on_wait: Callable[[], object],
     ) -> None:
         self.poll_s = min(1.0, limit_s / 4)
         self._loop = loop
@@ -164,8 +186,8 @@ class LoopWatch:
         self._unanswered = 0
 
     def check(self) -> None:
-        """Called every `poll_s`. Raises RolloutError where the loop has not answered for `limit_s`, counted in calls, so that
-        a process that was stopped for a while is not blamed."""
+        """Called every `poll_s`. Raises RolloutError where the loop has not answered for `limit_s`,
+        counted in calls, so that a process that was stopped for a while is not blamed."""
         self._on_wait()
         if self._answered.is_set():
             self._unanswered = 0
@@ -183,4 +205,8 @@ class LoopWatch:
 def where(thread: threading.Thread) -> str:
     """The place in the code that a thread is at."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return "no code" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return (
+        "no code"
+        if frame is None
+        else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    )

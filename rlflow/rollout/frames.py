@@ -1,4 +1,5 @@
-"""Messages over sockets: four bytes of length, big-endian, then the message; and, between machines, who is at the other end.
+"""Messages over sockets: four bytes of length, big-endian, then the message; and, between machines,
+who is at the other end.
 
     accepting -> calling   32 random bytes, A
     calling -> accepting   32 random bytes, B; HMAC-SHA256(key, "calling" A B)
@@ -6,8 +7,9 @@
     either way             frames: length of the message, HMAC-SHA256(session, number of the frame (8 bytes) message), message;
                            session = HMAC-SHA256(key, "session" A B) from who called, "answers" in place of "session" to him
 
-What was recorded fits no other connection, as A and B never come again. Messages are not encrypted: across networks that others
-can read, use a tunnel. Imported by vLLM's interpreter too: standard library only. Nothing that is received can run code."""
+What was recorded fits no other connection, as A and B never come again. Messages are not encrypted:
+across networks that others can read, use a tunnel. Imported by vLLM's interpreter too: standard
+library only. Nothing that is received can run code."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTH = struct.Struct(">I")
-LARGEST = 1 << 28  # bytes of a message; the longest prompt that anybody sends has a thousandth of it
+# Bytes of a message; the longest prompt that anybody sends has a thousandth of it
+LARGEST = 1 << 28
 NONCE = MAC = 32  # bytes
 LEAST_KEY = 16  # bytes
 
@@ -30,7 +33,8 @@ class FrameError(Exception):
     """What came over the connection is no message, or not from who shares the key."""
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
+# --------------------
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -53,7 +57,8 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; None where the other side has closed the connection, in a message too. Raises FrameError."""
+    """The next message; None where the other side has closed the connection, in a message too.
+    Raises FrameError."""
     head = exactly(connection, LENGTH.size)
     body = None if head is None else exactly(connection, length_in(head))
     return None if body is None else decode(body)
@@ -87,7 +92,8 @@ def length_in(head: bytes, largest: int = LARGEST) -> int:
     return int(length)
 
 
-# --- who is at the other end ------------------------------------------------------------------------------------------
+# --- who is at the other end
+# ------------------------------------------------------------------------------------------
 
 
 class Seal:
@@ -112,7 +118,8 @@ class Seal:
 
 
 class Accepting:
-    """The side that was called: sends `challenge`, reads NONCE + MAC bytes, sends what `answer` makes of them."""
+    """The side that was called: sends `challenge`, reads NONCE + MAC bytes, sends what `answer`
+    makes of them."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -131,7 +138,8 @@ class Accepting:
 
 
 class Calling:
-    """The side that calls: reads NONCE bytes, sends what `respond` makes of them, reads MAC bytes."""
+    """The side that calls: reads NONCE bytes, sends what `respond` makes of them, reads MAC
+    bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -1,4 +1,5 @@
-"""Episodes from text: what was said elsewhere, played through the environment of this run and in its tokens."""
+"""Episodes from text: what was said elsewhere, played through the environment of this run and in
+its tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +19,22 @@ AT_A_TIME = 16  # attempts of a group
 
 
 def replay(
-    transcripts: Mapping[str, Transcripts], tokenizer: Tokenizer, player: EpisodePlayer, thread: LoopThread
+    transcripts: Mapping[str, Transcripts],
+    tokenizer: Tokenizer,
+    player: EpisodePlayer,
+    thread: LoopThread,
 ) -> list[Group]:
-    """A stamped group per transcript, by group id, in their order, of the attempts that could be played: source `external`,
-    log-probs not known, the loss mask on exactly the responses, the rewards those that the player's environment gave.
+    """A stamped group per transcript, by group id, in their order, of the attempts that could be
+    played: source `external`, log-probs not known, the loss mask on exactly the responses, the
+    rewards those that the player's environment gave.
 
-    Left out are attempts whose episode did not end with their last response, that the tokenizer cannot say or that exceed a
-    limit, and all of a transcript that breaks the environment's contract: one that no attempt is left of is an empty group.
-    """
-    played = [_Played(name, transcript, tokenizer, player, thread) for name, transcript in transcripts.items()]
+    Left out are attempts whose episode did not end with their last response, that the tokenizer
+    cannot say or that exceed a limit, and all of a transcript that breaks the environment's
+    contract: one that no attempt is left of is an empty group."""
+    played = [
+        _Played(name, transcript, tokenizer, player, thread)
+        for name, transcript in transcripts.items()
+    ]
     try:
         return [one.group() for one in played]
     finally:
@@ -48,9 +56,14 @@ class ScriptedEngine(Engine):
         return not self._left[request_id]
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
-        """The script's next response. Raises RolloutError where there is none, or it cannot be said."""
+        """The script's next response. Raises RolloutError where there is none, or it cannot be
+        said."""
         left = self._left[request_id or ""]
         if not left:
             raise RolloutError("transcript: the episode goes on where its responses end")
@@ -61,8 +74,15 @@ class ScriptedEngine(Engine):
         if response.end == "eos":
             said += self._tokenizer.eos_ids[:1]
         if not 0 < len(said) <= sampling.max_tokens:
-            raise RolloutError(f"transcript: expected a response of 1 to {sampling.max_tokens} tokens, found {len(said)}")
-        return Completion(said, [0.0] * len(said), [-1] * len(said), "length" if response.end == "length" else "stop")
+            raise RolloutError(
+                f"transcript: expected a response of 1 to {sampling.max_tokens} tokens, found {len(said)}"
+            )
+        return Completion(
+            said,
+            [0.0] * len(said),
+            [-1] * len(said),
+            "length" if response.end == "length" else "stop",
+        )
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """There are none."""
@@ -81,13 +101,21 @@ class ScriptedEngine(Engine):
 
 
 class _Played:
-    """A transcript on its way to a group. Each has a player of its own, so that none can spoil the others."""
+    """A transcript on its way to a group. Each has a player of its own, so that none can spoil the
+    others."""
 
     def __init__(
-        self, name: str, transcript: Transcripts, tokenizer: Tokenizer, episodes: EpisodePlayer, thread: LoopThread
+        self,
+        name: str,
+        transcript: Transcripts,
+        tokenizer: Tokenizer,
+        episodes: EpisodePlayer,
+        thread: LoopThread,
     ) -> None:
         self._name, self._task = name, transcript.task
-        scripts = {f"{name}/{number}": responses for number, responses in enumerate(transcript.attempts)}
+        scripts = {
+            f"{name}/{number}": responses for number, responses in enumerate(transcript.attempts)
+        }
         self._engine = ScriptedEngine(tokenizer, scripts)
         self._left = len(scripts)
         self.player = LocalPlayer(thread, [self._engine], episodes)
@@ -116,5 +144,7 @@ class _Played:
 
 
 def _external(trajectory: Trajectory) -> Trajectory:
-    segments: list[Segment] = [dataclasses.replace(segment, logprobs=None) for segment in trajectory.segments]
+    segments: list[Segment] = [
+        dataclasses.replace(segment, logprobs=None) for segment in trajectory.segments
+    ]
     return dataclasses.replace(trajectory, segments=segments, source="external", group_stats=None)

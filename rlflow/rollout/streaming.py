@@ -17,32 +17,43 @@ class Listener(Protocol):
     """Told, in the engine's event loop, of one episode at a time."""
 
     def shown(self, text: str) -> None:
-        """What the policy reads before it responds: the prompt, then each observation, as they were tokenized."""
+        """What the policy reads before it responds: the prompt, then each observation, as they were
+        tokenized."""
 
     def said(self, text: str, ended: bool) -> None:
         """The response so far, special tokens left out."""
 
 
 class StreamingEngine(Engine):
-    """Another engine, asked for a few tokens at a time. Greedy completions are the same as in one request; others have seeds of
-    their own per piece. Stop strings are looked for across pieces."""
+    """Another engine, asked for a few tokens at a time. Greedy completions are the same as in one
+    request; others have seeds of their own per piece. Stop strings are looked for across pieces."""
 
     def __init__(self, inner: Engine, tokenizer: Tokenizer, listener: Listener) -> None:
         self.inner, self.listener = inner, listener
         self.max_tokens, self.max_concurrency = inner.max_tokens, 1
-        self.hashes_weights, self.dtype, self.weight_names = inner.hashes_weights, inner.dtype, inner.weight_names
+        self.hashes_weights, self.dtype, self.weight_names = (
+            inner.hashes_weights,
+            inner.dtype,
+            inner.weight_names,
+        )
         self._tokenizer = tokenizer
         self._known: list[int] = []  # what the last completion ended with, its prompt included
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         self.listener.shown(self._tokenizer.decode(self._new(list(tokens))))
         whole = Completion([], [], [], "length")
         while whole.stop == "length" and len(whole.tokens) < sampling.max_tokens:
             count = len(whole.tokens)
             seed = None if sampling.seed is None else sampling.seed + count
-            asked = dataclasses.replace(sampling, max_tokens=min(PIECE_TOKENS, sampling.max_tokens - count), seed=seed)
+            asked = dataclasses.replace(
+                sampling, max_tokens=min(PIECE_TOKENS, sampling.max_tokens - count), seed=seed
+            )
             piece = await self.inner.generate([*tokens, *whole.tokens], asked, request_id, priority)
             whole = self._joined(whole, piece, sampling.stop)
             ended = whole.stop != "length" or len(whole.tokens) >= sampling.max_tokens
@@ -51,13 +62,14 @@ class StreamingEngine(Engine):
         return whole
 
     def _new(self, tokens: list[int]) -> list[int]:
-        """The tokens behind those of the last completion; all of them where they do not continue it (another episode, or an
-        earlier observation that was rewritten)."""
+        """The tokens behind those of the last completion; all of them where they do not continue it
+        (another episode, or an earlier observation that was rewritten)."""
         known = len(self._known)
         return tokens[known:] if known and tokens[:known] == self._known else tokens
 
     def _joined(self, whole: Completion, piece: Completion, stop: Sequence[str]) -> Completion:
-        """Both, up to the token that completes a stop string, which may have begun in an earlier piece."""
+        """Both, up to the token that completes a stop string, which may have begun in an earlier
+        piece."""
         tokens, end, ended = whole.tokens + piece.tokens, len(whole.tokens), piece.stop
         for end in range(len(whole.tokens) + 1, len(tokens) + 1):
             text = self._tokenizer.decode(tokens[:end], skip_special_tokens=False)
@@ -66,7 +78,10 @@ class StreamingEngine(Engine):
                 break
         kept = end - len(whole.tokens)
         return Completion(
-            tokens[:end], whole.logprobs + piece.logprobs[:kept], whole.versions + piece.versions[:kept], ended
+            tokens[:end],
+            whole.logprobs + piece.logprobs[:kept],
+            whole.versions + piece.versions[:kept],
+            ended,
         )
 
     def _text(self, tokens: list[int], ended: bool) -> str:

@@ -1,4 +1,5 @@
-"""Text to token ids and back, by the rule that tokens are never made twice: what was fed stays as it was."""
+"""Text to token ids and back, by the rule that tokens are never made twice: what was fed stays as
+it was."""
 
 from __future__ import annotations
 
@@ -17,44 +18,60 @@ _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
 class Tokenizer:
     """A HuggingFace tokenizer with the few things that a rollout needs."""
 
-    def __init__(self, inner: Any, eos_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()) -> None:
-        """inner: a transformers tokenizer. eos_ids: further ids that end a response (generation_config.json). tools: JSON schemas
-        that the chat template presents."""
+    def __init__(
+        self, inner: Any, eos_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """inner: a transformers tokenizer. eos_ids: further ids that end a response
+        (generation_config.json). tools: JSON schemas that the chat template presents."""
         self.tools = list(tools)
         own = [] if inner.eos_token_id is None else [inner.eos_token_id]
         self.inner = inner
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
-        # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that are marked special.
+        # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that
+        # are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
         self._special_ids = frozenset(marked | set(inner.all_special_ids))
         self._control = _control_tokens(inner, self._special_ids)
-        self._control_text = re.compile("|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True)))
+        self._control_text = re.compile(
+            "|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True))
+        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-        """The tokenizer of a model directory. Raises ModelError where there is none that transformers can read."""
+        """The tokenizer of a model directory. Raises ModelError where there is none that
+        transformers can read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
             if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
-                # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2 among others, exchanges the
-                # file's rule of how text is split: another model of that family would then be fed other tokens than it knows.
+                # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2
+                # among others, exchanges the
+                # file's rule of how text is split: another model of that family would then be fed
+                # other tokens than it knows.
                 inner = PreTrainedTokenizerFast.from_pretrained(str(path))
             else:
-                inner = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+                inner = AutoTokenizer.from_pretrained(
+                    str(path), trust_remote_code=trust_remote_code
+                )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise ModelError(f"{path}: no tokenizer that transformers can read ({reason}).") from None
+            raise ModelError(
+                f"{path}: no tokenizer that transformers can read ({reason})."
+            ) from None
         if set(inner.get_vocab().values()) <= set(inner.added_tokens_decoder):
-            # For some families transformers makes up an empty tokenizer where the files are missing.
-            raise ModelError(f"{path}: no tokenizer; expected tokenizer.json or the like beside config.json.")
+            # For some families transformers makes up an empty tokenizer where the files are
+            # missing.
+            raise ModelError(
+                f"{path}: no tokenizer; expected tokenizer.json or the like beside config.json."
+            )
         return cls(inner, _generation_eos_ids(Path(path)))
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Tokenizer:
-        """This tokenizer with tools in every rendered prompt. Raises ModelError where the chat template does not present them."""
+        """This tokenizer with tools in every rendered prompt. Raises ModelError where the chat
+        template does not present them."""
         equipped = Tokenizer(self.inner, self.eos_ids, tools)
         probe: list[Message] = [{"role": "user", "content": "?"}]
         if equipped.render(probe) == self.render(probe):
@@ -70,21 +87,24 @@ class Tokenizer:
         return self._special_ids
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text alone: no special tokens are added. Control tokens in it become what they are: for text that
-        the user wrote or a template rendered."""
+        """The ids of the text alone: no special tokens are added. Control tokens in it become what
+        they are: for text that the user wrote or a template rendered."""
         return self.inner.encode(_well_formed(text), add_special_tokens=False) if text else []
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of what an environment says, which may quote anybody: no control token is among them.
+        """The ids of what an environment says, which may quote anybody: no control token is among
+        them.
 
-        Control tokens are those that the tokenizer marks as special (but for the one that unknown characters become), and added
-        ones that look like it, such as `[INST]` or `<|fim_prefix|>`; a plain tag such as `<think>` is a protocol's own word.
-        Where one stands in the text, a blank behind its first character keeps it text."""
+        Control tokens are those that the tokenizer marks as special (but for the one that unknown
+        characters become), and added ones that look like it, such as `[INST]` or `<|fim_prefix|>`;
+        a plain tag such as `<think>` is a protocol's own word. Where one stands in the text, a
+        blank behind its first character keeps it text."""
         tokens = self.encode(_well_formed(text))
         if self._control.keys().isdisjoint(tokens):
             return tokens
         tokens = self.encode(self.without_control(text))
-        # A vocabulary may spell a control token in a way that its text does not show, after normalization for example.
+        # A vocabulary may spell a control token in a way that its text does not show, after
+        # normalization for example.
         return [token for token in tokens if token not in self._control]
 
     def without_control(self, text: str) -> str:
@@ -92,17 +112,22 @@ class Tokenizer:
         text = _well_formed(text)
         if not self._control:
             return text
-        return self._control_text.sub(lambda found: f"{found[0][:1]} {found[0][1:]}" if len(found[0]) > 1 else " ", text)
+        return self._control_text.sub(
+            lambda found: f"{found[0][:1]} {found[0][1:]}" if len(found[0]) > 1 else " ", text
+        )
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids, exactly; special tokens are left out unless asked for."""
         return self.inner.decode(
-            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            list(tokens),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
 
     def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
-        """The ids that an episode starts with. Messages are rendered with the chat template and the generation prompt;
-        text is used verbatim, or as one user message where `chat_template` is set."""
+        """The ids that an episode starts with. Messages are rendered with the chat template and the
+        generation prompt; text is used verbatim, or as one user message where `chat_template` is
+        set."""
         if isinstance(prompt, str) and not chat_template:
             return self.encode(prompt)
         return self.encode(self.render(_as_messages(prompt)))
@@ -110,14 +135,19 @@ class Tokenizer:
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """The chat template's text. Raises ModelError where the tokenizer has no template."""
         if not self.inner.chat_template:
-            raise ModelError("tokenizer: it has no chat template, but a prompt or observation consists of messages.")
+            raise ModelError(
+                "tokenizer: it has no chat template, but a prompt or observation consists of messages."
+            )
         return self.inner.apply_chat_template(
-            self._quoted(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=generation_prompt
+            self._quoted(messages),
+            tools=self.tools or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
         )
 
     def _quoted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as a template may be given them: only the template itself says control tokens. What the policy wrote
-        stays as it stands, since its ids are known."""
+        """The messages as a template may be given them: only the template itself says control
+        tokens. What the policy wrote stays as it stands, since its ids are known."""
         return [
             {**message, "content": self.without_control(message["content"])}
             if message.get("role") != "assistant" and isinstance(message.get("content"), str)
@@ -126,15 +156,20 @@ class Tokenizer:
         ]
 
     def encode_turn(
-        self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None
+        self,
+        history: Sequence[Message],
+        response: str,
+        answer: Sequence[Message],
+        closing: int | None,
     ) -> list[int]:
-        """The ids between a response and the next one: what the template puts behind the response, the environment's
-        messages, and the generation prompt. Never the response itself, whose ids stay as sampled.
+        """The ids between a response and the next one: what the template puts behind the response,
+        the environment's messages, and the generation prompt. Never the response itself, whose ids
+        stay as sampled.
 
-        history: the messages before the response. closing: the end-of-turn token that the sampled ids end with, if
-        they do: it is not appended again.
-        Raises EnvironmentContractError where the template would rewrite earlier turns (it strips their thinking, moves
-        their tools, ...): the ids of the next turn would then not continue those that were sampled."""
+        history: the messages before the response. closing: the end-of-turn token that the sampled
+        ids end with, if they do: it is not appended again. Raises EnvironmentContractError where
+        the template would rewrite earlier turns (it strips their thinking, moves their tools, ...):
+        the ids of the next turn would then not continue those that were sampled."""
         before = self.render(history) + response
         turn: Message = {"role": "assistant", "content": response}
         after = self.render([*history, turn, *answer])
@@ -149,8 +184,13 @@ class Tokenizer:
 
 
 def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
-    """Raises ConfigError if an observation of the smallest size would be cut to less than its frame."""
-    needed = len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1])) if limit is not None else 0
+    """Raises ConfigError if an observation of the smallest size would be cut to less than its
+    frame."""
+    needed = (
+        len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1]))
+        if limit is not None
+        else 0
+    )
     if limit is not None and needed >= limit and any(frame):
         raise ConfigError(
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
@@ -167,7 +207,9 @@ def _control_tokens(inner: Any, special: frozenset[int]) -> dict[int, str]:
     return {
         token: text
         for token, text in added.items()
-        if text and (token != unknown or token in ends) and (token in special or _looks_like_control(text))
+        if text
+        and (token != unknown or token in ends)
+        and (token in special or _looks_like_control(text))
     }
 
 

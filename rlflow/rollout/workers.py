@@ -1,4 +1,5 @@
-"""What the driver and its rollout workers say to each other. Trajectories travel as arrays of bytes, not as objects of torch."""
+"""What the driver and its rollout workers say to each other. Trajectories travel as arrays of
+bytes, not as objects of torch."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from rlflow.rollout.weight_sync import ProbeQuestions
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What a worker says of itself when its engine and its environment are there. max_tokens: of an episode, None without a
-    limit; max_concurrency: episodes that are worth playing at a time; pid: of its process, on its own machine; hashes_weights:
-    whether it verifies by itself what it takes over, or answers a probe."""
+    """What a worker says of itself when its engine and its environment are there. max_tokens: of an
+    episode, None without a limit; max_concurrency: episodes that are worth playing at a time; pid:
+    of its process, on its own machine; hashes_weights: whether it verifies by itself what it takes
+    over, or answers a probe."""
 
     max_tokens: int | None
     max_concurrency: int
@@ -25,8 +27,9 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. address, key: where a reader finds them, and what it proves itself with. mode: what
-    becomes of requests in flight. questions: of the probe, where the engine cannot hash its weights."""
+    """Weights that a worker is to take over. address, key: where a reader finds them, and what it
+    proves itself with. mode: what becomes of requests in flight. questions: of the probe, where the
+    engine cannot hash its weights."""
 
     version: int
     address: str
@@ -37,8 +40,9 @@ class Update:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A version that a worker took over. answers: to the probe's questions, which the driver compares; None where the engine
-    has verified its weights by their hash. bytes: that were read. delta: they were what had changed."""
+    """A version that a worker took over. answers: to the probe's questions, which the driver
+    compares; None where the engine has verified its weights by their hash. bytes: that were read.
+    delta: they were what had changed."""
 
     version: int
     answers: Sequence[Completion] | None = None

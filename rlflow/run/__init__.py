@@ -1,1 +1,2 @@
-"""Everything that surrounds the training loop: what a run is assembled from, remembers, writes and shows."""
+"""Everything that surrounds the training loop: what a run is assembled from, remembers, writes and
+shows."""

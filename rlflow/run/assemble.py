@@ -1,4 +1,5 @@
-"""What a configuration names, made: rollout, trainer, the tasks that fit, the run directory and where metrics go."""
+"""What a configuration names, made: rollout, trainer, the tasks that fit, the run directory and
+where metrics go."""
 
 from __future__ import annotations
 
@@ -41,22 +42,30 @@ def make_rollout(config: RunConfig) -> Rollout:
     if config.run.deterministic:
         PRODUCTS.fix()
     section = config.rollout
-    tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = Tokenizer.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
     environment = make_environment(config)
     rollout = rollout_over(make_engine(config, tokenizer), environment, tokenizer, config)
     if environment.max_turns is not None:
         told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
         logger.info(told, environment.max_turns, section.max_turns)
     if rollout.max_total_tokens < section.max_total_tokens:
-        told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        told = (
+            "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        )
         logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
     return rollout
 
 
 def rollout_over(
-    engines: Engine | Sequence[Engine], environment: Environment, tokenizer: Tokenizer, config: RunConfig
+    engines: Engine | Sequence[Engine],
+    environment: Environment,
+    tokenizer: Tokenizer,
+    config: RunConfig,
 ) -> Rollout:
-    """The rollout of a configuration over these. Raises ConfigError, ModelError for what does not go together."""
+    """The rollout of a configuration over these. Raises ConfigError, ModelError for what does not
+    go together."""
     return Rollout(engines, environment, tokenizer, **rollout_options(config))
 
 
@@ -94,33 +103,44 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
 
 
 def make_environment(config: RunConfig, **offered: Any) -> Environment:
-    """The environment of a configuration. offered: keywords for the constructor, where it has them. Raises ConfigError where what
-    is named is none, before it is made if that shows."""
+    """The environment of a configuration. offered: keywords for the constructor, where it has them.
+    Raises ConfigError where what is named is none, before it is made if that shows."""
     name = environment_name(config)
     environment_class(config)
     environment = ENVIRONMENT.build(config.environment, **offered)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
-        raise ConfigError(f"environment.name: '{name}': expected a function that makes an Environment, it returned {found}.")
+        raise ConfigError(
+            f"environment.name: '{name}': expected a function that makes an Environment, it returned {found}."
+        )
     return environment
 
 
 def environment_class(config: RunConfig) -> tuple[type[Environment] | None, dict[str, Any]]:
-    """(the class of the configured environment, None where a function makes it; its keywords). Raises ConfigError where what is
-    named is no environment."""
+    """(the class of the configured environment, None where a function makes it; its keywords).
+    Raises ConfigError where what is named is no environment."""
     name = environment_name(config)
     target, options = ENVIRONMENT.check(config.environment)
     if not isinstance(target, type):
         return None, options
     missing = sorted(getattr(target, "__abstractmethods__", ()))
-    found = "a class that is not one" if not issubclass(target, Environment) else f"one without {', '.join(missing)}"
+    found = (
+        "a class that is not one"
+        if not issubclass(target, Environment)
+        else f"one without {', '.join(missing)}"
+    )
     if missing or not issubclass(target, Environment):
-        raise ConfigError(f"environment.name: '{name}': expected an rlflow.Environment, found {found}.")
+        raise ConfigError(
+            f"environment.name: '{name}': expected an rlflow.Environment, found {found}."
+        )
     return target, options
 
 
-def fitting_tasks(rollout: Rollout, split: str, config: RunConfig, first: int | None = None) -> tuple[list[Task], int]:
-    """(the split's tasks whose prompt fits, how many did not). first: looks at so many. Raises DataError where none is left."""
+def fitting_tasks(
+    rollout: Rollout, split: str, config: RunConfig, first: int | None = None
+) -> tuple[list[Task], int]:
+    """(the split's tasks whose prompt fits, how many did not). first: looks at so many. Raises
+    DataError where none is left."""
     limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
@@ -133,7 +153,9 @@ def fitting_tasks(rollout: Rollout, split: str, config: RunConfig, first: int | 
             "rollout.max_total_tokens."
         )
     if dropped:
-        logger.warning("split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit)
+        logger.warning(
+            "split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit
+        )
     return kept, dropped
 
 
@@ -147,23 +169,33 @@ def make_trainer(config: RunConfig) -> Trainer:
     section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
     section.check(ranks)
     options = dataclasses.asdict(section)
-    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code, "seed": config.run.seed}
+    options |= {
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed,
+    }
     if config.algorithm.critic is not None:
         critic = config.algorithm.critic.decaying_over(config.updates)
         options["critic"] = dataclasses.asdict(critic)
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
-    places = {name: getattr(config.cluster, name) for name in ("address", "services", "threads_per_rank", "gpus_per_rank")}
+    places = {
+        name: getattr(config.cluster, name)
+        for name in ("address", "services", "threads_per_rank", "gpus_per_rank")
+    }
     return RayTrainer(config.model.path, ranks=ranks, **places, **options)
 
 
 @contextmanager
 def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
-    """The directory of a run, open for writing, with config.yaml in it. An error leaves no trace of a run that has not begun.
+    """The directory of a run, open for writing, with config.yaml in it. An error leaves no trace of
+    a run that has not begun.
 
     Raises ConfigError as `RunDirectory.create` does."""
     section = config.run
-    with RunDirectory.create(run_path(config), resume=section.resume, overwrite=section.overwrite) as directory:
+    with RunDirectory.create(
+        run_path(config), resume=section.resume, overwrite=section.overwrite
+    ) as directory:
         try:
             save_config(config, directory.config)
             mark_own(directory.config)
@@ -173,12 +205,15 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
             raise
 
 
-def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int) -> MetricsLog:
-    """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the caller closes it.
+def make_metrics(
+    config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int
+) -> MetricsLog:
+    """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the
+    caller closes it.
 
-    resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation before the first step:
-    it is made again. evaluations: how many the checkpoint knows of at its own step; one that was measured and not yet noted
-    there is made again too."""
+    resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation
+    before the first step: it is made again. evaluations: how many the checkpoint knows of at its
+    own step; one that was measured and not yet noted there is made again too."""
     sinks = make_sinks(
         directory.path,
         config.metrics.sinks,
@@ -192,9 +227,12 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, 
 def make_groups(
     config: RunConfig, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
 ) -> Groups:
-    """What gives a run's steps their groups, of tasks from the source. tasks: all that it may name. The caller closes it."""
+    """What gives a run's steps their groups, of tasks from the source. tasks: all that it may name.
+    The caller closes it."""
     asynchrony, section, faults = config.asynchrony, config.rollout, config.rollout.faults
-    pacing = Pacing(section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
+    pacing = Pacing(
+        section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale
+    )
     terms = Terms(
         section.samples_per_prompt,
         faults.max_aborted_share,
@@ -208,13 +246,16 @@ def make_groups(
 
 PROMPTS = 4
 TEMPERATURE = 0.7
-"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by another one, would not show."""
+"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by
+another one, would not show."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and trainer add."""
+"""Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and
+trainer add."""
 
 
 def trainable(rollout: Rollout) -> Rollout:
-    """The same. Raises ConfigError where an engine keeps the weights that it has: the policy would never be the trainer's."""
+    """The same. Raises ConfigError where an engine keeps the weights that it has: the policy would
+    never be the trainer's."""
     fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
     if fixed is not None:
         raise ConfigError(
@@ -224,14 +265,19 @@ def trainable(rollout: Rollout) -> Rollout:
     return rollout
 
 
-def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str) -> WeightProbe | None:
-    """A probe on the prompts of a few tasks, scored by the trainer; None where every engine hashes its weights."""
+def make_probe(
+    rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str
+) -> WeightProbe | None:
+    """A probe on the prompts of a few tasks, scored by the trainer; None where every engine hashes
+    its weights."""
     if rollout.hashes_weights:
         return None
 
     def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
         batch = token_batch(rows)
-        logprobs = trainer.score(batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE)))["logprobs"]
+        logprobs = trainer.score(
+            batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
+        )["logprobs"]
         return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
 
     prompts = [rollout.prompt_tokens(task) for task in tasks[:PROMPTS]]

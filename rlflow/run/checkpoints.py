@@ -1,10 +1,11 @@
 """The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
 
-step_000050/            state.json (the run's part, sealed), where there are tensors in it state-CRC32.safetensors, and
+step_000050/            state.json (the run's part, sealed), where there are tensors in it
+state-CRC32.safetensors, and
                         trainer/ (what the trainer saved)
-step_000050.<process>.<number>.partial/    being written, replaced or removed (rlflow/storage/files.py)
-step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
-"""
+step_000050.<process>.<number>.partial/    being written, replaced or removed
+(rlflow/storage/files.py) step_000050.aside/      newer than the checkpoint that the run was resumed
+from by `run.resume_step`; read by nobody"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ _STEP = re.compile(r"step_(\d{6,})$")
 
 
 class Checkpoints:
-    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged later.
+    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged
+    later.
 
     confirm: called before anything is changed there; raises where this process may not."""
 
@@ -74,25 +76,30 @@ class Checkpoints:
         return (steps[-1], self.path(steps[-1])) if steps else None
 
     def choose(self, step: int | None) -> tuple[int, Path] | None:
-        """(step, directory) to resume from: the newest, or that of `step`. Raises ConfigError where there is none."""
+        """(step, directory) to resume from: the newest, or that of `step`. Raises ConfigError where
+        there is none."""
         if step is None:
             return self.latest()
         steps = self.steps()
         if step not in steps:
             known = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(f"run.resume_step: {self.folder} has no checkpoint of step {step}; there are: {known}.")
+            raise ConfigError(
+                f"run.resume_step: {self.folder} has no checkpoint of step {step}; there are: {known}."
+            )
         return step, self.path(step)
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint into; `commit` gives it its name. No other process gets the
-        same: one that lost the run's directory and does not know it writes beside its successor."""
+        """An empty directory to write the checkpoint into; `commit` gives it its name. No other
+        process gets the same: one that lost the run's directory and does not know it writes beside
+        its successor."""
         self.clean()
         self.partial = aside_path(self.path(step))
         self.partial.mkdir(parents=True)
         return self.partial
 
     def commit(self, step: int, keep: int | None = None) -> None:
-        """Brings what was begun to disk and gives it its name; only then the oldest ones go, so that `keep` are left."""
+        """Brings what was begun to disk and gives it its name; only then the oldest ones go, so
+        that `keep` are left."""
         sync_tree(self.partial)  # takes long; the right to give it its name is asked for afterwards
         self.confirm()
         replace_directory(self.partial, self.path(step))
@@ -101,7 +108,8 @@ class Checkpoints:
             remove_directory(self.path(old))
 
     def clean(self) -> None:
-        """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
+        """Clears what a kill left half written or half removed; a checkpoint caught while being
+        replaced is put back."""
         self.confirm()
         clear_partials(self.folder)
         for entry in self.folder.glob(f"*{PARTIAL}"):
@@ -109,7 +117,8 @@ class Checkpoints:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Renames the checkpoints after `step`, which the run has been taken back to; returns their new names."""
+        """Renames the checkpoints after `step`, which the run has been taken back to; returns their
+        new names."""
         renamed = []
         for newer in (other for other in self.steps() if other > step):
             aside = self.path(newer).with_name(self.path(newer).name + ".aside")
@@ -119,31 +128,36 @@ class Checkpoints:
         return renamed
 
     def advice(self, damaged: int) -> str:
-        """What to do about the damaged checkpoint of a step: one sentence that names the newest whole one before it. Reads
-        every file of those that it tries."""
+        """What to do about the damaged checkpoint of a step: one sentence that names the newest
+        whole one before it. Reads every file of those that it tries."""
         for step in reversed([other for other in self.steps() if other < damaged]):
             if self.find_damage(step) is None:
-                return (
-                    f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
-                )
+                return f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
         return "No earlier checkpoint is whole: begin anew with --overwrite, or under another run.name."
 
     def find_damage(self, step: int) -> str | None:
-        """One line about what is wrong with the checkpoint; None where all its files are what was written."""
+        """One line about what is wrong with the checkpoint; None where all its files are what was
+        written."""
         trainer = self.path(step) / TRAINER
         try:
             self.read_state(step)
-            manifests = (trainer / TRAINER_MANIFEST, *trainer.glob(f"*/{TRAINER_MANIFEST}"))  # of further models below it
-            files = [(manifest.parent, read_fingerprints(read_sealed(manifest), manifest)) for manifest in manifests]
+            # Of further models below it
+            manifests = (trainer / TRAINER_MANIFEST, *trainer.glob(f"*/{TRAINER_MANIFEST}"))
+            files = [
+                (manifest.parent, read_fingerprints(read_sealed(manifest), manifest))
+                for manifest in manifests
+            ]
         except DamagedCheckpointError as error:
             return str(error)
-        return next((damage for folder, held in files if (damage := find_damage(folder, held))), None)
+        return next(
+            (damage for folder, held in files if (damage := find_damage(folder, held))), None
+        )
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The run's part of the checkpoint of a step.
 
-        Raises DamagedCheckpointError where it, or the trainer's part, is of another step than the directory's name says:
-        what was copied or renamed by hand would load without a word."""
+        Raises DamagedCheckpointError where it, or the trainer's part, is of another step than the
+        directory's name says: what was copied or renamed by hand would load without a word."""
         path = self.path(step)
         state, manifest = read_state(path), path / TRAINER / TRAINER_MANIFEST
         for file, held in ((path / STATE, state), (manifest, read_sealed(manifest))):
@@ -178,10 +192,13 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves trainer and run, one checkpoint at a time. `asynchronous`: `save` returns when the state is copied; `poll`
-    between steps makes a checkpoint of it once everything is written. A kill before that leaves the one before."""
+    """Saves trainer and run, one checkpoint at a time. `asynchronous`: `save` returns when the
+    state is copied; `poll` between steps makes a checkpoint of it once everything is written. A
+    kill before that leaves the one before."""
 
-    def __init__(self, trainer: Trainer, checkpoints: Checkpoints, *, keep: int, asynchronous: bool = False) -> None:
+    def __init__(
+        self, trainer: Trainer, checkpoints: Checkpoints, *, keep: int, asynchronous: bool = False
+    ) -> None:
         self.trainer = trainer
         self.checkpoints = checkpoints
         self.keep = keep
@@ -189,7 +206,8 @@ class Saver:
         self._pending: tuple[int, RunState] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begins the checkpoint of a step, after the one under way; ends it, unless asynchronous. Raises StorageError."""
+        """Begins the checkpoint of a step, after the one under way; ends it, unless asynchronous.
+        Raises StorageError."""
         self.finish()
         with self._explained(step):
             path = self.checkpoints.begin(step)
@@ -232,7 +250,8 @@ class Saver:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Gives up the checkpoint and the space that it took where writing fails, and says which one is left."""
+        """Gives up the checkpoint and the space that it took where writing fails, and says which
+        one is left."""
         try:
             yield
         except DirectoryLostError:  # what lies there is another process's
@@ -243,7 +262,9 @@ class Saver:
             self.checkpoints.clean()
             latest = self.checkpoints.latest()
             left = (
-                "There is no checkpoint yet" if latest is None else f"The newest checkpoint is that of step {latest[0]}"
+                "There is no checkpoint yet"
+                if latest is None
+                else f"The newest checkpoint is that of step {latest[0]}"
             )
             reason = str(error).removesuffix(".")
             raise StorageError(
@@ -259,8 +280,9 @@ class RunState:
         self._document = plain(take_out(state, self._tensors))
 
     def write(self, checkpoint: Path) -> None:
-        """Writes it, sealed. Tensors go to a file of their own that is called after its content: a kill while the state of a
-        finished checkpoint is exchanged leaves the old state with the old file."""
+        """Writes it, sealed. Tensors go to a file of their own that is called after its content: a
+        kill while the state of a finished checkpoint is exchanged leaves the old state with the old
+        file."""
         document, file = self._document, None
         if self._tensors:
             from safetensors.torch import save_file

@@ -15,16 +15,23 @@ from rlflow.types import Group, Task, Trajectory
 
 @dataclass
 class Evaluation:
-    """metrics: `eval/<name>`, over the usable attempts. groups: every attempt, for the jsonl of trajectories."""
+    """metrics: `eval/<name>`, over the usable attempts. groups: every attempt, for the jsonl of
+    trajectories."""
 
     metrics: dict[str, float]
     groups: list[Group]
 
 
 def evaluate(
-    rollout: Rollout, tasks: Sequence[Task], *, step: int = 0, samples_per_prompt: int = 1, temperature: float = 0.0
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    *,
+    step: int = 0,
+    samples_per_prompt: int = 1,
+    temperature: float = 0.0,
 ) -> Evaluation:
-    """Attempts every task. An attempt that infrastructure failed counts in `eval/failed` and in no mean.
+    """Attempts every task. An attempt that infrastructure failed counts in `eval/failed` and in no
+    mean.
 
     Raises RolloutError only where not a single attempt was usable."""
     groups = rollout.collect(
@@ -39,12 +46,17 @@ def evaluate(
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) -> dict[str, float]:
-    """`eval/<name>` by the registered reductions; scores and reward with the ends of their 95% intervals as `_low` and `_high`.
+    """`eval/<name>` by the registered reductions; scores and reward with the ends of their 95%
+    intervals as `_low` and `_high`.
 
-    The intervals are over tasks, each the mean of its attempts: several attempts at a task are no further tasks."""
+    The intervals are over tasks, each the mean of its attempts: several attempts at a task are no
+    further tasks."""
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     own = episode_records(usable, registered)
-    records = [{"reward": trajectory.reward, **record} for trajectory, record in zip(usable, own, strict=True)]
+    records = [
+        {"reward": trajectory.reward, **record}
+        for trajectory, record in zip(usable, own, strict=True)
+    ]
     metrics = {
         "eval/questions": float(len({trajectory.group_id for trajectory in usable})),
         "eval/attempts": float(len(usable)),
@@ -59,20 +71,24 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
             for trajectory, record in zip(usable, records, strict=True):
                 by_task.setdefault(trajectory.group_id, []).append(record[name])
             low, high = interval95([*map(mean, by_task.values())])
-            if name in registered and registered[name].unit == "share":  # the normal interval does not know that it ends there
+            # The normal interval does not know that it ends there
+            if name in registered and registered[name].unit == "share":
                 low, high = max(low, 0.0), min(high, 1.0)
             metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = low, high
     return metrics
 
 
 def metrics_by_set(groups: Sequence[Group], registered: Metrics) -> dict[str, dict[str, float]]:
-    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`); empty for a single set."""
+    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`);
+    empty for a single set."""
     by_set: dict[str, list[Trajectory]] = {}
     for group in groups:
         by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)
     if len(by_set) < 2:
         return {}
-    return {name: evaluation_metrics(trajectories, registered) for name, trajectories in by_set.items()}
+    return {
+        name: evaluation_metrics(trajectories, registered) for name, trajectories in by_set.items()
+    }
 
 
 def mean_over_sets(by_set: Mapping[str, Mapping[str, float]], name: str) -> float | None:
@@ -82,11 +98,12 @@ def mean_over_sets(by_set: Mapping[str, Mapping[str, float]], name: str) -> floa
 
 
 class EvaluationSchedule:
-    """`first`, `last`: `eval/` metrics of the first and of the latest evaluation, empty before there is one; `first_step`,
-    `last_step`: after how many steps they were made, -1 before there is one.
+    """`first`, `last`: `eval/` metrics of the first and of the latest evaluation, empty before
+    there is one; `first_step`, `last_step`: after how many steps they were made, -1 before there is
+    one.
 
-    every_steps: 0 for an evaluation at the end only. questions, final_questions: how many of the tasks the scheduled ones
-    and the last one take, from the first on; None for all."""
+    every_steps: 0 for an evaluation at the end only. questions, final_questions: how many of the
+    tasks the scheduled ones and the last one take, from the first on; None for all."""
 
     def __init__(
         self,
@@ -110,11 +127,14 @@ class EvaluationSchedule:
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps; never twice at a step."""
-        scheduled = self._at_start if step == 0 else self._every_steps > 0 and step % self._every_steps == 0
+        scheduled = (
+            self._at_start if step == 0 else self._every_steps > 0 and step % self._every_steps == 0
+        )
         return scheduled and step != self.last_step
 
     def final_due(self, step: int) -> bool:
-        """Whether the end of the run needs one more: none was made at this step, or one over other tasks."""
+        """Whether the end of the run needs one more: none was made at this step, or one over other
+        tasks."""
         return step != self.last_step or len(self.tasks(final=True)) != self._asked
 
     def made(self, step: int) -> int:
@@ -135,10 +155,22 @@ class EvaluationSchedule:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to evaluate nothing twice and to report where it began."""
         counts = {"made": self._made, "asked": self._asked}
-        return {"step": self.last_step, "first_step": self.first_step, **counts, "first": self.first, "last": self.last}
+        return {
+            "step": self.last_step,
+            "first_step": self.first_step,
+            **counts,
+            "first": self.first,
+            "last": self.last,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
-        self.last_step, self.first_step = int(state["step"]), int(state.get("first_step", 0 if state["first"] else -1))
+        self.last_step, self.first_step = (
+            int(state["step"]),
+            int(state.get("first_step", 0 if state["first"] else -1)),
+        )
         self.first, self.last = dict(state["first"]), dict(state["last"])
-        self._made, self._asked = int(state.get("made", 1)), int(state.get("asked", len(self.tasks())))
+        self._made, self._asked = (
+            int(state.get("made", 1)),
+            int(state.get("asked", len(self.tasks()))),
+        )

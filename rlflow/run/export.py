@@ -1,5 +1,5 @@
-"""The export of a run, with its model card and its proof: transformers computes from the directory what
-the trainer computes."""
+"""The export of a run, with its model card and its proof: transformers computes from the directory
+what the trainer computes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from rlflow.trainer.options import LoraOptions
 logger = logging.getLogger(__name__)
 
 EXPORT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
-"""Nats, by model.dtype: log-probs of the export (transformers, float32) against the trainer's. A bfloat16 trainer rounds its
-activations and logits too; a tensor in the wrong place costs several nats."""
+"""Nats, by model.dtype: log-probs of the export (transformers, float32) against the trainer's. A
+bfloat16 trainer rounds its activations and logits too; a tensor in the wrong place costs several
+nats."""
 MERGE_TOLERANCE = {"float32": 0.0, "bfloat16": 2.0**-7}
 """Of a weight, beside 1e-5: base and sum may be rounded to model.dtype, once each."""
 ROWS, WIDTH = 4, 48
@@ -38,44 +39,58 @@ ROWS, WIDTH = 4, 48
 def export_policy(
     trainer: Trainer, path: Path, reference: str, dtype: str, texts: Mapping[str, str] | None = None
 ) -> float:
-    """Writes the policy as a HuggingFace directory, in place of one that is there, with config and tokenizer of `reference`.
-    Returns what `check_export` measures (nats). dtype: that of the trainer, a key of EXPORT_TOLERANCE. texts: see `write_model`.
+    """Writes the policy as a HuggingFace directory, in place of one that is there, with config and
+    tokenizer of `reference`. Returns what `check_export` measures (nats). dtype: that of the
+    trainer, a key of EXPORT_TOLERANCE. texts: see `write_model`.
 
-    Raises StorageError where it cannot be written, ModelError where it is not what the trainer has."""
+    Raises StorageError where it cannot be written, ModelError where it is not what the trainer
+    has."""
     write_model(path, trainer.weights(), reference, overwrite=True, texts=texts)
     gap = check_export(trainer, path, tolerance=EXPORT_TOLERANCE[dtype])
     logger.info("export: log-probs within %.1e of the trainer's", gap)
     return gap
 
 
-def export_adapter(trainer: Trainer, path: Path, export: Path, base: str, options: LoraOptions, dtype: str) -> None:
+def export_adapter(
+    trainer: Trainer, path: Path, export: Path, base: str, options: LoraOptions, dtype: str
+) -> None:
     """Writes the adapters as a folder that the package peft loads, in place of one that is there.
 
-    export: what `export_policy` wrote; it must be the base with this adapter in it. Raises StorageError, ModelError."""
+    export: what `export_policy` wrote; it must be the base with this adapter in it. Raises
+    StorageError, ModelError."""
     factors = trainer.adapter_weights()
-    write_adapter(path, factors, base=base, rank=options.rank, alpha=options.alpha, targets=options.targets)
+    write_adapter(
+        path, factors, base=base, rank=options.rank, alpha=options.alpha, targets=options.targets
+    )
     adapter, _ = read_adapter(path)
     before, after = WeightFiles(base), WeightFiles(export)
     for name in (f"{layer}.weight" for layer in adapter.factors):
         expected = before[name].float() + adapter.change(name.removesuffix(".weight"))
         allowed = 1e-5 + MERGE_TOLERANCE[dtype] * expected.abs()
         if not bool(((after[name].float() - expected).abs() <= allowed).all()):  # NaN included
-            raise ModelError(f"{path}: '{name}' of {export} is not that of {base} with the adapter added.")
+            raise ModelError(
+                f"{path}: '{name}' of {export} is not that of {base} with the adapter added."
+            )
 
 
 def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) -> float:
-    """The largest difference in log-probs (nats) between transformers on the exported directory, float32 on the CPU, and
-    the trainer's policy, on fixed random tokens. Independent of the mapping tables that wrote it.
+    """The largest difference in log-probs (nats) between transformers on the exported directory,
+    float32 on the CPU, and the trainer's policy, on fixed random tokens. Independent of the mapping
+    tables that wrote it.
 
-    Raises ModelError where the directory cannot be loaded or the difference exceeds `tolerance`; a bfloat16 trainer
-    rounds in its own pass: 0.01 for a tiny model, more for wide ones."""
+    Raises ModelError where the directory cannot be loaded or the difference exceeds `tolerance`; a
+    bfloat16 trainer rounds in its own pass: 0.01 for a tiny model, more for wide ones."""
     from transformers import AutoModelForCausalLM
 
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=torch.float32, local_files_only=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{path}: transformers cannot load the export ({str(error).splitlines()[0]}).") from error
+        raise ModelError(
+            f"{path}: transformers cannot load the export ({str(error).splitlines()[0]})."
+        ) from error
     batch = token_batch(_random_rows(model.config.vocab_size))
     with torch.no_grad():
         logits = model(batch.tokens).logits[:, :-1]
@@ -94,7 +109,10 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
 def _random_rows(vocab: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab, (ROWS, WIDTH), generator=draw)
-    return [row[:length].tolist() for row, length in zip(tokens, (WIDTH, WIDTH // 2, WIDTH // 3, WIDTH), strict=True)]
+    return [
+        row[:length].tolist()
+        for row, length in zip(tokens, (WIDTH, WIDTH // 2, WIDTH // 3, WIDTH), strict=True)
+    ]
 
 
 _CACHED = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")  # where huggingface_hub keeps a model
@@ -117,11 +135,16 @@ def export_files(
         title=config.run.name,
         base=base,
         environment=Path(str(config.environment["name"])).name,
-        facts="\n".join(f"| {name} | {value} |" for name, value in _facts(config, rollout, evaluation, steps).items()),
+        facts="\n".join(
+            f"| {name} | {value} |"
+            for name, value in _facts(config, rollout, evaluation, steps).items()
+        ),
         path=str(export),
         quoted=shlex.quote(str(export)),
         options=", trust_remote_code=True" if config.model.trust_remote_code else "",
-        prompt=rollout.tokenizer.decode(prompts[0], skip_special_tokens=False) if prompts else "Hello",
+        prompt=rollout.tokenizer.decode(prompts[0], skip_special_tokens=False)
+        if prompts
+        else "Hello",
         tokens=config.rollout.max_response_tokens,
         stop=json.dumps(list(rollout.environment.stop), ensure_ascii=False),
     )
@@ -134,12 +157,16 @@ def base_name(path: str) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 
 
-def _facts(config: RunConfig, rollout: Rollout, evaluation: EvaluationSchedule, steps: int) -> dict[str, Any]:
+def _facts(
+    config: RunConfig, rollout: Rollout, evaluation: EvaluationSchedule, steps: int
+) -> dict[str, Any]:
     """Recipe and scores, by name."""
     algorithm, limits = config.algorithm, config.rollout
     made = {evaluation.first_step: evaluation.first, evaluation.last_step: evaluation.last}
     return {
-        "algorithm": " + ".join(part["name"] for part in (algorithm.advantage, *algorithm.losses, algorithm.aggregate)),
+        "algorithm": " + ".join(
+            part["name"] for part in (algorithm.advantage, *algorithm.losses, algorithm.aggregate)
+        ),
         "length": f"{steps} steps of {limits.prompts_per_step} prompts, {limits.samples_per_prompt} responses each",
         "episode": f"at most {limits.max_turns} turns of {limits.max_response_tokens} tokens, {limits.max_total_tokens} in all",
         "temperature": limits.temperature,

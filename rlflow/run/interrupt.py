@@ -1,7 +1,8 @@
 """Ends of a run that no step brings about.
 
 Ctrl-C and SIGTERM end it at once while it is being built; afterwards the loop asks between steps.
-Two watches look for what hangs: a call that holds the interpreter, and a trainer that does not move."""
+Two watches look for what hangs: a call that holds the interpreter, and a trainer that does not
+move."""
 
 from __future__ import annotations
 
@@ -37,11 +38,12 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-    """While active, SIGINT and SIGTERM raise Stopped; once `graceful` is set, the first one only sets `requested`.
+    """While active, SIGINT and SIGTERM raise Stopped; once `graceful` is set, the first one only
+    sets `requested`.
 
-    Whatever hangs then: where closing takes longer than `grace_s`, or a further signal comes, a thread ends the process without
-    it. Outside the main thread (a notebook's worker, for one) signals stay as they are and `requested` stays None.
-    """
+    Whatever hangs then: where closing takes longer than `grace_s`, or a further signal comes, a
+    thread ends the process without it. Outside the main thread (a notebook's worker, for one)
+    signals stay as they are and `requested` stays None."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.requested: str | None = None  # the signal's name
@@ -52,19 +54,23 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            # Python's own handlers run in the main thread only, between two of its instructions: never, where it is stuck in
+            # Python's own handlers run in the main thread only, between two of its instructions:
+            # never, where it is stuck in
             # native code. The number of a signal is written to this socket at once.
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            watcher = threading.Thread(target=self._watch, args=(reader,), name="rlflow-signals", daemon=True)
+            watcher = threading.Thread(
+                target=self._watch, args=(reader,), name="rlflow-signals", daemon=True
+            )
             watcher.start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
             self._closing.callback(reader.close)
             self._closing.callback(watcher.join)
             self._closing.callback(writer.close)
-            # The watcher reads the end of the stream and ends, whatever children of a fork still hold the socket.
+            # The watcher reads the end of the stream and ends, whatever children of a fork still
+            # hold the socket.
             self._closing.callback(writer.shutdown, socket.SHUT_WR)
             self._closing.callback(signal.set_wakeup_fd, previous)
             in_forked_child(self._leave_to_parent)
@@ -87,11 +93,13 @@ class Interrupt:
         if self.requested or not self.graceful:
             raise Stopped(number)
         self.requested = signal.Signals(number).name
-        logger.warning("%s: finishing this step, then saving; once more stops at once", self.requested)
+        logger.warning(
+            "%s: finishing this step, then saving; once more stops at once", self.requested
+        )
 
     def _watch(self, reader: socket.socket) -> None:
-        """Waits for the signal that ends the program at once; ends the process where that does not happen in `grace_s`, or where
-        one more signal comes."""
+        """Waits for the signal that ends the program at once; ends the process where that does not
+        happen in `grace_s`, or where one more signal comes."""
         asked = False
         while number := _next_signal(reader):
             if self.graceful and not asked:
@@ -111,7 +119,8 @@ class Interrupt:
 
 
 def _next_signal(reader: socket.socket) -> int:
-    """The number of the next SIGINT or SIGTERM; 0 at the end of the stream. Raises TimeoutError by the socket's timeout."""
+    """The number of the next SIGINT or SIGTERM; 0 at the end of the stream. Raises TimeoutError by
+    the socket's timeout."""
     while read := reader.recv(1):
         if read[0] in (signal.SIGINT, signal.SIGTERM):
             return read[0]
@@ -120,13 +129,18 @@ def _next_signal(reader: socket.socket) -> int:
 
 BEAT_S = 0.5
 WORD_S = 10.0
-"""Of silence, after which the call is named. A run that is alive beats every BEAT_S, also under load."""
+"""Of silence, after which the call is named. A run that is alive beats every BEAT_S, also under
+load."""
 FLOOR_S = 60.0
-"""Below which nothing is ended: a large library that is loaded from a slow disk holds the interpreter too."""
+"""Below which nothing is ended: a large library that is loaded from a slow disk holds the
+interpreter too."""
 
-# Reads the beats of its parent, and counts the seconds without one, but for those in which the parent is stopped (suspended
-# by a job scheduler, or in a debugger). The parent's signal handler, in C, writes the stack of the thread that it reaches:
-# the one that works. Started without site packages, in a session of its own, as the guard of ranks is.
+# Reads the beats of its parent, and counts the seconds without one, but for those in which the
+# parent is stopped (suspended
+# by a job scheduler, or in a debugger). The parent's signal handler, in C, writes the stack of the
+# thread that it reaches:
+# the one that works. Started without site packages, in a session of its own, as the guard of ranks
+# is.
 _CODE = """
 import ctypes, os, select, signal, sys, time
 pid, number, word_s, limit_s, what = *map(int, sys.argv[1:5]), sys.argv[5]
@@ -169,12 +183,15 @@ except OSError:
 
 
 class InterpreterWatch:
-    """A process that is told every half second, within a `with` block, that Python still runs here. Where it hears nothing for
-    WORD_S it writes on stderr where the call is that holds the interpreter, and after `limit_s` it kills the run: what the
-    last checkpoint holds is kept. limit_s: FLOOR_S at the least; what: the option that sets it. Linux only: elsewhere it
-    does nothing."""
+    """A process that is told every half second, within a `with` block, that Python still runs here.
+    Where it hears nothing for WORD_S it writes on stderr where the call is that holds the
+    interpreter, and after `limit_s` it kills the run: what the last checkpoint holds is kept.
+    limit_s: FLOOR_S at the least; what: the option that sets it. Linux only: elsewhere it does
+    nothing."""
 
-    def __init__(self, limit_s: float, what: str = "rollout.faults.call_s, 60 s at the least") -> None:
+    def __init__(
+        self, limit_s: float, what: str = "rollout.faults.call_s, 60 s at the least"
+    ) -> None:
         self._seconds = [str(int(WORD_S)), str(int(max(limit_s, FLOOR_S)))]
         self._what = what
         self._ended = threading.Event()
@@ -183,7 +200,17 @@ class InterpreterWatch:
         if sys.platform.startswith("linux"):
             number = signal.SIGRTMAX - 3
             faulthandler.register(number, file=2, all_threads=False)
-            command = [sys.executable, "-I", "-S", "-c", _CODE, str(os.getpid()), str(number), *self._seconds, self._what]
+            command = [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _CODE,
+                str(os.getpid()),
+                str(number),
+                *self._seconds,
+                self._what,
+            ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
             )
@@ -200,7 +227,8 @@ class InterpreterWatch:
 
     def _beat(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as beats:  # the watch was killed: the run goes on without
+        # The watch was killed: the run goes on without
+        with contextlib.suppress(OSError), self._process.stdin as beats:
             while not self._ended.wait(BEAT_S):
                 beats.write(b".")
                 beats.flush()
@@ -214,11 +242,14 @@ LOOK_EVERY_S = 5.0
 
 
 class Watchdog:
-    """A thread that looks at the thread which makes it, within a `with` block: where that one has not moved in a phase of the
-    trainer for too long (`StallLimits`), the log says so once, with phase and stack. A run that hangs is not ended: nothing
-    could tell whether the call, which is in this very process, would still return."""
+    """A thread that looks at the thread which makes it, within a `with` block: where that one has
+    not moved in a phase of the trainer for too long (`StallLimits`), the log says so once, with
+    phase and stack. A run that hangs is not ended: nothing could tell whether the call, which is in
+    this very process, would still return."""
 
-    def __init__(self, timer: PhaseTimer, floor_s: float, look_every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(
+        self, timer: PhaseTimer, floor_s: float, look_every_s: float = LOOK_EVERY_S
+    ) -> None:
         self._timer = timer
         self._deadlines = StallLimits(floor_s)
         self._look_every_s = min(look_every_s, floor_s / 4)

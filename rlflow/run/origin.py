@@ -1,8 +1,9 @@
-"""Models and configurations that a command is given: the directory behind a run or a checkpoint, and
-of a stranger's configuration only the keys that are listed here, with plain values.
+"""Models and configurations that a command is given: the directory behind a run or a checkpoint,
+and of a stranger's configuration only the keys that are listed here, with plain values.
 
-config.origin, beside config.yaml, holds its HMAC under a key of the user's (~/.local/state/rlflow/origin.key, or below
-XDG_STATE_HOME). What was downloaded cannot have it, whatever else is in it, and whoever owns the file."""
+config.origin, beside config.yaml, holds its HMAC under a key of the user's
+(~/.local/state/rlflow/origin.key, or below XDG_STATE_HOME). What was downloaded cannot have it,
+whatever else is in it, and whoever owns the file."""
 
 from __future__ import annotations
 
@@ -36,13 +37,26 @@ KEY_BYTES = 32
 MOST_NAMED, LONGEST_NAMED = 40, 160
 USED = ("model", "data", "environment", "rollout")
 """The sections whose keys matter to an evaluation: each one that is left out is named."""
-_ROLLOUT = ("max_turns", "max_response_tokens", "max_total_tokens", "max_observation_tokens", "temperature", "chat_template")
-HARMLESS = ("model.dtype", "data.val_split", "data.max_prompt_tokens", *(f"rollout.{key}" for key in _ROLLOUT))
+_ROLLOUT = (
+    "max_turns",
+    "max_response_tokens",
+    "max_total_tokens",
+    "max_observation_tokens",
+    "temperature",
+    "chat_template",
+)
+HARMLESS = (
+    "model.dtype",
+    "data.val_split",
+    "data.max_prompt_tokens",
+    *(f"rollout.{key}" for key in _ROLLOUT),
+)
 """Taken from a stranger's configuration, beside `Environment.harmless_options`."""
 
 
 def mark_own(config: Path) -> None:
-    """Notes that this user made the configuration. Where no key can be kept, nothing is noted: a flag is needed later."""
+    """Notes that this user made the configuration. Where no key can be kept, nothing is noted: a
+    flag is needed later."""
     key = _key(create=True)
     if key:
         write_text(config.with_name(ORIGIN), _digest(key, config) + "\n")
@@ -59,7 +73,8 @@ def is_own(config: Path) -> bool:
 
 
 def trusted(config: Path) -> Path | dict[str, Any]:
-    """What of a run's configuration an evaluation may use: the file, where this user made it; else the harmless keys in it.
+    """What of a run's configuration an evaluation may use: the file, where this user made it; else
+    the harmless keys in it.
 
     The others are named in a warning. Raises ConfigError for a file that is no configuration."""
     if is_own(config):
@@ -83,13 +98,15 @@ def trusted(config: Path) -> Path | dict[str, Any]:
             "%s was not made by you on this machine; left out: %s. Give what you trust as section.key=value, --env NAME or "
             "--config FILE, or take it all, with the code, files and addresses that it names: --allow-code",
             config,
-            ", ".join(named[:MOST_NAMED]) + (f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""),
+            ", ".join(named[:MOST_NAMED])
+            + (f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""),
         )
     return taken
 
 
 def starting_model(config: Path, option: str) -> str:
-    """The model that a run started from. Raises ConfigError where this user did not make the run: it could be any path."""
+    """The model that a run started from. Raises ConfigError where this user did not make the run:
+    it could be any path."""
     if not is_own(config):
         raise ConfigError(
             f"{config} was not made by you on this machine; name the model that the run started from: {option} DIR."
@@ -98,7 +115,8 @@ def starting_model(config: Path, option: str) -> str:
 
 
 def _environment_keys(component: Any) -> list[str]:
-    """The harmless keys of an installed environment. One that is not installed has none, not even its name."""
+    """The harmless keys of an installed environment. One that is not installed has none, not even
+    its name."""
     name = component.get("name") if isinstance(component, dict) else None
     if name not in ENVIRONMENT.names():
         return []
@@ -107,8 +125,13 @@ def _environment_keys(component: Any) -> list[str]:
 
 
 def _is_harmless(value: Any) -> bool:
-    """Whether a value is a number, true, false, nothing, or one word: no reference to code, no path and no address."""
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and value.isidentifier())
+    """Whether a value is a number, true, false, nothing, or one word: no reference to code, no path
+    and no address."""
+    return (
+        value is None
+        or isinstance(value, int | float)
+        or (isinstance(value, str) and value.isidentifier())
+    )
 
 
 def _digest(key: bytes, config: Path) -> str:
@@ -119,11 +142,15 @@ def _key(create: bool) -> bytes | None:
     """The user's key; None where there is none, or it is not this user's alone."""
     with suppress(OSError, RuntimeError):  # RuntimeError: no home directory is known
         state = os.environ.get("XDG_STATE_HOME")
-        file = (Path(state) if state else Path.home() / ".local" / "state") / "rlflow" / "origin.key"
+        file = (
+            (Path(state) if state else Path.home() / ".local" / "state") / "rlflow" / "origin.key"
+        )
         if create and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with suppress(FileExistsError):  # another run of this user was faster
-                with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+                with open(
+                    file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)
+                ) as out:
                     out.write(secrets.token_bytes(KEY_BYTES))
         key, owner = file.read_bytes(), file.stat()
         if len(key) == KEY_BYTES and owner.st_uid == os.getuid() and not owner.st_mode & 0o077:
@@ -135,19 +162,24 @@ CONVERTERS = "rlflow.converters"
 
 
 class Converter(Protocol):
-    """What an entry point of the group `rlflow.converters` names: an object, or a module, with these functions."""
+    """What an entry point of the group `rlflow.converters` names: an object, or a module, with
+    these functions."""
 
     def check(self, checkpoint: Path) -> None:
         """Returns for a checkpoint of a format that it reads. Raises ConversionError."""
 
-    def convert(self, checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]) -> None:
-        """Makes the HuggingFace directory `out` with config and tokenizer of `reference`, in place of one that is there;
-        leaves it where it is already what would be made. Raises ConversionError."""
+    def convert(
+        self, checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]
+    ) -> None:
+        """Makes the HuggingFace directory `out` with config and tokenizer of `reference`, in place
+        of one that is there; leaves it where it is already what would be made. Raises
+        ConversionError."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """path: the HuggingFace directory. name: what results are filed under. config: of the run that it comes from."""
+    """path: the HuggingFace directory. name: what results are filed under. config: of the run that
+    it comes from."""
 
     path: Path
     name: str
@@ -155,8 +187,9 @@ class ModelDirectory:
 
 
 def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
-    """Puts directories in place of names on the hub: of the policy, and of a teacher that is a model. What is not in the cache is
-    fetched, without `weights` the small files alone; then what is still missing is told, a line each. Raises ModelError."""
+    """Puts directories in place of names on the hub: of the policy, and of a teacher that is a
+    model. What is not in the cache is fetched, without `weights` the small files alone; then what
+    is still missing is told, a line each. Raises ModelError."""
     policy = local_model(config.model.path, weights, code=config.model.trust_remote_code)
     config.model.path, notes = policy.path, policy.notes
     teacher = config.algorithm.teacher
@@ -171,14 +204,16 @@ def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
 def model_directory(
     given: str | Path, reference: str | Path | None, say: Callable[[str], None]
 ) -> Iterator[ModelDirectory]:
-    """A HuggingFace directory as it is; a checkpoint, or the newest one of a run, converted by an installed converter.
+    """A HuggingFace directory as it is; a checkpoint, or the newest one of a run, converted by an
+    installed converter.
 
-    The converted one stays beside the checkpoint as `<name>.hf` and serves again while the checkpoint and the reference
-    are what they were; where that place cannot be written, it is temporary and gone afterwards. reference: the
-    directory with config and tokenizer; None: the model that the run started from.
+    The converted one stays beside the checkpoint as `<name>.hf` and serves again while the
+    checkpoint and the reference are what they were; where that place cannot be written, it is
+    temporary and gone afterwards. reference: the directory with config and tokenizer; None: the
+    model that the run started from.
 
-    Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA adapter, ConversionError for a
-    checkpoint that cannot be converted."""
+    Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA
+    adapter, ConversionError for a checkpoint that cannot be converted."""
     path = Path(local_model(str(given), key="--model").path)
     if not path.is_dir():
         expected = "a model directory, a run, a checkpoint, or a name on the hub"
@@ -196,7 +231,8 @@ def model_directory(
     if checkpoint is None:  # a run that was only exported
         yield ModelDirectory(path / "export", path.resolve().name, path / "config.yaml")
         return
-    converter = _converter(checkpoint)  # first: for a directory that is no checkpoint a reference would not help
+    # First: for a directory that is no checkpoint a reference would not help
+    converter = _converter(checkpoint)
     model = _reference(checkpoint, run, reference)
     name = checkpoint.name if run is None else f"{run.resolve().name}-{checkpoint.name}"
     config = run / "config.yaml" if run else None
@@ -215,16 +251,21 @@ def _checkpoint(path: Path) -> tuple[Path | None, Path | None]:
     if (path / "config.yaml").is_file():
         newest = RunDirectory.open(path).latest_checkpoint()
         if newest is None and not (path / "export" / "config.json").is_file():
-            raise ConfigError(f"--model {path}: this run has neither a checkpoint nor an export yet.")
+            raise ConfigError(
+                f"--model {path}: this run has neither a checkpoint nor an export yet."
+            )
         return (newest[1] if newest else None), path
     step = path.resolve()
     step = step.parent if step.name == "trainer" else step
     run = step.parent.parent
-    return step, run if step.parent.name == "checkpoints" and (run / "config.yaml").is_file() else None
+    return step, run if step.parent.name == "checkpoints" and (
+        run / "config.yaml"
+    ).is_file() else None
 
 
 def _converter(checkpoint: Path) -> Converter:
-    """The first installed converter that reads the checkpoint. Raises what the first one has against it where none does."""
+    """The first installed converter that reads the checkpoint. Raises what the first one has
+    against it where none does."""
     refusals: list[ConversionError] = []
     for entry in metadata.entry_points(group=CONVERTERS):
         converter: Converter = entry.load()
@@ -249,9 +290,19 @@ def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> 
             f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; pass --hf with the model "
             "directory that the training started from."
         )
-    named = str(given) if given is not None else starting_model(run / "config.yaml", "--hf") if run else ""
-    found = Path(local_model(named, weights=False, key="--hf" if given is not None else "model.path").path)
+    named = (
+        str(given)
+        if given is not None
+        else starting_model(run / "config.yaml", "--hf")
+        if run
+        else ""
+    )
+    found = Path(
+        local_model(named, weights=False, key="--hf" if given is not None else "model.path").path
+    )
     if not (found / "config.json").is_file():
         where = "--hf" if given is not None else f"model.path of {run}/config.yaml"
-        raise ConfigError(f"{where}: {found} is no model directory (no config.json); pass --hf with one.")
+        raise ConfigError(
+            f"{where}: {found} is no model directory (no config.json); pass --hf with one."
+        )
     return found

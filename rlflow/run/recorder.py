@@ -23,8 +23,9 @@ less than a hundredth."""
 
 
 class Recorder:
-    """Keeps `episodes` of each step or more, in whole groups; 0 keeps none. `observe` before the step's first update, `write`
-    after its last; without the former the episodes are kept as text alone."""
+    """Keeps `episodes` of each step or more, in whole groups; 0 keeps none. `observe` before the
+    step's first update, `write` after its last; without the former the episodes are kept as text
+    alone."""
 
     def __init__(self, directory: RunDirectory, tokenizer: Tokenizer, episodes: int) -> None:
         self._directory = directory
@@ -34,12 +35,15 @@ class Recorder:
         self._tokens: dict[int, list[SegmentTokens]] = {}
 
     def observe(self, batch: Batch, groups: Sequence[Group], trainer: Trainer) -> None:
-        """Takes down what the step knows of the kept groups' tokens. batch: with advantages, of all usable attempts in order."""
+        """Takes down what the step knows of the kept groups' tokens. batch: with advantages, of all
+        usable attempts in order."""
         if not self._episodes:
             return
         self._groups = whole_groups(groups, self._episodes)
         owners = [trajectory for group in groups for trajectory in group.usable]
-        self._tokens = score_tokens(batch, owners, _attempts(self._groups), trainer, always=self._episodes)
+        self._tokens = score_tokens(
+            batch, owners, _attempts(self._groups), trainer, always=self._episodes
+        )
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the kept groups of the step."""
@@ -51,7 +55,11 @@ class Recorder:
         attempts = _attempts(kept)
         segments = tokens if seen else {}
         advantages = [mean_advantage(segments.get(place, [])) for place in range(len(attempts))]
-        records = [trajectory_record(group, attempt) for group in kept for attempt in range(len(group.trajectories))]
+        records = [
+            trajectory_record(group, attempt)
+            for group in kept
+            for attempt in range(len(group.trajectories))
+        ]
         for record, advantage in zip(records, advantages, strict=True):
             record["advantage"] = advantage
         self._directory.confirm()
@@ -66,11 +74,15 @@ class Recorder:
 
 
 def whole_groups(groups: Sequence[Group], episodes: int) -> list[Group]:
-    """As many groups, spread evenly over all, as hold at least that many episodes; all of them where there are not so many."""
+    """As many groups, spread evenly over all, as hold at least that many episodes; all of them
+    where there are not so many."""
     sizes = [len(group.trajectories) for group in groups]
     largest = max(sizes, default=1) or 1
     count = min(len(groups), -(-episodes // largest))
-    while count < len(groups) and sum(sizes[place] for place in _spread(len(groups), count)) < episodes:
+    while (
+        count < len(groups)
+        and sum(sizes[place] for place in _spread(len(groups), count)) < episodes
+    ):
         count += 1
     return [groups[place] for place in _spread(len(groups), count)]
 
@@ -85,15 +97,24 @@ def _attempts(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def score_tokens(
-    batch: Batch, owners: Sequence[Trajectory], kept: Sequence[Trajectory], trainer: Trainer, always: int
+    batch: Batch,
+    owners: Sequence[Trajectory],
+    kept: Sequence[Trajectory],
+    trainer: Trainer,
+    always: int,
 ) -> dict[int, list[SegmentTokens]]:
-    """{place in `kept`: its segments} of all that have rows in the batch, before the step's first update. owners: the
-    trajectories that `Batch.trajectory` counts. One forward pass gives the trainer's log-probs and entropy: over the first
-    `always` of `kept`, and over further ones as long as all together are at most SCORED_SHARE of the batch's tokens."""
+    """{place in `kept`: its segments} of all that have rows in the batch, before the step's first
+    update. owners: the trajectories that `Batch.trajectory` counts. One forward pass gives the
+    trainer's log-probs and entropy: over the first `always` of `kept`, and over further ones as
+    long as all together are at most SCORED_SHARE of the batch's tokens."""
     places = {id(trajectory): place for place, trajectory in enumerate(kept)}
     indices = batch.require("trajectory", "tokens").tolist()
     known, parts = batch.require("logprobs_known", "tokens"), batch.require("segment", "tokens")
-    rows = [(places[id(owners[index])], row) for row, index in enumerate(indices) if id(owners[index]) in places]
+    rows = [
+        (places[id(owners[index])], row)
+        for row, index in enumerate(indices)
+        if id(owners[index]) in places
+    ]
     scored, room = [], SCORED_SHARE * float(batch.lengths.sum())
     for place, row in rows:
         room -= float(batch.lengths[row])

@@ -1,4 +1,5 @@
-"""Taking a run back to a checkpoint: which one, whether it is the same run, and what is restored from it."""
+"""Taking a run back to a checkpoint: which one, whether it is the same run, and what is restored
+from it."""
 
 from __future__ import annotations
 
@@ -22,33 +23,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT = ("run.seed", "environment.name")
-"""Keys that a resumed run keeps: with another order of the tasks, or other tasks, its position in them means nothing."""
+"""Keys that a resumed run keeps: with another order of the tasks, or other tasks, its position in
+them means nothing."""
 COMPARED = ("run.seed", "model", "data", "environment", "rollout", "algorithm", "trainer")
-"""What results depend on. The rest says how long a run lasts, what it reports, and where it runs."""
+"""What results depend on. The rest says how long a run lasts, what it reports, and where it
+runs."""
 
 
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of the run that is to be resumed, where all its steps are done and nothing is left to do; else None."""
+    """The summary of the run that is to be resumed, where all its steps are done and nothing is
+    left to do; else None."""
     directory = RunDirectory(run_path(config))
     latest = directory.latest_checkpoint()
-    if latest is None or not directory.summary.is_file() or config.run.resume_step not in (None, latest[0]):
+    if (
+        latest is None
+        or not directory.summary.is_file()
+        or config.run.resume_step not in (None, latest[0])
+    ):
         return None
     summary = read_json(directory.summary)
-    done = summary.get("status") == "finished" and summary.get("steps") == latest[0] >= config.run.steps
+    done = (
+        summary.get("status") == "finished"
+        and summary.get("steps") == latest[0] >= config.run.steps
+    )
     return summary if done else None
 
 
 def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:
-    """(step, directory) to resume from; None where a run starts anew. Raises ConfigError where run.resume_step has none."""
+    """(step, directory) to resume from; None where a run starts anew. Raises ConfigError where
+    run.resume_step has none."""
     if not config.run.resume:
         return None
     return RunDirectory(run_path(config)).saved.choose(config.run.resume_step)
 
 
 def check_continuation(config: RunConfig) -> None:
-    """Warns of every key with another value than when the checkpoint was written that the configuration resumes from.
+    """Warns of every key with another value than when the checkpoint was written that the
+    configuration resumes from.
 
-    Raises ConfigError for one that a resumed run has to keep, DamagedCheckpointError as `resume`."""
+    Raises ConfigError for one that a resumed run has to keep, DamagedCheckpointError as
+    `resume`."""
     chosen = chosen_checkpoint(config)
     if chosen is None:
         return
@@ -70,9 +84,11 @@ def check_continuation(config: RunConfig) -> None:
 
 
 def resume(run: Run) -> None:
-    """Takes a new run to where its configuration says: to a checkpoint, the engine's weights included, or nowhere.
+    """Takes a new run to where its configuration says: to a checkpoint, the engine's weights
+    included, or nowhere.
 
-    Raises DamagedCheckpointError with the newest whole checkpoint in its text; CheckpointError for another format."""
+    Raises DamagedCheckpointError with the newest whole checkpoint in its text; CheckpointError for
+    another format."""
     chosen = chosen_checkpoint(run.config)
     if chosen is None:
         return
@@ -91,7 +107,10 @@ def resume(run: Run) -> None:
     run.load_state_dict(state)
     run.sync_weights(version=step)
     for aside in saved.set_aside_after(step):
-        logger.warning("resume: the newer checkpoint is set aside as %s; remove it when it is not needed", aside)
+        logger.warning(
+            "resume: the newer checkpoint is set aside as %s; remove it when it is not needed",
+            aside,
+        )
     logger.info("resumed after step %d from %s", step, path)
 
 
@@ -103,12 +122,16 @@ def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:
 
 
 def _compared(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what is compared; objects by what they are, not by where they lie in memory."""
+    """(dotted key, value) of what is compared; objects by what they are, not by where they lie in
+    memory."""
     for key, value in leaves(config):
-        if value not in ([], {}) and any(key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED):
+        if value not in ([], {}) and any(
+            key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED
+        ):
             text = re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
             moved = key == "environment.name" and isinstance(text, str)
-            yield key, text.rpartition("/")[2] if moved else text  # the same file elsewhere is the same environment
+            # The same file elsewhere is the same environment
+            yield key, text.rpartition("/")[2] if moved else text
 
 
 def _short(values: Mapping[str, Any], key: str) -> str:

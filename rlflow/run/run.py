@@ -1,4 +1,5 @@
-"""One training run between its steps: what it is made of, remembers and writes. `open_run` makes it; the loop is in `loop.py`."""
+"""One training run between its steps: what it is made of, remembers and writes. `open_run` makes
+it; the loop is in `loop.py`."""
 
 from __future__ import annotations
 
@@ -38,13 +39,15 @@ from rlflow.types import Batch, Group
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3
-"""Of engines, in a run or what is left of one that is resumed: what ends more often ends for a reason."""
+"""Of engines, in a run or what is left of one that is resumed: what ends more often ends for a
+reason."""
 
 
 @dataclass(eq=False)
 class Run:
-    """The parts of a run, and what happens between steps. step: steps done. saved_step: that of the newest checkpoint, -1
-    before there is one. prompts_dropped: training tasks that were left out because their prompts are too long."""
+    """The parts of a run, and what happens between steps. step: steps done. saved_step: that of the
+    newest checkpoint, -1 before there is one. prompts_dropped: training tasks that were left out
+    because their prompts are too long."""
 
     config: RunConfig
     directory: RunDirectory
@@ -63,7 +66,8 @@ class Run:
     probe: WeightProbe | None = None  # for engines that cannot hash their weights
     watch: Watch = field(default_factory=lambda: Watch({}))
     prompts_dropped: int = 0
-    metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
+    # Opened once it is known from which step on they are kept
+    metrics: MetricsLog = field(init=False)
     step: int = 0
     saved_step: int = -1
     _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
@@ -86,7 +90,11 @@ class Run:
         """Whether a signal came, the time is up, or the target is reached."""
         if self.interrupt.requested:
             return True
-        limit, target, last = self.config.run.max_minutes, self.config.run.target, self.evaluation.last
+        limit, target, last = (
+            self.config.run.max_minutes,
+            self.config.run.target,
+            self.evaluation.last,
+        )
         if limit is not None and self.clock.seconds > limit * 60:
             logger.info("stopping: run.max_minutes = %g is over", limit)
             return True
@@ -94,7 +102,8 @@ class Run:
         return target is not None and score is not None and score >= target
 
     def groups(self) -> Iterator[list[Group]]:
-        """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""
+        """The groups of one step after another, as long as the run should go on; sampled when they
+        are asked for."""
         while self.step < self.config.run.steps and not self.should_stop():
             self.directory.confirm()
             self._sampled.clear()
@@ -115,7 +124,8 @@ class Run:
             yield groups
 
     def _pause(self) -> None:
-        """Stops the engines, where they play, before the trainer works, or at the latest before the weights change."""
+        """Stops the engines, where they play, before the trainer works, or at the latest before the
+        weights change."""
         if self.upcoming.in_flight:
             self.rollout.pause(self.config.asynchrony.on_update)
 
@@ -130,7 +140,8 @@ class Run:
             self.recorder.observe(batch, groups, self.trainer)
 
     def sync_weights(self, version: int) -> None:
-        """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
+        """Gives the engines the trainer's weights under that version, verified by content hash or
+        by the probe."""
         with self.timer.phase("sync"):
             self._pause()
             try:
@@ -139,13 +150,16 @@ class Run:
                 if not self.rollout.failure:
                     raise
                 self._lost = error  # first the step is counted, whose training is done
-        if any(engine.sleeps for engine in self.rollout.engines) and not self.config.asynchrony.overlap:
+        if (
+            any(engine.sleeps for engine in self.rollout.engines)
+            and not self.config.asynchrony.overlap
+        ):
             handed = {"freed": self._freed, "taken": self.rollout.memory_taken}
             self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in handed.items()}
 
     def restart_engines(self) -> None:
-        """Starts engines that have ended again, with the present weights. Raises RolloutError where that was done too often, when
-        a checkpoint is written."""
+        """Starts engines that have ended again, with the present weights. Raises RolloutError where
+        that was done too often, when a checkpoint is written."""
         try:
             self._load(self.rollout.version)
         except RolloutError:
@@ -154,13 +168,18 @@ class Run:
             raise
 
     def _load(self, version: int) -> None:
-        """Gives the engines the trainer's weights, and starts those again that end or have ended."""
+        """Gives the engines the trainer's weights, and starts those again that end or have
+        ended."""
         while True:
             if ended := self.rollout.failure:
                 if self._restarts == MOST_RESTARTS:
-                    raise RolloutError(f"{ended} It was started again {MOST_RESTARTS} times before. --resume goes on.")
+                    raise RolloutError(
+                        f"{ended} It was started again {MOST_RESTARTS} times before. --resume goes on."
+                    )
                 self._restarts += 1
-                logger.warning("%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS)
+                logger.warning(
+                    "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
+                )
             try:
                 return self.rollout.load_weights(self.trainer.weights(), version, self.probe)
             except RolloutError:
@@ -168,8 +187,9 @@ class Run:
                     raise
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories. Metrics of
-        episodes are about all that were sampled, whether or not a filter let them into the update."""
+        """Counts the step, takes the snapshots anew that are due, and writes its metrics and some
+        of its trajectories. Metrics of episodes are about all that were sampled, whether or not a
+        filter let them into the update."""
         self.directory.confirm()
         self.step += 1
         for name, steps in self.algorithm.refreshes.items():
@@ -177,15 +197,29 @@ class Run:
                 self.trainer.snapshot(name)
                 if self.algorithm.early is not None:
                     self.algorithm.early.forget()
-        elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
+        elsewhere = {
+            f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()
+        }
         sampled = self._sampled or groups
         trajectories = [trajectory for group in sampled for trajectory in group.trajectories]
-        reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
-        metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
+        reports = {
+            f"train/{name}": value for name, value in self.source.report().items()
+        } | self.algorithm.report()
+        metrics = {
+            **metrics,
+            **rollout_metrics(trajectories, self.registered),
+            **self.rollout.report,
+            **reports,
+        }
         metrics |= staleness_metrics(groups, version=self.step - 1) | self.upcoming.report()
         metrics |= highest([self.timer.take(), elsewhere]) | self._turns
-        metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
-        metrics |= step_shares(metrics, self.registered) | scores_by_set(sampled, self.registered, "train")
+        metrics |= {
+            "data/prompts_dropped": float(self.prompts_dropped),
+            "data/epoch": self.source.epoch,
+        }
+        metrics |= step_shares(metrics, self.registered) | scores_by_set(
+            sampled, self.registered, "train"
+        )
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         metrics["time/run_s"] = self.clock.seconds
         if self._may_end:
@@ -202,13 +236,14 @@ class Run:
             raise self._lost
 
     def evaluation_due(self) -> bool:
-        """Whether the schedule asks for an evaluation now; none is begun once a signal came, nor after the last step:
-        `finish` makes that one."""
+        """Whether the schedule asks for an evaluation now; none is begun once a signal came, nor
+        after the last step: `finish` makes that one."""
         last = self.step >= self.config.run.steps
         return self.evaluation.due(self.step) and not self.interrupt.requested and not last
 
     def evaluate(self, final: bool = False) -> None:
-        """Evaluates the tasks of the schedule, or those of the last evaluation; writes metrics, trajectories and picture."""
+        """Evaluates the tasks of the schedule, or those of the last evaluation; writes metrics,
+        trajectories and picture."""
         section, tasks = self.config.evaluation, self.evaluation.tasks(final)
         with self.timer.phase("evaluate"):
             result = evaluate(self.rollout, tasks, step=self.step, samples_per_prompt=section.samples_per_prompt,
@@ -219,7 +254,9 @@ class Run:
         by_set = scores_by_set(result.groups, self.registered, "eval")
         self.metrics.log(self.step, {**result.metrics, **by_set, **elapsed})
         self.progress.evaluated(self.step, {**result.metrics, **elapsed})
-        logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
+        logger.info(
+            "%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered)
+        )
         self.directory.confirm()
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
@@ -233,7 +270,8 @@ class Run:
         return every > 0 and self.step % every == 0
 
     def save(self, state: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint of the present step, or begins to; a kill leaves the one before. state: another one than now's."""
+        """Writes a checkpoint of the present step, or begins to; a kill leaves the one before.
+        state: another one than now's."""
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
             self.metrics.sync()
@@ -262,7 +300,8 @@ class Run:
         }
 
     def finish(self) -> dict[str, Any]:
-        """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""
+        """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns
+        the summary."""
         self.upcoming.stop()  # the last evaluation has the engines for itself
         if self.saved_step != self.step:
             self.save()
@@ -274,8 +313,12 @@ class Run:
             self.progress.phase("exporting")
             self.directory.confirm()
             model = self.config.model
-            texts = export_files(self.config, self.rollout, self.evaluation, self.step, self.directory.export)
-            export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype, texts)
+            texts = export_files(
+                self.config, self.rollout, self.evaluation, self.step, self.directory.export
+            )
+            export_gap = export_policy(
+                self.trainer, self.directory.export, model.path, model.dtype, texts
+            )
             adapters = self.config.trainer.adapters
             if adapters is not None:
                 written = self.directory.adapter, self.directory.export
@@ -288,11 +331,15 @@ class Run:
         return summary
 
     def _summary(self, interrupted: str | None, export_gap: float | None) -> dict[str, Any]:
-        """How the run ended, what it reached, and what it wrote where. interrupted: the signal that ended it. export_gap: nats
-        between export and trainer; None: nothing was exported."""
+        """How the run ended, what it reached, and what it wrote where. interrupted: the signal that
+        ended it. export_gap: nats between export and trainer; None: nothing was exported."""
         directory, evaluation = self.directory, self.evaluation
         tasks = evaluation.tasks(final=True)
-        written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(self.step)}
+        written = {
+            "run": directory.path,
+            "metrics": directory.metrics,
+            "checkpoint": directory.checkpoint_path(self.step),
+        }
         if export_gap is not None:
             written["export"] = directory.export
             if directory.adapter.is_dir():
@@ -311,11 +358,16 @@ class Run:
             "last_evaluation": evaluation.last,
             "export_logprob_difference": export_gap,
             "takes_questions": self.rollout.environment.takes_questions,
-            "example_question": next((task.metadata["question"] for task in tasks if "question" in task.metadata), None),
+            "example_question": next(
+                (task.metadata["question"] for task in tasks if "question" in task.metadata), None
+            ),
             "written": {name: str(path) for name, path in written.items()},
         }
 
     def _draw(self) -> bool:
-        """Draws the picture where the configuration wants one; returns whether there was anything to draw."""
+        """Draws the picture where the configuration wants one; returns whether there was anything
+        to draw."""
         path, title = self.directory.picture, self.config.run.name
-        return self.config.metrics.picture and run_png(self.directory.metrics, path, title, self.registered)
+        return self.config.metrics.picture and run_png(
+            self.directory.metrics, path, title, self.registered
+        )

@@ -1,8 +1,8 @@
 """A rollout worker: engine, environment and event loop of a configuration, in a process of its own.
 
-The driver calls its methods from afar; one thread plays, loads and cancels, another one is looked at, so that it answers whatever
-the first is in. What the worker does not hear of any more, it goes on with: the driver does not listen then.
-"""
+The driver calls its methods from afar; one thread plays, loads and cancels, another one is looked
+at, so that it answers whatever the first is in. What the worker does not hear of any more, it goes
+on with: the driver does not listen then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ READ_S = 120.0  # for weights that were published
 
 
 class RolloutWorker:
-    """Plays attempts of a run. make: what makes its rollout; threads: of torch; products: the driver's choice of libraries."""
+    """Plays attempts of a run. make: what makes its rollout; threads: of torch; products: the
+    driver's choice of libraries."""
 
     def __init__(
         self,
@@ -69,11 +70,18 @@ class RolloutWorker:
         except ConfigError:
             rollout.close()
             raise
-        self._watch, self._rollout, self._player = rollout.watch(), rollout, rollout.player(self._wake.set)
-        return WorkerFacts(rollout.max_total_tokens, engine.max_concurrency, os.getpid(), rollout.hashes_weights)
+        self._watch, self._rollout, self._player = (
+            rollout.watch(),
+            rollout,
+            rollout.player(self._wake.set),
+        )
+        return WorkerFacts(
+            rollout.max_total_tokens, engine.max_concurrency, os.getpid(), rollout.hashes_weights
+        )
 
     def look(self, wait_s: float = LOOK_S) -> WorkerNews:
-        """What has happened since the last look, waited for a moment. Raises what is wrong with the worker."""
+        """What has happened since the last look, waited for a moment. Raises what is wrong with the
+        worker."""
         until = time.monotonic() + wait_s
         while True:
             self._wake.clear()
@@ -82,7 +90,8 @@ class RolloutWorker:
             if news.begun or news.ended or left_s <= 0:
                 self._check_loop()
                 if self._rollout is not None and self._rollout.failure:
-                    raise RolloutError(self._rollout.failure)  # another worker, with an engine of its own, takes its place
+                    # Another worker, with an engine of its own, takes its place
+                    raise RolloutError(self._rollout.failure)
                 return news
             self._wake.wait(left_s)
 
@@ -93,8 +102,8 @@ class RolloutWorker:
             self._player.start(attempts)
 
     def load(self, update: Update) -> Loaded:
-        """Takes over published weights between two steps of the engine, verified by their content; where the engine cannot hash
-        them, it answers the probe's questions with them."""
+        """Takes over published weights between two steps of the engine, verified by their content;
+        where the engine cannot hash them, it answers the probe's questions with them."""
         if self._reader is not None and self._reader[0] != update.address:
             self._reader[1].close()
             self._reader = None
@@ -107,9 +116,15 @@ class RolloutWorker:
             weights = reader.read(update.version, READ_S)
             answers = self._open.load_and_ask(weights, update.version, update.questions)
         except BaseException:
-            self._open.resume()  # with the old weights, or refusing to sample from half of the new ones
+            # With the old weights, or refusing to sample from half of the new ones
+            self._open.resume()
             raise
-        return Loaded(update.version, answers[0] if answers else None, reader.bytes_read - before, reader.delta)
+        return Loaded(
+            update.version,
+            answers[0] if answers else None,
+            reader.bytes_read - before,
+            reader.delta,
+        )
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends attempts."""
@@ -129,7 +144,9 @@ class RolloutWorker:
     def _news(self) -> WorkerNews:
         events = [] if self._player is None else self._player.events()
         ended = [
-            PlayedAttempt(item.request_id, np.frombuffer(to_bytes([item.trajectory]), dtype=np.uint8))
+            PlayedAttempt(
+                item.request_id, np.frombuffer(to_bytes([item.trajectory]), dtype=np.uint8)
+            )
             for item in events
             if isinstance(item, Ended)
         ]

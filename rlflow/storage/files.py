@@ -1,13 +1,14 @@
 """Files and directories that are written whole or not at all: aside, brought to disk, renamed.
 
-<name>.<process>.<number>.partial    being written by `replacing`, or removed; a kill leaves it behind, read by nobody;
+<name>.<process>.<number>.partial    being written by `replacing`, or removed; a kill leaves it
+behind, read by nobody;
                                      a directory is locked by its process while that lives
 <name>.<process>.<number>.replaced   a directory that is being exchanged for a new one
 <name>.partial                       being written by a caller that continues it after a kill
 
-The number is random, so that none of these names is that of a directory which somebody else made, or another container, whose
-processes have the same numbers: nothing under a name of the user's choice is removed, and no symbolic link is followed.
-"""
+The number is random, so that none of these names is that of a directory which somebody else made,
+or another container, whose processes have the same numbers: nothing under a name of the user's
+choice is removed, and no symbolic link is followed."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ _OF_A_PROCESS = re.compile(rf"\.\d+\.\d+({re.escape(PARTIAL)}|{re.escape(REPLACE
 
 @contextmanager
 def replacing(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
-    """Gives a path of its own beside `path` to write a file to; it takes the place of `path` when the block ends well.
+    """Gives a path of its own beside `path` to write a file to; it takes the place of `path` when
+    the block ends well.
 
-    A kill or an error leaves the old file or none, never half of one. durable: the new one also survives a power cut; leave
-    it out only for what can be made again, since it costs milliseconds. Folders are made. Raises OSError."""
+    A kill or an error leaves the old file or none, never half of one. durable: the new one also
+    survives a power cut; leave it out only for what can be made again, since it costs milliseconds.
+    Folders are made. Raises OSError."""
     with _aside(Path(path)) as aside:
         yield aside
         replace_file(aside, path, durable=durable)
@@ -43,10 +46,11 @@ def replacing(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Iterator[Path]:
-    """Gives an empty directory beside `path` to fill; it takes the place of `path` when the block ends well.
+    """Gives an empty directory beside `path` to fill; it takes the place of `path` when the block
+    ends well.
 
-    keep_existing: for contents that are the same whoever makes them; another process's directory stays and this one goes.
-    What killed processes left of theirs goes first. Raises OSError."""
+    keep_existing: for contents that are the same whoever makes them; another process's directory
+    stays and this one goes. What killed processes left of theirs goes first. Raises OSError."""
     path = Path(path)
     restore_replaced(path)
     _clear_killed(path)
@@ -60,26 +64,30 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = True, private: bool = False) -> None:
-    """Writes UTF-8 text with `replacing`, line ends as they are. A lone surrogate (half of a cut emoji, in text from outside)
-    is written as JSON escapes it. private: only this user can read it, whatever else may have been missed in it."""
+    """Writes UTF-8 text with `replacing`, line ends as they are. A lone surrogate (half of a cut
+    emoji, in text from outside) is written as JSON escapes it. private: only this user can read it,
+    whatever else may have been missed in it."""
     with replacing(path, durable=durable) as aside:
         aside.touch(0o600 if private else 0o666)
         aside.write_bytes(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: str | Path, value: Any, *, private: bool = False) -> None:
-    """Writes one JSON document with `replacing`. Numbers that are not finite become null. private: see `write_text`."""
+    """Writes one JSON document with `replacing`. Numbers that are not finite become null. private:
+    see `write_text`."""
     write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", private=private)
 
 
 def write_json_lines(path: str | Path, values: Iterable[Any]) -> None:
-    """Writes one line of JSON per value with `replacing`. Numbers that are not finite become null."""
+    """Writes one line of JSON per value with `replacing`. Numbers that are not finite become
+    null."""
     lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
     write_text(path, "".join(lines))
 
 
 def partial_path(path: str | Path) -> Path:
-    """Where a file or directory is until it is complete, if whoever writes it continues it after a kill."""
+    """Where a file or directory is until it is complete, if whoever writes it continues it after a
+    kill."""
     return Path(f"{path}{PARTIAL}")
 
 
@@ -89,7 +97,8 @@ def aside_path(path: str | Path) -> Path:
 
 
 def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> None:
-    """Gives a finished file its name, in place of one that stands there. durable: see `replacing`."""
+    """Gives a finished file its name, in place of one that stands there. durable: see
+    `replacing`."""
     if durable:
         sync(partial)
     os.replace(partial, path)
@@ -98,10 +107,12 @@ def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> No
 
 
 def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False) -> None:
-    """Gives a finished directory its name, in place of one that stands there; all its files reach the disk first.
+    """Gives a finished directory its name, in place of one that stands there; all its files reach
+    the disk first.
 
-    keep_existing: raises OSError where there is one with something in it. A kill between the two renames leaves the old
-    directory as `.replaced`: `restore_replaced` puts it back. Raises OSError, and leaves the old one in its place."""
+    keep_existing: raises OSError where there is one with something in it. A kill between the two
+    renames leaves the old directory as `.replaced`: `restore_replaced` puts it back. Raises
+    OSError, and leaves the old one in its place."""
     sync_tree(partial)
     replaced = None
     if os.path.lexists(path) and not keep_existing:
@@ -132,13 +143,15 @@ def restore_replaced(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory. It is renamed first: a kill in the middle leaves no half of it under a good name."""
+    """Removes a directory. It is renamed first: a kill in the middle leaves no half of it under a
+    good name."""
     _remove_renamed(path, path)
 
 
 def clear_partials(folder: Path) -> None:
-    """Clears what a kill within this module left in a folder that nobody else writes to: what was being written or removed
-    goes, a directory that was being exchanged is put back where it is missing."""
+    """Clears what a kill within this module left in a folder that nobody else writes to: what was
+    being written or removed goes, a directory that was being exchanged is put back where it is
+    missing."""
     for entry in _of_processes(folder, PARTIAL):
         _remove(entry)
     for entry in _of_processes(folder, REPLACED):
@@ -157,14 +170,16 @@ def sync(path: Path) -> None:
     """Brings a file's content, or a directory's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # of the file, whoever wrote it: not only of what went through this descriptor
+        # Of the file, whoever wrote it: not only of what went through this descriptor
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
-    """A name beside `path` that no other process or thread writes to; what is under it at the end is removed."""
+    """A name beside `path` that no other process or thread writes to; what is under it at the end
+    is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = aside_path(path)
     try:
@@ -189,7 +204,11 @@ def _locked_directory(path: Path) -> Iterator[None]:
 def _clear_killed(path: Path) -> None:
     """Removes the directories that killed processes were to give the name `path`."""
     for entry in _of_processes(path.parent, PARTIAL):
-        if _OF_A_PROCESS.sub("", entry.name) != path.name or entry.is_symlink() or not entry.is_dir():
+        if (
+            _OF_A_PROCESS.sub("", entry.name) != path.name
+            or entry.is_symlink()
+            or not entry.is_dir()
+        ):
             continue
         with suppress(OSError):  # locked, or gone
             descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -208,7 +227,11 @@ def _of_processes(folder: Path, ending: str) -> list[Path]:
     """What lies in a folder under names of `_own_name`."""
     if not folder.is_dir():
         return []
-    return [entry for entry in folder.iterdir() if entry.name.endswith(ending) and _OF_A_PROCESS.search(entry.name)]
+    return [
+        entry
+        for entry in folder.iterdir()
+        if entry.name.endswith(ending) and _OF_A_PROCESS.search(entry.name)
+    ]
 
 
 def _remove_renamed(directory: Path, path: Path) -> None:
@@ -234,7 +257,9 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; the run or checkpoint is incomplete.") from None
+        raise CheckpointError(
+            f"{path}: no such file; the run or checkpoint is incomplete."
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
 
@@ -263,8 +288,15 @@ def read_json_lines(path: str | Path) -> list[Any]:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in nested mappings and lists; empty ones stand for themselves."""
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    """(dotted key, value) of everything in nested mappings and lists; empty ones stand for
+    themselves."""
+    entries = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     for key, entry in entries:
         yield from leaves(entry, f"{path}.{key}" if path else str(key))
     if not entries or not value:
@@ -272,7 +304,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """The value in what JSON can say: numbers that are not finite become null, other objects their text."""
+    """The value in what JSON can say: numbers that are not finite become null, other objects their
+    text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,5 @@
-"""Forks of this process, which others' code makes: what a child must not keep, and where it must not go on."""
+"""Forks of this process, which others' code makes: what a child must not keep, and where it must
+not go on."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Callable
 
 
 def in_forked_child(method: Callable[[], object]) -> None:
-    """Calls the bound method in every process that is forked from now on, as long as its object lives."""
+    """Calls the bound method in every process that is forked from now on, as long as its object
+    lives."""
     held = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -20,7 +22,10 @@ def in_forked_child(method: Callable[[], object]) -> None:
 
 
 def end_forked_child(what: str) -> None:
-    """Ends this process, which is the child of a fork and came back from where only its parent goes on."""
+    """Ends this process, which is the child of a fork and came back from where only its parent goes
+    on."""
     told = f"rlflow: {what} forked, and the child came back from it: it is ended here (process {os.getpid()}). "
-    os.write(2, f"{told}End it with os._exit, or start it with multiprocessing or subprocess.\n".encode())
+    os.write(
+        2, f"{told}End it with os._exit, or start it with multiprocessing or subprocess.\n".encode()
+    )
     os._exit(1)

@@ -1,10 +1,10 @@
-"""Whether files are what was written: JSON documents that carry a checksum of their own, and manifests, which are such
-documents that list other files.
+"""Whether files are what was written: JSON documents that carry a checksum of their own, and
+manifests, which are such documents that list other files.
 
 {..., "files": {name: {"bytes": 704, "xxh3": "0f3a...", "sha256": "..."}}, "crc32": "9b0c2d4e"}
 
-sha256 is there where it was asked for, and crc32 in place of xxh3 where an earlier version wrote the manifest.
-"""
+sha256 is there where it was asked for, and crc32 in place of xxh3 where an earlier version wrote
+the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from rlflow.storage.files import plain, write_json
 TRAINER_MANIFEST = "trainer.json"
 """Of a trainer's checkpoint; written last."""
 EXPORT_MANIFEST = "manifest.json"
-"""Of a directory that an export or a conversion wrote: what it was made of, and its files; written last."""
+"""Of a directory that an export or a conversion wrote: what it was made of, and its files; written
+last."""
 SEAL = "crc32"
 BLOCK_BYTES = 2**22
 
@@ -86,8 +87,11 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Iterable[str] | None = None) -> str | None:
-    """One line about the first of the named files (None: all) that is missing or not what was written; None where all are."""
+def find_damage(
+    directory: Path, expected: Mapping[str, Fingerprint], names: Iterable[str] | None = None
+) -> str | None:
+    """One line about the first of the named files (None: all) that is missing or not what was
+    written; None where all are."""
     for name in expected if names is None else names:
         wanted = expected[name]
         try:
@@ -99,14 +103,19 @@ def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Ite
         if found.size != wanted.size:
             return f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
         if found != wanted:
-            kind = next(kind for kind in found.checksums if found.checksums[kind] != wanted.checksums[kind])
+            kind = next(
+                kind for kind in found.checksums if found.checksums[kind] != wanted.checksums[kind]
+            )
             present, written = found.checksums[kind], wanted.checksums[kind]
             return f"{directory / name}: damaged, its checksum is {present}, {written} was written"
     return None
 
 
-def write_manifest(path: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> dict[str, Any]:
-    """Writes a manifest and returns it, without its seal: `content`, and the files that it vouches for."""
+def write_manifest(
+    path: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]
+) -> dict[str, Any]:
+    """Writes a manifest and returns it, without its seal: `content`, and the files that it vouches
+    for."""
     entries = {name: as_entry(found) for name, found in sorted(files.items())}
     manifest = {**content, "files": entries}
     write_sealed(path, manifest)
@@ -127,7 +136,8 @@ def of_entry(entry: Mapping[str, Any]) -> Fingerprint:
 
 
 def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fingerprint]:
-    """{file: what it must look like} of the manifest read from `path`. Raises DamagedCheckpointError where it lists none."""
+    """{file: what it must look like} of the manifest read from `path`. Raises
+    DamagedCheckpointError where it lists none."""
     try:
         return {str(name): of_entry(entry) for name, entry in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -137,18 +147,24 @@ def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fing
 
 
 def error_reason(error: BaseException) -> str:
-    """The system's error where there is one behind it: of a full disk torch says 'unexpected pos 704 vs 598'."""
+    """The system's error where there is one behind it: of a full disk torch says 'unexpected pos
+    704 vs 598'."""
     chain = [error]
-    while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None and behind not in chain:
+    while (
+        behind := chain[-1].__cause__ or chain[-1].__context__
+    ) is not None and behind not in chain:
         chain.append(behind)
     cause = next((behind for behind in chain if isinstance(behind, OSError)), error)
-    return f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no reason given')}"
+    return (
+        f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no reason given')}"
+    )
 
 
 def write_sealed(path: Path, document: Mapping[str, Any], *, private: bool = False) -> None:
-    """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks it. private: see
-    `write_text`."""
-    content = plain(document)  # the checksum is of what will be read, not of what has no place in JSON
+    """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks
+    it. private: see `write_text`."""
+    # The checksum is of what will be read, not of what has no place in JSON
+    content = plain(document)
     write_json(path, {**content, SEAL: _checksum(content)}, private=private)
 
 
@@ -171,7 +187,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
             f"{path}: carries no checksum; it is damaged, or an older version of rlflow wrote it."
         )
     if found != _checksum(document):
-        raise DamagedCheckpointError(f"{path}: damaged, its content does not agree with its checksum.")
+        raise DamagedCheckpointError(
+            f"{path}: damaged, its content does not agree with its checksum."
+        )
     return document
 
 

@@ -1,11 +1,14 @@
-"""The right to write into a run directory, which one process has at a time, on whatever machine or in whatever container.
+"""The right to write into a run directory, which one process has at a time, on whatever machine or
+in whatever container.
 
-run.lock is locked in the kernel: processes of one machine, containers too, exclude each other at once, and a kill frees it.
-Where machines share a file system without sharing its locks, the lease counts: the holder touches the file every few seconds,
-and another machine takes over only once that has stopped for `lease_s`. Process numbers say nothing: every container has a 1.
+run.lock is locked in the kernel: processes of one machine, containers too, exclude each other at
+once, and a kill frees it. Where machines share a file system without sharing its locks, the lease
+counts: the holder touches the file every few seconds, and another machine takes over only once that
+has stopped for `lease_s`. Process numbers say nothing: every container has a 1.
 
-The file holds the holder's epoch, one more with each holder, and its token. A holder that slept through its lease (a suspended
-machine, a stopped process) finds another token there before it writes again, and ends: see `confirm`."""
+The file holds the holder's epoch, one more with each holder, and its token. A holder that slept
+through its lease (a suspended machine, a stopped process) finds another token there before it
+writes again, and ends: see `confirm`."""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ class DirectoryLock:
     """Held from the constructor to `close`."""
 
     def __init__(self, directory: Path, *, lease_s: float = LEASE_S) -> None:
-        """Raises ConfigError where another process writes there, OSError where the lock file cannot be written."""
+        """Raises ConfigError where another process writes there, OSError where the lock file cannot
+        be written."""
         self.directory = directory
         self.lease_s = lease_s
         self.path = directory / "run.lock"
@@ -52,7 +56,9 @@ class DirectoryLock:
                 raise
             if _same_file(self._file.fileno(), self.path):
                 break
-            self._file.close()  # a start that failed removed the file in between: what was locked is not what others see
+            # A start that failed removed the file in between: what was locked is not what others
+            # see
+            self._file.close()
         self.epoch = int(self._owner().get("epoch", 0)) + 1
         self._write({**_this_process(), "epoch": self.epoch, "token": self.token})
         in_forked_child(self._let_go)
@@ -94,14 +100,16 @@ class DirectoryLock:
         self._file.close()
 
     def _let_go(self) -> None:
-        """In the child of a fork, which would hold the lock for as long as it outlives this process."""
+        """In the child of a fork, which would hold the lock for as long as it outlives this
+        process."""
         if not self._file.closed:
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.dup2(nowhere, self._file.fileno(), inheritable=False)
             os.close(nowhere)
 
     def _lock_in_kernel(self) -> bool:
-        """Whether the kernel knows locks on this file system. Raises ConfigError where another process has this one."""
+        """Whether the kernel knows locks on this file system. Raises ConfigError where another
+        process has this one."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -111,14 +119,19 @@ class DirectoryLock:
         return True
 
     def _wait_for_lease(self, in_kernel: bool) -> None:
-        """Returns once nobody else can be writing. Raises ConfigError as soon as another process shows that it does."""
+        """Returns once nobody else can be writing. Raises ConfigError as soon as another process
+        shows that it does."""
         owner = self._owner()
         if "token" not in owner or (in_kernel and owner.get("boot") == _boot()):
             return  # closed as it should be; or its process is dead, which this kernel knows
         renewed, deadline = os.fstat(self._file.fileno()).st_mtime, time.monotonic() + self.lease_s
         if _file_system_time(self.directory) - renewed > self.lease_s:
             return
-        logger.warning("run.directory: waiting up to %.0f s for the lease of %s to end", self.lease_s, _named(owner))
+        logger.warning(
+            "run.directory: waiting up to %.0f s for the lease of %s to end",
+            self.lease_s,
+            _named(owner),
+        )
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self.lease_s / 8))
             if os.fstat(self._file.fileno()).st_mtime != renewed or self._owner() != owner:
@@ -165,7 +178,8 @@ def _boot() -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The holder; empty for nobody, and for what an older version or a kill in the middle of writing left."""
+    """The holder; empty for nobody, and for what an older version or a kill in the middle of
+    writing left."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -181,7 +195,8 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Seconds, of the clock that gives files their times: a file server's may differ from this machine's."""
+    """Seconds, of the clock that gives files their times: a file server's may differ from this
+    machine's."""
     with tempfile.TemporaryFile(dir=directory) as probe:
         probe.write(b".")
         probe.flush()

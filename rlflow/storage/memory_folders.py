@@ -1,4 +1,5 @@
-"""Folders in memory that processes of a machine share, which do not outlive the processes that made them for long."""
+"""Folders in memory that processes of a machine share, which do not outlive the processes that made
+them for long."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ YOUNG_S = 60.0  # of a folder whose lock may not have been taken yet
 
 
 class OwnedFolder:
-    """A folder for this user alone, removed by `close`, with this object, and at the end of the process.
+    """A folder for this user alone, removed by `close`, with this object, and at the end of the
+    process.
 
-    Where the process is killed, the next one of this user that makes any such folder in `parent` removes it: the kernel frees
-    the lock (flock) on its `owner`. prefix: its name begins with rlflow- and that. parent: None is /dev/shm. others: whether
-    leftovers are looked for; not where machines share `parent`, as locks may not reach from one to another. Raises OSError."""
+    Where the process is killed, the next one of this user that makes any such folder in `parent`
+    removes it: the kernel frees the lock (flock) on its `owner`. prefix: its name begins with
+    rlflow- and that. parent: None is /dev/shm. others: whether leftovers are looked for; not where
+    machines share `parent`, as locks may not reach from one to another. Raises OSError."""
 
     def __init__(self, prefix: str, parent: Path | None = None, others: bool = True) -> None:
         parent = shared_memory() if parent is None else parent
@@ -52,7 +55,8 @@ def shared_memory() -> Path:
 
 
 def lock(descriptor: int, kind: int) -> bool:
-    """Whether the lock was free. The kernel frees it when the file is closed, also by the end of the process."""
+    """Whether the lock was free. The kernel frees it when the file is closed, also by the end of
+    the process."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,5 @@
-"""Reading the pickles of a checkpoint by a list of allowed names: nothing in a file can run code."""
+"""Reading the pickles of a checkpoint by a list of allowed names: nothing in a file can run
+code."""
 
 from __future__ import annotations
 
@@ -7,10 +8,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 CLASSES_OF_METADATA = {
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # Megatron's subclass of Metadata
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),  # and of SavePlan, in older versions
+    # Megatron's subclass of Metadata
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    # And of SavePlan, in older versions
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
     ("torch", "Size"),
@@ -24,7 +38,8 @@ CLASSES_OF_METADATA = {
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    # Megatron keeps the plans of all ranks there, to reuse them in its next save (dist_checkpointing/strategies/
+    # Megatron keeps the plans of all ranks there, to reuse them in its next save
+    # (dist_checkpointing/strategies/
     # state_dict_saver.py, `all_local_plans`).
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("torch.distributed.checkpoint.planner", "SavePlan"),
@@ -49,7 +64,8 @@ STAND_INS = {
     ("torch", "Size"),
     ("torch", "Tensor"),
     ("torch", "device"),
-    ("torch._tensor", "_rebuild_from_type_v2"),  # a tensor with attributes, such as an optimizer's main parameters
+    # A tensor with attributes, such as an optimizer's main parameters
+    ("torch._tensor", "_rebuild_from_type_v2"),
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch._utils", "_rebuild_parameter_with_state"),
@@ -57,8 +73,9 @@ STAND_INS = {
     ("types", "SimpleNamespace"),
     *(("torch", name) for name in DTYPES),
 }
-"""What torch.save and Megatron put into other pickles (arguments, tensors, states of generators). Read as `Inert`, as is
-every name of Megatron and of Transformer Engine: none of them is imported, none of them is called."""
+"""What torch.save and Megatron put into other pickles (arguments, tensors, states of generators).
+Read as `Inert`, as is every name of Megatron and of Transformer Engine: none of them is imported,
+none of them is called."""
 
 
 class ForbiddenName(pickle.UnpicklingError):
@@ -98,7 +115,8 @@ class Items(dict):
 
 @dataclass(frozen=True)
 class Storage:
-    """A persistent id of torch.save: class (such as FloatStorage), file name within the archive, elements."""
+    """A persistent id of torch.save: class (such as FloatStorage), file name within the archive,
+    elements."""
 
     kind: str
     key: str
@@ -111,7 +129,8 @@ def _stand_in(name: str) -> type[Inert]:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads a pickle of torch.save with `Inert` in place of every object but Python's own containers and numbers."""
+    """Reads a pickle of torch.save with `Inert` in place of every object but Python's own
+    containers and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -123,26 +142,35 @@ class InertUnpickler(pickle.Unpickler):
         raise ForbiddenName(f"names {module}.{name}, which has no place there; not loaded")
 
     def persistent_load(self, pid: Any) -> Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], type)):
+        if not (
+            isinstance(pid, tuple)
+            and len(pid) == 5
+            and pid[0] == "storage"
+            and isinstance(pid[1], type)
+        ):
             raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
         return Storage(pid[1].__name__, str(pid[2]), int(pid[4]))
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads a `.metadata` with `Inert` in place of its objects, and refuses whatever could do more than describe tensors.
+    """Reads a `.metadata` with `Inert` in place of its objects, and refuses whatever could do more
+    than describe tensors.
 
     The classes themselves are not imported: torch.distributed would cost a second and 50 MiB."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in CLASSES_OF_METADATA:
-            raise ForbiddenName(f".metadata names {module}.{name}, which has no place there; not loaded")
+            raise ForbiddenName(
+                f".metadata names {module}.{name}, which has no place there; not loaded"
+            )
         return _stand_in(name)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stored chunk of a tensor: its box there, and the byte range of a file that it is somewhere in (in a torch_dist
-    checkpoint an archive of torch.save, in others its elements alone)."""
+    """One stored chunk of a tensor: its box there, and the byte range of a file that it is
+    somewhere in (in a torch_dist checkpoint an archive of torch.save, in others its elements
+    alone)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -153,8 +181,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Table:
-    """A `.metadata` in plain words. tensors: {name: (shape, name of the dtype, chunks)}; objects: {name: (file, first byte,
-    bytes)} of what else it describes, where it has a place; extents: (file, first byte, bytes) of everything that is stored."""
+    """A `.metadata` in plain words. tensors: {name: (shape, name of the dtype, chunks)}; objects:
+    {name: (file, first byte, bytes)} of what else it describes, where it has a place; extents:
+    (file, first byte, bytes) of everything that is stored."""
 
     tensors: dict[str, tuple[tuple[int, ...], str, tuple[Chunk, ...]]]
     objects: dict[str, tuple[str, int, int]]
@@ -162,8 +191,9 @@ class Table:
 
 
 def read_metadata(file: IO[bytes]) -> Table:
-    """The tables of a `.metadata`. Raises ForbiddenName, or another error of DAMAGE for a damaged one: a chunk or an
-    object without a place in a file, something in a file that is not described, and whatever unpickling raises."""
+    """The tables of a `.metadata`. Raises ForbiddenName, or another error of DAMAGE for a damaged
+    one: a chunk or an object without a place in a file, something in a file that is not described,
+    and whatever unpickling raises."""
     tables = MetadataUnpickler(file).load().state
     places = {}
     for index, info in tables["storage_data"].items():
@@ -182,7 +212,9 @@ def read_metadata(file: IO[bytes]) -> Table:
         chunks = []
         for chunk in entry.state["chunks"]:
             offsets = _numbers(chunk.state["offsets"])
-            chunks.append(Chunk(offsets, _numbers(chunk.state["sizes"]), *places.pop((name, offsets))))
+            chunks.append(
+                Chunk(offsets, _numbers(chunk.state["sizes"]), *places.pop((name, offsets)))
+            )
         kind = entry.state["properties"].state[0]
         tensors[name] = (_numbers(entry.state["size"]), kind.__name__, tuple(chunks))
     if places:
@@ -216,4 +248,5 @@ DAMAGE = (
     NotImplementedError,
     RuntimeError,
 )
-"""What reading a damaged pickle or zip raises; ForbiddenName is one of them and comes first in an except chain."""
+"""What reading a damaged pickle or zip raises; ForbiddenName is one of them and comes first in an
+except chain."""

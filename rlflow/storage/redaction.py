@@ -1,5 +1,6 @@
-"""Secrets that must not be written: whatever stands in a header or in a URL's login or query, unless its name is known to be
-harmless, and what stands under a key that is called a secret in one of its words."""
+"""Secrets that must not be written: whatever stands in a header or in a URL's login or query,
+unless its name is known to be harmless, and what stands under a key that is called a secret in one
+of its words."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 
 REDACTED = "***"
 
-_HARMLESS_HEADERS = {"accept", "accept-encoding", "accept-language", "connection", "content-type", "user-agent"}
+_HARMLESS_HEADERS = {
+    "accept",
+    "accept-encoding",
+    "accept-language",
+    "connection",
+    "content-type",
+    "user-agent",
+}
 _HARMLESS_PARAMETERS = {
     "api-version", "format", "k", "lang", "language", "limit", "model", "n", "offset", "page", "q",
     "query", "revision", "split", "timeout", "top", "top_k", "topk", "version",
@@ -20,7 +28,8 @@ _SECRET = {
     "cookies", "credential", "credentials", "jwt", "passphrase", "passwd", "password", "passwords",
     "pwd", "secret", "secrets", "sig", "signature",
 }  # fmt: skip
-"""Wherever they stand in a key. `token`, `pass` and `key` only as its last word: a token_budget is none."""
+"""Wherever they stand in a key. `token`, `pass` and `key` only as its last word: a token_budget is
+none."""
 _NO_TOKEN = {"bos", "cls", "end", "eos", "mask", "pad", "sep", "start", "stop", "unk"}
 _NO_KEY = {
     "answer", "any", "cache", "column", "data", "field", "group", "id", "label", "local", "metric",
@@ -31,12 +40,14 @@ _LOGIN = re.compile(r"://([^\s/]*)@")
 _PARAMETER = re.compile(r"""([?&;])([^=&;#"'<>]*)(=?)([^&;#"'<>)}\]]*)""")
 _FRAGMENT = re.compile(r"""(#[^=&;#"'<>]*=)[^&;#"'<>)}\]]+""")
 _TOKEN = re.compile(
-    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}|(bearer\s+)[\w.~+/=-]{8,})""", re.I
+    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}|(bearer\s+)[\w.~+/=-]{8,})""",
+    re.I,
 )
 
 
 def redact(value: Any, key: str = "", hidden: bool = False) -> Any:
-    """A copy in which texts and numbers under secret keys and headers, and secrets in URLs, are `***`.
+    """A copy in which texts and numbers under secret keys and headers, and secrets in URLs, are
+    `***`.
 
     hidden: all that is in the value is a secret, but for headers with harmless names."""
     hidden = (hidden or _is_secret(key)) and key.lower() not in _HARMLESS_HEADERS
@@ -50,7 +61,8 @@ def redact(value: Any, key: str = "", hidden: bool = False) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """A text, such as an error or a line of a log, in which logins, parameters and tokens of URLs and headers are `***`."""
+    """A text, such as an error or a line of a log, in which logins, parameters and tokens of URLs
+    and headers are `***`."""
     if "://" in text:
         text = re.sub(r"\S+", lambda found: _redact_url(found[0]), text)
     return _TOKEN.sub(rf"\1\2{REDACTED}", text)
@@ -71,8 +83,12 @@ def _redact_url(word: str) -> str:
     start = word.find("://")
     if start < 0:
         return word
-    address = _LOGIN.sub(lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@", word[start:])
-    return word[:start] + _FRAGMENT.sub(rf"\1{REDACTED}", _PARAMETER.sub(_redact_parameter, address))
+    address = _LOGIN.sub(
+        lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@", word[start:]
+    )
+    return word[:start] + _FRAGMENT.sub(
+        rf"\1{REDACTED}", _PARAMETER.sub(_redact_parameter, address)
+    )
 
 
 def _redact_parameter(found: re.Match[str]) -> str:

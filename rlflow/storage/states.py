@@ -1,5 +1,5 @@
-"""The states of a run's parts, as a checkpoint holds them: what JSON can say in state.json, tensors and bytes in a
-file beside it."""
+"""The states of a run's parts, as a checkpoint holds them: what JSON can say in state.json, tensors
+and bytes in a file beside it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TENSOR = "__tensor__"
-"""Key of the mapping that stands in state.json in a tensor's place: {TENSOR: its name in the tensors' file}."""
+"""Key of the mapping that stands in state.json in a tensor's place: {TENSOR: its name in the
+tensors' file}."""
 BYTES = "__bytes__"
 """The same for bytes."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run that remembers something from step to step. A state is made of what JSON can say, of tensors
-    and of bytes."""
+    """A part of a run that remembers something from step to step. A state is made of what JSON can
+    say, of tensors and of bytes."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -27,7 +28,10 @@ class Stateful(Protocol):
 
 def states(parts: Mapping[str, object]) -> dict[str, Any]:
     """{name: state} of the parts; empty for one that remembers nothing."""
-    return {name: part.state_dict() if isinstance(part, Stateful) else {} for name, part in parts.items()}
+    return {
+        name: part.state_dict() if isinstance(part, Stateful) else {}
+        for name, part in parts.items()
+    }
 
 
 def load_states(parts: Mapping[str, object], saved: Mapping[str, Any]) -> None:

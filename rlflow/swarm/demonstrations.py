@@ -20,23 +20,37 @@ logger = logging.getLogger(__name__)
 
 
 class Demonstrations(Filter):
-    """Adds `episodes` random ones of a file to every step, each a group of its own with source `demonstration` (arXiv 2509.15937,
-    demonstration replay).
+    """Adds `episodes` random ones of a file to every step, each a group of its own with source
+    `demonstration` (arXiv 2509.15937, demonstration replay).
 
-    path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its `response`, as runs and evaluations
-    write them. The episodes are played through this run's environment once, which scores them, and come without log-probs:
-    kernels need `anchor: proximal`. What learns from them by likelihood is `sft` with `source: demonstration`; the transform
-    `only_sources` keeps the policy gradient to the others. An episode that does not end with its last response here is told of
-    and left out. Raises DataError for a file that is not such.
-    """
+    path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its
+    `response`, as runs and evaluations write them. The episodes are played through this run's
+    environment once, which scores them, and come without log-probs: kernels need `anchor:
+    proximal`. What learns from them by likelihood is `sft` with `source: demonstration`; the
+    transform `only_sources` keeps the policy gradient to the others. An episode that does not end
+    with its last response here is told of and left out. Raises DataError for a file that is not
+    such."""
 
     whole_step = True
     unscored = True
     needs = frozenset({"proximal"})
     remembers = ("steps",)
 
-    def __init__(self, rollout: Rollout, seed: int, path: str, episodes: PositiveInt = 4, split: str = "train") -> None:
-        self._rollout, self._seed, self._path, self._episodes, self._split = rollout, seed, Path(path), episodes, split
+    def __init__(
+        self,
+        rollout: Rollout,
+        seed: int,
+        path: str,
+        episodes: PositiveInt = 4,
+        split: str = "train",
+    ) -> None:
+        self._rollout, self._seed, self._path, self._episodes, self._split = (
+            rollout,
+            seed,
+            Path(path),
+            episodes,
+            split,
+        )
         self._rows = _rows(self._path)
         self._steps = 0
 
@@ -53,9 +67,12 @@ class Demonstrations(Filter):
         transcripts = {}
         for number, (name, responses) in enumerate(self._rows, 1):
             if name not in tasks:
-                raise DataError(f"{self._path}:{number}: expected a task of the split '{self._split}', found '{name}'.")
+                raise DataError(
+                    f"{self._path}:{number}: expected a task of the split '{self._split}', found '{name}'."
+                )
             said = tuple(
-                Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos") for text in responses
+                Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos")
+                for text in responses
             )
             transcripts[f"demonstration.{number}:{name}"] = Transcripts(tasks[name], (said,))
         groups = self._rollout.replay(transcripts)
@@ -84,13 +101,19 @@ def _rows(path: Path) -> list[tuple[str, list[str]]]:
             name, responses = row["task_id"], [turn["response"] for turn in row["turns"]]
         except (KeyError, TypeError):
             name, responses = None, []
-        if not isinstance(name, str) or not responses or not all(isinstance(text, str) for text in responses):
+        if (
+            not isinstance(name, str)
+            or not responses
+            or not all(isinstance(text, str) for text in responses)
+        ):
             raise DataError(
                 f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {str(row)[:80]!r}.'
             )
         found.append((name, responses))
     if not found:
-        raise DataError(f"filter demonstrations: path: {path} holds no episode, expected one or more.")
+        raise DataError(
+            f"filter demonstrations: path: {path} holds no episode, expected one or more."
+        )
     return found
 
 

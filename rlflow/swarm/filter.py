@@ -1,4 +1,5 @@
-"""The filter with which a run takes part in a swarm: it shares its groups and trains on some of its peers'."""
+"""The filter with which a run takes part in a swarm: it shares its groups and trains on some of its
+peers'."""
 
 from __future__ import annotations
 
@@ -36,18 +37,21 @@ class Shared:
 
 
 class Swarm(Filter):
-    """A step of `local` groups of one's own and `external` ones of others, both drawn uniformly (arXiv 2509.08721, algorithm 1).
+    """A step of `local` groups of one's own and `external` ones of others, both drawn uniformly
+    (arXiv 2509.08721, algorithm 1).
 
-    Own groups are published as text. Others' are played through the environment of this run, which scores them, and are in
-    this run's tokens with log-probs unknown: kernels need `anchor: proximal`, their ratio is then 1 before the first update.
-    Groups whose attempts score alike by that are passed over. Statistics are those of the attempts that could be played.
+    Own groups are published as text. Others' are played through the environment of this run, which
+    scores them, and are in this run's tokens with log-probs unknown: kernels need `anchor:
+    proximal`, their ratio is then 1 before the first update. Groups whose attempts score alike by
+    that are passed over. Statistics are those of the attempts that could be played.
 
-    local: None keeps all that the step sampled. fill: what stands in for external groups that there are too few of: more of
-    one's own, as far as there are any, or a `smaller` step. publish: groups per step at the most. tasks: of which tasks
-    others' groups may be: `known`, those of this run's `split` (as this run has them, so that a peer has no say in what is
-    right), or `any`, where the question and what the verifier goes by are the peer's. pool, per_peer: transcripts that wait,
-    in all and of one peer; the oldest give way, and those that came over `max_age_steps` ago. So long doubles are known.
-    """
+    local: None keeps all that the step sampled. fill: what stands in for external groups that there
+    are too few of: more of one's own, as far as there are any, or a `smaller` step. publish: groups
+    per step at the most. tasks: of which tasks others' groups may be: `known`, those of this run's
+    `split` (as this run has them, so that a peer has no say in what is right), or `any`, where the
+    question and what the verifier goes by are the peer's. pool, per_peer: transcripts that wait, in
+    all and of one peer; the oldest give way, and those that came over `max_age_steps` ago. So long
+    doubles are known."""
 
     whole_step = True
     unscored = True
@@ -70,17 +74,23 @@ class Swarm(Filter):
         max_age_steps: PositiveInt = 16,
     ) -> None:
         if peer is not None and not PEER_NAME.fullmatch(peer):
-            raise ConfigError(f"swarm.peer: expected up to 64 letters, digits, - and _, found '{peer}'.")
+            raise ConfigError(
+                f"swarm.peer: expected up to 64 letters, digits, - and _, found '{peer}'."
+            )
         self._rollout, self._seed = rollout, seed
         self._peer = peer or secrets.token_hex(6)
         self._local, self._external, self._fill, self._publish = local, external, fill, publish
         self._any_task, self._split = tasks == "any", split
         self._most, self._per_peer, self._max_age_steps = pool, per_peer, max_age_steps
-        self._transport: ExperienceTransport = TRANSPORT.build(transport, "swarm.transport", peer=self._peer)
+        self._transport: ExperienceTransport = TRANSPORT.build(
+            transport, "swarm.transport", peer=self._peer
+        )
         self._step = 0
         self._pool: dict[str, Shared] = {}  # by digest, oldest first
         self._seen: dict[str, int] = {}  # digest -> the step in which it came, oldest first
-        self._counts = dict.fromkeys(("published", "received", "rejected", "unplayable", "alike", "external", "missing"), 0)
+        self._counts = dict.fromkeys(
+            ("published", "received", "rejected", "unplayable", "alike", "external", "missing"), 0
+        )
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         draw = random.Random(f"{self._seed}/swarm/{self._step}")
@@ -97,7 +107,8 @@ class Swarm(Filter):
         return [*draw.sample(groups, min(wanted, len(groups))), *external]
 
     def report(self) -> dict[str, float]:
-        """Groups published, received, rejected, chosen, missing, and with equal scores; attempts that could not be played."""
+        """Groups published, received, rejected, chosen, missing, and with equal scores; attempts
+        that could not be played."""
         counted = {f"swarm_{name}": float(value) for name, value in self._counts.items()}
         self._counts = dict.fromkeys(self._counts, 0)
         return {**counted, "swarm_pool": float(len(self._pool)), **self._transport.report()}
@@ -118,7 +129,9 @@ class Swarm(Filter):
         self._pool = {}
         for step, text in state["pool"]:
             message = load(text.encode())
-            self._pool[message.digest] = Shared(message.peer, int(step), text, self._own_terms(message.transcript))
+            self._pool[message.digest] = Shared(
+                message.peer, int(step), text, self._own_terms(message.transcript)
+            )
 
     @cached_property
     def _tasks(self) -> dict[str, Task]:
@@ -129,7 +142,9 @@ class Swarm(Filter):
         messages = []
         for group in draw.sample(own, min(self._publish, len(own))):
             sampled = [one for one in group.trajectories if one.source == "local"]
-            transcript = transcribe(Group(group.id, group.task, sampled), self._rollout.tokenizer.eos_ids)
+            transcript = transcribe(
+                Group(group.id, group.task, sampled), self._rollout.tokenizer.eos_ids
+            )
             message = dump(transcript, self._peer)
             if len(message) <= self._transport.max_bytes:
                 messages.append(message)
@@ -140,7 +155,9 @@ class Swarm(Filter):
         for content in self._transport.receive():
             try:
                 message = load(content)
-                shared = Shared(message.peer, self._step, content.decode(), self._own_terms(message.transcript))
+                shared = Shared(
+                    message.peer, self._step, content.decode(), self._own_terms(message.transcript)
+                )
             except MessageError:
                 self._counts["rejected"] += 1
                 continue
@@ -153,32 +170,45 @@ class Swarm(Filter):
             if len(same) > self._per_peer:
                 del self._pool[same[0]]
         oldest = self._step - self._max_age_steps
-        self._pool = dict([item for item in self._pool.items() if item[1].step >= oldest][-self._most :])
+        self._pool = dict(
+            [item for item in self._pool.items() if item[1].step >= oldest][-self._most :]
+        )
         self._seen = dict([item for item in self._seen.items() if item[1] >= oldest][-REMEMBERED:])
 
     def _own_terms(self, transcript: Transcripts) -> Transcripts:
-        """The transcript with this run's own task where it has it. Raises MessageError for a task that is not accepted."""
+        """The transcript with this run's own task where it has it. Raises MessageError for a task
+        that is not accepted."""
         task = self._tasks.get(transcript.task.id)
         if task is not None:
             if task.prompt != transcript.task.prompt:
                 raise MessageError("another question under the id of one of ours")
         elif self._any_task:
-            task = dataclasses.replace(transcript.task, prompt=_quoted(transcript.task, self._rollout))
+            task = dataclasses.replace(
+                transcript.task, prompt=_quoted(transcript.task, self._rollout)
+            )
         else:
             raise MessageError("a task that this run does not have")
         return dataclasses.replace(transcript, task=task)
 
     def _choose(self, draw: random.Random) -> list[Group]:
-        """Up to `external` groups with a spread of scores, in random order; what was played does not come again."""
+        """Up to `external` groups with a spread of scores, in random order; what was played does
+        not come again."""
         order = draw.sample(list(self._pool), len(self._pool))[: TRIES * self._external]
         found: list[Group] = []
         while order and len(found) < self._external:
             count = self._external - len(found)
             digests, order = order[:count], order[count:]
-            names = {f"swarm.{self._step}.{digest}:{self._pool[digest].transcript.task.id}": digest for digest in digests}
-            for group in self._rollout.replay({name: self._pool[digest].transcript for name, digest in names.items()}):
+            names = {
+                f"swarm.{self._step}.{digest}:{self._pool[digest].transcript.task.id}": digest
+                for digest in digests
+            }
+            for group in self._rollout.replay(
+                {name: self._pool[digest].transcript for name, digest in names.items()}
+            ):
                 shared = self._pool.pop(names[group.id])
-                self._counts["unplayable"] += len(shared.transcript.attempts) - len(group.trajectories)
+                self._counts["unplayable"] += len(shared.transcript.attempts) - len(
+                    group.trajectories
+                )
                 if scores_alike(group):
                     self._counts["alike"] += 1
                 else:

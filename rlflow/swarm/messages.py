@@ -1,4 +1,5 @@
-"""One transcript as a message between peers, in JSON: read with suspicion, in time linear in its length.
+"""One transcript as a message between peers, in JSON: read with suspicion, in time linear in its
+length.
 
 {"format": 1, "peer": "a7", "task": {"id": "...", "prompt": "...", "answer": ..., "metadata": {}},
  "attempts": [[{"text": "...", "end": "eos"}, ...], ...]}
@@ -30,7 +31,8 @@ class MessageError(RLFlowError):
 
 @dataclass(frozen=True)
 class PeerMessage:
-    """A transcript and the name under which a peer sent it. digest: of the question and the responses, whoever sent them."""
+    """A transcript and the name under which a peer sent it. digest: of the question and the
+    responses, whoever sent them."""
 
     peer: str
     transcript: Transcripts
@@ -38,18 +40,22 @@ class PeerMessage:
 
 
 def dump(transcript: Transcripts, peer: str) -> bytes:
-    """The message. A task whose answer or metadata JSON cannot say goes without both: peers that have the task can use it."""
+    """The message. A task whose answer or metadata JSON cannot say goes without both: peers that
+    have the task can use it."""
     task = {name: getattr(transcript.task, name) for name in _TASK_KEYS}
     try:
         json.dumps(task)
     except (TypeError, ValueError, RecursionError):
         task = {"id": task["id"], "prompt": task["prompt"]}
-    attempts = [[dataclasses.asdict(response) for response in attempt] for attempt in transcript.attempts]
+    attempts = [
+        [dataclasses.asdict(response) for response in attempt] for attempt in transcript.attempts
+    ]
     return json.dumps({"format": FORMAT, "peer": peer, "task": task, "attempts": attempts}).encode()
 
 
 def load(message: bytes) -> PeerMessage:
-    """The message that `dump` wrote. Raises MessageError for anything else; nothing of it is evaluated."""
+    """The message that `dump` wrote. Raises MessageError for anything else; nothing of it is
+    evaluated."""
     try:
         document = json.loads(message.decode())
     except (ValueError, RecursionError) as error:  # numbers of more than 4300 digits too
@@ -60,14 +66,17 @@ def load(message: bytes) -> PeerMessage:
     _expect(isinstance(peer, str) and PEER_NAME.fullmatch(peer), "the peer's name")
     if not isinstance(attempts, list) or not 0 < len(attempts) <= MOST_ATTEMPTS:
         raise MessageError(f"expected 1 to {MOST_ATTEMPTS} attempts")
-    transcript = Transcripts(_task(document.get("task")), tuple(_attempt(attempt) for attempt in attempts))
+    transcript = Transcripts(
+        _task(document.get("task")), tuple(_attempt(attempt) for attempt in attempts)
+    )
     return PeerMessage(str(peer), transcript, digest(transcript))
 
 
 def digest(transcript: Transcripts) -> str:
     """Names the question and the responses, for doubles to be known."""
     attempts = sorted([response.text for response in attempt] for attempt in transcript.attempts)
-    text = json.dumps([transcript.task.id, transcript.task.prompt, attempts], sort_keys=True)  # half surrogates are escaped
+    # Half surrogates are escaped
+    text = json.dumps([transcript.task.id, transcript.task.prompt, attempts], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -82,7 +91,9 @@ def _task(value: Any) -> Task:
 
 def _conversation(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(
-        isinstance(one, dict) and set(one) == {"role", "content"} and all(isinstance(text, str) for text in one.values())
+        isinstance(one, dict)
+        and set(one) == {"role", "content"}
+        and all(isinstance(text, str) for text in one.values())
         for one in prompt
     )
 
@@ -91,7 +102,10 @@ def _attempt(value: Any) -> tuple[Response, ...]:
     _expect(isinstance(value, list) and 0 < len(value) <= MOST_TURNS, f"1 to {MOST_TURNS} turns")
     for turn in value:
         _expect(isinstance(turn, dict) and isinstance(turn.get("text"), str), "a response's text")
-        _expect(any(turn.get("end") == end for end in get_args(End)), f"its end, one of {', '.join(get_args(End))}")
+        _expect(
+            any(turn.get("end") == end for end in get_args(End)),
+            f"its end, one of {', '.join(get_args(End))}",
+        )
     return tuple(Response(turn["text"], turn["end"]) for turn in value)
 
 

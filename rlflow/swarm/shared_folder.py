@@ -23,11 +23,12 @@ NAME = re.compile(r"([A-Za-z0-9_-]{1,64})\.\d{20}\.json")
 
 
 class DirectoryTransport(ExperienceTransport):
-    """Messages as files <peer>.<time>.json in `path`, which is made. Whoever may write there is a peer.
+    """Messages as files <peer>.<time>.json in `path`, which is made. Whoever may write there is a
+    peer.
 
-    keep: newest files of one's own that stay. max_age_s: files of anybody that are older are removed. max_files: read per
-    call, the newest. max_bytes: of a message; larger files are not read. Links and other things than files are left alone.
-    """
+    keep: newest files of one's own that stay. max_age_s: files of anybody that are older are
+    removed. max_files: read per call, the newest. max_bytes: of a message; larger files are not
+    read. Links and other things than files are left alone."""
 
     def __init__(
         self,
@@ -47,14 +48,18 @@ class DirectoryTransport(ExperienceTransport):
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"swarm directory {path}: cannot be made ({error.strerror}).") from None
+            raise ConfigError(
+                f"swarm directory {path}: cannot be made ({error.strerror})."
+            ) from None
 
     def publish(self, messages: Sequence[bytes]) -> None:
         """Writes them, newest last, and removes one's own beyond `keep`."""
         for message in messages:
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             try:
-                with replacing(self._path / f"{self._peer}.{self._last_ns:020d}.json", durable=False) as aside:
+                with replacing(
+                    self._path / f"{self._peer}.{self._last_ns:020d}.json", durable=False
+                ) as aside:
                     aside.write_bytes(message)
             except OSError as error:
                 self._failed(error)
@@ -68,14 +73,29 @@ class DirectoryTransport(ExperienceTransport):
         present = self._files()
         for name, _ in [entry for entry in present if entry[1].st_mtime < oldest]:
             self._remove(name)
-        others = [entry for entry in present if entry[1].st_mtime >= oldest and not entry[0].startswith(f"{self._peer}.")]
-        # Clocks of file systems tick in milliseconds: of one tick, by name, which holds the peer's own time.
-        others = sorted(others, key=lambda entry: (entry[1].st_mtime_ns, entry[0]))[-self._max_files :]
+        others = [
+            entry
+            for entry in present
+            if entry[1].st_mtime >= oldest and not entry[0].startswith(f"{self._peer}.")
+        ]
+        # Clocks of file systems tick in milliseconds: of one tick, by name, which holds the peer's
+        # own time.
+        others = sorted(others, key=lambda entry: (entry[1].st_mtime_ns, entry[0]))[
+            -self._max_files :
+        ]
         new = [(name, status) for name, status in others if name not in self._read]
         self._read = {name for name, _ in others}
-        plain = [name for name, status in new if stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes]
+        plain = [
+            name
+            for name, status in new
+            if stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
+        ]
         contents = map(self._content, plain)
-        return [content for content in contents if content is not None and len(content) <= self.max_bytes]
+        return [
+            content
+            for content in contents
+            if content is not None and len(content) <= self.max_bytes
+        ]
 
     def report(self) -> dict[str, float]:
         """Reads and writes that failed."""

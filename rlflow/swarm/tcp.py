@@ -1,8 +1,7 @@
 """TCP between peers that share a key: authenticated, in order, of bounded size and time.
 
-The handshake and the frames are those of `rlflow.rollout.frames`; messages go from who calls to who accepts only, and are not
-encrypted: across networks that others can read, use a tunnel.
-"""
+The handshake and the frames are those of `rlflow.rollout.frames`; messages go from who calls to who
+accepts only, and are not encrypted: across networks that others can read, use a tunnel."""
 
 from __future__ import annotations
 
@@ -15,7 +14,16 @@ from pathlib import Path
 from rlflow.errors import ConfigError
 from rlflow.places import Places
 from rlflow.rollout.event_loop import LoopThread
-from rlflow.rollout.frames import LEAST_KEY, LENGTH, MAC, NONCE, Accepting, Calling, FrameError, length_in
+from rlflow.rollout.frames import (
+    LEAST_KEY,
+    LENGTH,
+    MAC,
+    NONCE,
+    Accepting,
+    Calling,
+    FrameError,
+    length_in,
+)
 from rlflow.swarm.transport import ExperienceTransport
 from rlflow.values import PositiveFloat, PositiveInt
 
@@ -25,16 +33,18 @@ MOST_CONNECTIONS = 32  # accepted at a time
 MOST_UNPROVEN = 32  # beside them, which have not shown that they have the key
 FRAMES = 256  # of a connection
 BROKEN = (OSError, EOFError, TimeoutError, FrameError)
-"""How a connection may end early: the peer went away, took too long, or did not keep to the protocol."""
+"""How a connection may end early: the peer went away, took too long, or did not keep to the
+protocol."""
 
 
 class TcpTransport(ExperienceTransport):
-    """Calls every one of `peers` (host:port) to send, and takes messages at `listen` (port 0: any that is free).
+    """Calls every one of `peers` (host:port) to send, and takes messages at `listen` (port 0: any
+    that is free).
 
-    key_file: a file with the secret that all peers share, 16 bytes or more. max_bytes: of a message. queue: messages kept for
-    a peer that does not answer, and of those received until they are asked for; the newest. timeout_s: for each step of a
-    connection, which as a whole gets ten times that.
-    """
+    key_file: a file with the secret that all peers share, 16 bytes or more. max_bytes: of a
+    message. queue: messages kept for a peer that does not answer, and of those received until they
+    are asked for; the newest. timeout_s: for each step of a connection, which as a whole gets ten
+    times that."""
 
     def __init__(
         self,
@@ -50,7 +60,9 @@ class TcpTransport(ExperienceTransport):
         self._key = _read_key(key_file)
         self._timeout_s = timeout_s
         self._inbox: deque[bytes] = deque(maxlen=queue)
-        self._outboxes: dict[tuple[str, int], deque[bytes]] = {_address(one): deque(maxlen=queue) for one in peers}
+        self._outboxes: dict[tuple[str, int], deque[bytes]] = {
+            _address(one): deque(maxlen=queue) for one in peers
+        }
         self._calling: set[tuple[str, int]] = set()
         self._unproven = Places(MOST_UNPROVEN)
         self._accepted = self._refused = self._failures = 0
@@ -60,7 +72,9 @@ class TcpTransport(ExperienceTransport):
             self._server = self._thread.run(self._listen(host, port))
         except OSError as error:
             self._thread.close()
-            raise ConfigError(f"swarm: cannot listen at {listen} ({error.strerror or error}).") from None
+            raise ConfigError(
+                f"swarm: cannot listen at {listen} ({error.strerror or error})."
+            ) from None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -81,7 +95,10 @@ class TcpTransport(ExperienceTransport):
 
     def report(self) -> dict[str, float]:
         """Connections that were refused or broke off, and calls that failed."""
-        counted = {"swarm_connections_refused": float(self._refused), "swarm_transport_failures": float(self._failures)}
+        counted = {
+            "swarm_connections_refused": float(self._refused),
+            "swarm_transport_failures": float(self._failures),
+        }
         self._refused = self._failures = 0
         return counted
 
@@ -107,7 +124,8 @@ class TcpTransport(ExperienceTransport):
         try:
             async with asyncio.timeout(10 * self._timeout_s):
                 await self._take(reader, writer)
-        except (*BROKEN, asyncio.CancelledError) as error:  # at the end; asyncio.streams would print a traceback for it
+        except (*BROKEN, asyncio.CancelledError) as error:
+            # At the end; asyncio.streams would print a traceback for it
             self._refused += 1
             logger.debug("swarm: a connection was broken off: %r", error)
         finally:
@@ -177,7 +195,9 @@ def _read_key(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"swarm.key_file: {path}: cannot be read ({error.strerror}).") from None
     if len(key) < LEAST_KEY:
-        raise ConfigError(f"swarm.key_file: {path}: expected {LEAST_KEY} bytes or more, found {len(key)}.")
+        raise ConfigError(
+            f"swarm.key_file: {path}: expected {LEAST_KEY} bytes or more, found {len(key)}."
+        )
     return key
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 
 class ExperienceTransport(ABC):
-    """Carries messages of at most `max_bytes` bytes to and from peers, best effort: any may be lost, doubled or come in another
-    order. Neither call waits for a peer or fails because of one: training goes on without them."""
+    """Carries messages of at most `max_bytes` bytes to and from peers, best effort: any may be
+    lost, doubled or come in another order. Neither call waits for a peer or fails because of one:
+    training goes on without them."""
 
     max_bytes: int
 
@@ -18,7 +19,8 @@ class ExperienceTransport(ABC):
 
     @abstractmethod
     def receive(self) -> list[bytes]:
-        """What has come since the last call, oldest first, a bounded number; others' bytes, not looked into."""
+        """What has come since the last call, oldest first, a bounded number; others' bytes, not
+        looked into."""
 
     def report(self) -> dict[str, float]:
         """Numbers since the last call."""

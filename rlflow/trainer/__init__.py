@@ -1,4 +1,5 @@
-"""Trainers: the interface, the Megatron trainer, and the reference trainer that tests hold it against."""
+"""Trainers: the interface, the Megatron trainer, and the reference trainer that tests hold it
+against."""
 
 from rlflow.trainer.base import LossFunction, Trainer
 

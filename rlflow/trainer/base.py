@@ -1,4 +1,5 @@
-"""The Trainer interface, how one is made from a HuggingFace directory, and a policy with a critic beside it."""
+"""The Trainer interface, how one is made from a HuggingFace directory, and a policy with a critic
+beside it."""
 
 from __future__ import annotations
 
@@ -18,23 +19,29 @@ CRITIC = "critic"
 """The folder of the critic in a checkpoint."""
 
 LossFunction = Callable[[PolicyOutput, Batch], LossResult]
-"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each. A `Loss` says besides what it `needs`."""
+"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each. A `Loss` says besides
+what it `needs`."""
 
 
 class Trainer(ABC):
-    """Holds the policy, its optimizer and frozen copies of it. Every method is a collective: all ranks call it with the
-    same arguments and get the same answers."""
+    """Holds the policy, its optimizer and frozen copies of it. Every method is a collective: all
+    ranks call it with the same arguments and get the same answers."""
 
     exports: bool = True
     """Whether `weights` are what was learned, so that a run writes them at its end."""
 
     @staticmethod
     def from_pretrained(
-        path: str | Path, backend: str = "megatron", *, critic: Mapping[str, Any] | None = None, **options: Any
+        path: str | Path,
+        backend: str = "megatron",
+        *,
+        critic: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Trainer:
-        """A trainer over the weights of a HuggingFace directory. backend: megatron, reference (one device, plain torch), one of
-        an installed package, `package.module:Name` or `file.py:Name`. options: those of `TrainerOptions`, dtype, seed,
-        trust_remote_code. critic: `CriticOptions` of a critic beside it (`ActorCritic`). Raises ConfigError."""
+        """A trainer over the weights of a HuggingFace directory. backend: megatron, reference (one
+        device, plain torch), one of an installed package, `package.module:Name` or `file.py:Name`.
+        options: those of `TrainerOptions`, dtype, seed, trust_remote_code. critic: `CriticOptions`
+        of a critic beside it (`ActorCritic`). Raises ConfigError."""
         make = TRAINER.resolve(backend, "trainer.backend")
         if critic is None:
             return make(path, **options)
@@ -53,60 +60,76 @@ class Trainer(ABC):
 
     @abstractmethod
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
-        """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the row's temperature.
-        model: policy, or the name of a snapshot or of a frozen model. want: logprobs, entropy; with a critic values (of the state
-        before the token). top_k: `top_ids` (B, T, k) too,
-        the likeliest tokens in the place of each, and `top_logprobs`. Raises ConfigError for a k above the vocabulary."""
+        """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the
+        row's temperature. model: policy, or the name of a snapshot or of a frozen model. want:
+        logprobs, entropy; with a critic values (of the state before the token). top_k: `top_ids`
+        (B, T, k) too, the likeliest tokens in the place of each, and `top_logprobs`. Raises
+        ConfigError for a k above the vocabulary."""
 
     @abstractmethod
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
-        """One optimizer step that minimizes sum(weights * loss). Returns loss, gradient_norm, lr and the loss's metrics, each
-        reduced as the loss says: the mean under the weights, or the maximum or sum over the trained tokens."""
+        """One optimizer step that minimizes sum(weights * loss). Returns loss, gradient_norm, lr
+        and the loss's metrics, each reduced as the loss says: the mean under the weights, or the
+        maximum or sum over the trained tokens."""
 
     @abstractmethod
     def snapshot(self, name: str) -> None:
-        """Freezes a copy of today's policy under a name (reference, proximal); it is part of the checkpoint."""
+        """Freezes a copy of today's policy under a name (reference, proximal); it is part of the
+        checkpoint."""
 
     def load_frozen(self, name: str, path: str | Path) -> None:
-        """Loads the model of a HuggingFace directory beside the policy, for `score` alone. It may have another size and another
-        family. It is not part of the checkpoint. Raises ConfigError where the trainer has none, it cannot be split as the policy
-        is, or the name is in use; ModelError."""
-        raise ConfigError(f"{type(self).__name__}: it cannot score another model than its policy; take trainer.backend=megatron.")
+        """Loads the model of a HuggingFace directory beside the policy, for `score` alone. It may
+        have another size and another family. It is not part of the checkpoint. Raises ConfigError
+        where the trainer has none, it cannot be split as the policy is, or the name is in use;
+        ModelError."""
+        raise ConfigError(
+            f"{type(self).__name__}: it cannot score another model than its policy; take trainer.backend=megatron."
+        )
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time; adapters are merged in."""
+        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time;
+        adapters are merged in."""
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters that are trained (`trainer.lora`), else nothing: for each target of each layer, by its HuggingFace name,
-        `LAYER.lora_A.weight` (rank, in) and `LAYER.lora_B.weight` (out, rank), full tensors on the CPU."""
+        """The adapters that are trained (`trainer.lora`), else nothing: for each target of each
+        layer, by its HuggingFace name, `LAYER.lora_A.weight` (rank, in) and `LAYER.lora_B.weight`
+        (out, rank), full tensors on the CPU."""
         return iter(())
 
     @abstractmethod
     def save(self, path: str | Path, step: int) -> None:
-        """Writes model, optimizer, snapshots, RNG into the directory `path` (made here). Raises StorageError."""
+        """Writes model, optimizer, snapshots, RNG into the directory `path` (made here). Raises
+        StorageError."""
 
     def begin_save(self, path: str | Path, step: int) -> None:
-        """The first half of a save: may return once the state is copied, so that training goes on while the copy is
-        written. Only `finish_save` makes a checkpoint of it. Raises StorageError."""
+        """The first half of a save: may return once the state is copied, so that training goes on
+        while the copy is written. Only `finish_save` makes a checkpoint of it. Raises
+        StorageError."""
         self.save(path, step)
 
     def finish_save(self, wait: bool = True) -> bool:
-        """Ends a begun save, if there is one; without `wait`, only if everything is written by now. Returns whether no save
-        is under way any more. Raises StorageError where the save failed."""
+        """Ends a begun save, if there is one; without `wait`, only if everything is written by now.
+        Returns whether no save is under way any more. Raises StorageError where the save failed."""
         return True
 
     @abstractmethod
     def load(self, path: str | Path) -> int:
-        """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not hold stay.
+        """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not
+        hold stay.
 
-        Raises DamagedCheckpointError where a file is missing or not what was written, CheckpointError where the checkpoint
-        is missing or another model's."""
+        Raises DamagedCheckpointError where a file is missing or not what was written,
+        CheckpointError where the checkpoint is missing or another model's."""
 
     def peak_memory(self) -> dict[str, float]:
-        """Where the trainer runs in processes of its own: {phase: the highest peak among them since the last call, GiB}."""
+        """Where the trainer runs in processes of its own: {phase: the highest peak among them since
+        the last call, GiB}."""
         return {}
 
     def close(self) -> None:
@@ -114,11 +137,14 @@ class Trainer(ABC):
 
 
 def check_wanted(want: Sequence[str], critic: bool) -> None:
-    """Raises ConfigError for what a trainer cannot score: a policy gives logprobs and entropy, a critic values."""
+    """Raises ConfigError for what a trainer cannot score: a policy gives logprobs and entropy, a
+    critic values."""
     known = ("values",) if critic else ("logprobs", "entropy")
     for name in want:
         if name == "values" and not critic:
-            raise ConfigError("trainer.score: values come from a critic, found none; set algorithm.critic={lr: 1e-5}.")
+            raise ConfigError(
+                "trainer.score: values come from a critic, found none; set algorithm.critic={lr: 1e-5}."
+            )
         if name not in known:
             raise ConfigError(
                 f"trainer.score: expected {' or '.join(known)}, found '{name}'.{did_you_mean(name, known)}"
@@ -126,27 +152,33 @@ def check_wanted(want: Sequence[str], critic: bool) -> None:
 
 
 class ActorCritic(Trainer):
-    """A policy and a critic: a second model of the same backend and layout, with a value head in place of the output layer, its
-    own optimizer, learning rate and gradient norm. It starts from the policy's weights and a head of zeros.
+    """A policy and a critic: a second model of the same backend and layout, with a value head in
+    place of the output layer, its own optimizer, learning rate and gradient norm. It starts from
+    the policy's weights and a head of zeros.
 
-    `update` gives each the terms of the loss that are about it (`Loss.split`). The first `warmup_updates` updates are the
-    critic's alone; checkpoints hold it in a folder of its own; `weights`, snapshots and what follows from them are the
-    policy's."""
+    `update` gives each the terms of the loss that are about it (`Loss.split`). The first
+    `warmup_updates` updates are the critic's alone; checkpoints hold it in a folder of its own;
+    `weights`, snapshots and what follows from them are the policy's."""
 
     def __init__(self, policy: Trainer, critic: Trainer, warmup_updates: int = 0) -> None:
         self.policy, self.critic, self.warmup_updates = policy, critic, warmup_updates
         self.critic_updates = 0
 
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         of_policy = tuple(name for name in want if name != "values")
         scores = self.policy.score(batch, model, of_policy, top_k) if of_policy or top_k else {}
         return scores | self.critic.score(batch, want=("values",)) if "values" in want else scores
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
-        """Metrics are the policy's, those that only the critic's terms have, and the critic's loss, gradient_norm and lr as
-        `critic_...`. While the critic is warmed up alone, lr is 0 and the policy has no others."""
+        """Metrics are the policy's, those that only the critic's terms have, and the critic's loss,
+        gradient_norm and lr as `critic_...`. While the critic is warmed up alone, lr is 0 and the
+        policy has no others."""
         of_policy, of_critic = as_loss(loss).split()
         metrics, values = {"lr": 0.0}, {}
         warming = of_critic is not None and self.critic_updates < self.warmup_updates
@@ -155,7 +187,11 @@ class ActorCritic(Trainer):
             self.critic_updates += 1
         if of_policy is not None and not warming:
             metrics = self.policy.update(batch, of_policy)
-        own = {f"critic_{name}": values.pop(name) for name in ("loss", "gradient_norm", "lr") if name in values}
+        own = {
+            f"critic_{name}": values.pop(name)
+            for name in ("loss", "gradient_norm", "lr")
+            if name in values
+        }
         values.pop("updates_skipped", None)
         return {**values, **own, **metrics}
 
@@ -177,7 +213,8 @@ class ActorCritic(Trainer):
 
     def begin_save(self, path: str | Path, step: int) -> None:
         self.policy.begin_save(path, step)
-        self.critic.begin_save(Path(path) / CRITIC, self.critic_updates)  # its step is the count of its updates
+        # Its step is the count of its updates
+        self.critic.begin_save(Path(path) / CRITIC, self.critic_updates)
 
     def finish_save(self, wait: bool = True) -> bool:
         return self.policy.finish_save(wait) & self.critic.finish_save(wait)

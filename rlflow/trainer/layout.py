@@ -1,4 +1,5 @@
-"""How a model lies over ranks, and what makes a layout impossible: all known before anything expensive starts."""
+"""How a model lies over ranks, and what makes a layout impossible: all known before anything
+expensive starts."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from rlflow.values import PositiveInt, checked
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The sizes of Megatron's parallel dimensions; what remains of the ranks is data parallel. Any product is allowed.
+    """The sizes of Megatron's parallel dimensions; what remains of the ranks is data parallel. Any
+    product is allowed.
 
-    `virtual_pipeline`: model chunks per pipeline rank, which take turns (the interleaved schedule). Raises ConfigError
-    for sizes that contradict each other."""
+    `virtual_pipeline`: model chunks per pipeline rank, which take turns (the interleaved schedule).
+    Raises ConfigError for sizes that contradict each other."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -26,7 +28,12 @@ class ParallelLayout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "virtual_pipeline"):
+        for name in (
+            "tensor_parallel",
+            "pipeline_parallel",
+            "context_parallel",
+            "virtual_pipeline",
+        ):
             checked(PositiveInt, getattr(self, name), f"trainer.{name}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
@@ -41,7 +48,8 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, section: Any) -> ParallelLayout:
-        """The layout that an object with attributes of these names asks for, such as the `trainer` section."""
+        """The layout that an object with attributes of these names asks for, such as the `trainer`
+        section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
@@ -63,7 +71,8 @@ class ParallelLayout:
         return self.pipeline_parallel * self.virtual_pipeline
 
     def data_parallel(self, ranks: int) -> int:
-        """How often `ranks` processes hold the model (0 ranks: this process alone). Raises ConfigError for a remainder."""
+        """How often `ranks` processes hold the model (0 ranks: this process alone). Raises
+        ConfigError for a remainder."""
         if max(ranks, 1) % self.model_ranks:
             sizes = f"{self.tensor_parallel} x {self.pipeline_parallel} x {self.context_parallel}"
             raise ConfigError(
@@ -80,7 +89,12 @@ class ParallelLayout:
             ("tensor_parallel", self.tensor_parallel, "key-value heads", model.groups),
             ("tensor_parallel", self.tensor_parallel, "intermediate size", model.ffn),
             ("pipeline_parallel", self.pipeline_parallel, "layers", model.layers),
-            ("virtual_pipeline", self.virtual_pipeline, "layers per pipeline rank", model.layers // self.pipeline_parallel),
+            (
+                "virtual_pipeline",
+                self.virtual_pipeline,
+                "layers per pipeline rank",
+                model.layers // self.pipeline_parallel,
+            ),
         )
         for name, count, what, size in parts:
             if size % count or not size:
@@ -90,8 +104,11 @@ class ParallelLayout:
                 )
 
 
-def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> tuple[int, int]:
-    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
+def stage_of(
+    rule: Rule, layer: int, model: Architecture, layout: ParallelLayout
+) -> tuple[int, int]:
+    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take
+    turns with their chunks."""
     stage = layout.stages - 1
     if rule.per_layer:
         stage = layer // (model.layers // layout.stages)

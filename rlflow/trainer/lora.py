@@ -1,4 +1,5 @@
-"""What LoRA is in every trainer: the factors' start, their names, whose checkpoint is whose; and adapters in plain torch."""
+"""What LoRA is in every trainer: the factors' start, their names, whose checkpoint is whose; and
+adapters in plain torch."""
 
 from __future__ import annotations
 
@@ -21,21 +22,33 @@ A, B = "lora_A", "lora_B"
 
 
 def first_factor(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
-    """(rank, in) float32: A of a HuggingFace layer before the first update, as peft draws it: uniform within 1 / sqrt(in).
-    It depends on the seed and the layer's name alone, so it is the same in every layout. B starts as 0."""
+    """(rank, in) float32: A of a HuggingFace layer before the first update, as peft draws it:
+    uniform within 1 / sqrt(in). It depends on the seed and the layer's name alone, so it is the
+    same in every layout. B starts as 0."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{layer}".encode()))
-    return torch.nn.init.kaiming_uniform_(torch.empty(rank, inputs), a=math.sqrt(5), generator=generator)
+    return torch.nn.init.kaiming_uniform_(
+        torch.empty(rank, inputs), a=math.sqrt(5), generator=generator
+    )
 
 
 def identity(options: LoraOptions | None, base: str) -> dict[str, Any] | None:
-    """What a checkpoint of adapters says of them; None for one of whole weights. base: the content hash of the frozen weights."""
+    """What a checkpoint of adapters says of them; None for one of whole weights. base: the content
+    hash of the frozen weights."""
     if options is None:
         return None
-    return {"rank": options.rank, "alpha": options.alpha, "targets": list(options.targets), "base": base}
+    return {
+        "rank": options.rank,
+        "alpha": options.alpha,
+        "targets": list(options.targets),
+        "base": base,
+    }
 
 
-def check_identity(path: Path, saved: Mapping[str, Any] | None, present: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError unless a checkpoint and a trainer have the same adapters over the same weights, or both none."""
+def check_identity(
+    path: Path, saved: Mapping[str, Any] | None, present: Mapping[str, Any] | None
+) -> None:
+    """Raises CheckpointError unless a checkpoint and a trainer have the same adapters over the same
+    weights, or both none."""
     if saved is not None and present is not None:
         for key in ("rank", "alpha", "targets"):
             if saved.get(key) != present[key]:
@@ -48,8 +61,12 @@ def check_identity(path: Path, saved: Mapping[str, Any] | None, present: Mapping
                 f"({present['base'][:12]}); set model.path to the model that the run began with."
             )
     elif saved is not None:
-        asked = ", ".join(f"{key}: {saved.get(key)}" for key in ("rank", "alpha", "targets")).replace("'", "")
-        raise CheckpointError(f"{path}: holds LoRA adapters alone, and trainer.lora is not set; set it to {{{asked}}}.")
+        asked = ", ".join(
+            f"{key}: {saved.get(key)}" for key in ("rank", "alpha", "targets")
+        ).replace("'", "")
+        raise CheckpointError(
+            f"{path}: holds LoRA adapters alone, and trainer.lora is not set; set it to {{{asked}}}."
+        )
     elif present is not None:
         raise CheckpointError(
             f"{path}: holds whole weights, and trainer.lora is set, under which these stay as they are in model.path; leave "
@@ -58,12 +75,17 @@ def check_identity(path: Path, saved: Mapping[str, Any] | None, present: Mapping
 
 
 class LowRank(torch.nn.Module):
-    """The adapter of one linear layer in plain torch: what B A adds to its outputs, and to its weight."""
+    """The adapter of one linear layer in plain torch: what B A adds to its outputs, and to its
+    weight."""
 
-    def __init__(self, layer: str, linear: torch.nn.Linear, options: LoraOptions, seed: int) -> None:
+    def __init__(
+        self, layer: str, linear: torch.nn.Linear, options: LoraOptions, seed: int
+    ) -> None:
         super().__init__()
         self.scale = options.scale
-        self.a = Parameter(first_factor(layer, options.rank, linear.in_features, seed).to(linear.weight))
+        self.a = Parameter(
+            first_factor(layer, options.rank, linear.in_features, seed).to(linear.weight)
+        )
         self.b = Parameter(torch.zeros(linear.out_features, options.rank).to(linear.weight))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -78,8 +100,8 @@ class LowRank(torch.nn.Module):
 def attach(
     model: torch.nn.Module, options: LoraOptions, seed: int, trained: str = "output_layer."
 ) -> dict[str, LowRank]:
-    """Freezes a transformers model but for parameters whose names begin with `trained`, and gives each target an adapter as its
-    submodule `lora`. Returns them by the layer's name."""
+    """Freezes a transformers model but for parameters whose names begin with `trained`, and gives
+    each target an adapter as its submodule `lora`. Returns them by the layer's name."""
     made: dict[str, LowRank] = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))

@@ -15,7 +15,8 @@ BUILT_IN = {"adamw": f"{__name__}:AdamW"}
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled weight decay, which spares biases and norms (Megatron's rule: every one-dimensional parameter)."""
+    """Adam with decoupled weight decay, which spares biases and norms (Megatron's rule: every
+    one-dimensional parameter)."""
 
     beta1: Annotated[float, Range(0, below=1)] = 0.9
     beta2: Annotated[float, Range(0, below=1)] = 0.95

@@ -1,4 +1,5 @@
-"""How a loss's metrics (B, T) become one number: the same in every trainer, whatever the micro-batches and ranks."""
+"""How a loss's metrics (B, T) become one number: the same in every trainer, whatever the
+micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rlflow.types import Batch, Reduction
 
 
 def reduce_tokens(metric: Tensor, batch: Batch, how: Reduction) -> Tensor:
-    """One number for a micro-batch: sum(weights * metric), or the maximum or sum over the trained tokens (-inf or 0 of none)."""
+    """One number for a micro-batch: sum(weights * metric), or the maximum or sum over the trained
+    tokens (-inf or 0 of none)."""
     if how == "mean":
         return (batch.weights * metric).sum().double()
     trained = batch.weights != 0
@@ -30,9 +32,11 @@ def combine(total: float | None, found: Tensor, how: Reduction) -> float:
     return max(total, value) if how == "max" else total + value
 
 
-def finish_metrics(totals: Mapping[str, float], reductions: Mapping[str, Reduction], batch: Batch) -> dict[str, float]:
-    """The metrics of the whole batch: means are divided by the sum of the weights, so that their unit does not depend on it;
-    `loss` is the minimized sum itself."""
+def finish_metrics(
+    totals: Mapping[str, float], reductions: Mapping[str, Reduction], batch: Batch
+) -> dict[str, float]:
+    """The metrics of the whole batch: means are divided by the sum of the weights, so that their
+    unit does not depend on it; `loss` is the minimized sum itself."""
     share = float(batch.weights.sum()) or 1.0
     return {
         name: value if name == "loss" or reductions.get(name, "mean") != "mean" else value / share
@@ -41,7 +45,8 @@ def finish_metrics(totals: Mapping[str, float], reductions: Mapping[str, Reducti
 
 
 def check_loss(loss: float, updates: int) -> None:
-    """Raises RLFlowError where the loss of an update is not finite: its gradients may be, and mean nothing then."""
+    """Raises RLFlowError where the loss of an update is not finite: its gradients may be, and mean
+    nothing then."""
     if not math.isfinite(loss):
         raise RLFlowError(
             f"update {updates}: the loss is {loss}, expected a finite number; the weights were not changed. Look for "
@@ -50,5 +55,6 @@ def check_loss(loss: float, updates: int) -> None:
 
 
 def skipped(norm: float) -> dict[str, float]:
-    """The metric of an update whose gradient was 0 everywhere, so that the optimizer made no step."""
+    """The metric of an update whose gradient was 0 everywhere, so that the optimizer made no
+    step."""
     return {"updates_skipped": 1.0} if norm == 0 else {}

@@ -1,7 +1,8 @@
-"""The learning rate as a pure function of the step, the same for every trainer. (step, lr, **options) -> rate.
+"""The learning rate as a pure function of the step, the same for every trainer. (step, lr,
+**options) -> rate.
 
-`step` counts optimizer steps from 0. Warm-up is linear: lr / warmup_steps at step 0, lr from step warmup_steps - 1 on.
-"""
+`step` counts optimizer steps from 0. Warm-up is linear: lr / warmup_steps at step 0, lr from step
+warmup_steps - 1 on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def constant(step: int, lr: float, warmup_steps: NonNegativeInt = 0) -> float:
 
 
 def linear(
-    step: int, lr: float, decay_steps: PositiveInt, warmup_steps: NonNegativeInt = 0, min_lr: NonNegativeFloat = 0.0
+    step: int,
+    lr: float,
+    decay_steps: PositiveInt,
+    warmup_steps: NonNegativeInt = 0,
+    min_lr: NonNegativeFloat = 0.0,
 ) -> float:
     """A straight line from lr at step warmup_steps to min_lr at step decay_steps and beyond."""
     _check_min_lr(lr, min_lr)
@@ -32,7 +37,11 @@ def linear(
 
 
 def cosine(
-    step: int, lr: float, decay_steps: PositiveInt, warmup_steps: NonNegativeInt = 0, min_lr: NonNegativeFloat = 0.0
+    step: int,
+    lr: float,
+    decay_steps: PositiveInt,
+    warmup_steps: NonNegativeInt = 0,
+    min_lr: NonNegativeFloat = 0.0,
 ) -> float:
     """Half a cosine from lr at step warmup_steps to min_lr at step decay_steps and beyond."""
     _check_min_lr(lr, min_lr)
@@ -44,4 +53,6 @@ def cosine(
 
 def _check_min_lr(lr: float, min_lr: float) -> None:
     if min_lr > lr:
-        raise ConfigError(f"trainer.schedule.min_lr: expected at most trainer.lr = {lr:g}, found {min_lr:g}.")
+        raise ConfigError(
+            f"trainer.schedule.min_lr: expected at most trainer.lr = {lr:g}, found {min_lr:g}."
+        )

@@ -16,12 +16,16 @@ def empty_scores(batch: Batch, want: Sequence[str], top_k: int) -> dict[str, Ten
     scores = {name: torch.zeros(batch.tokens.shape) for name in want}
     if top_k:
         shape = (*batch.tokens.shape, top_k)
-        scores |= {"top_ids": torch.zeros(shape, dtype=torch.int64), "top_logprobs": torch.zeros(shape)}
+        scores |= {
+            "top_ids": torch.zeros(shape, dtype=torch.int64),
+            "top_logprobs": torch.zeros(shape),
+        }
     return scores
 
 
 def teacher_top_ids(batch: Batch) -> Tensor:
-    """(B, T, k) the ids whose log-probs a loss needs. Raises RLFlowError where the batch has none."""
+    """(B, T, k) the ids whose log-probs a loss needs. Raises RLFlowError where the batch has
+    none."""
     if TEACHER_TOP_IDS not in batch.extras:
         raise RLFlowError(
             f"loss: it needs top_logprobs, of the ids in the batch's extras['{TEACHER_TOP_IDS}'], found none; a teacher with "
@@ -33,10 +37,14 @@ def teacher_top_ids(batch: Batch) -> Tensor:
 def check_top_k(top_k: int, vocab: int) -> None:
     """Raises ConfigError for more tokens than the policy's vocabulary has."""
     if not 0 <= top_k <= vocab:
-        raise ConfigError(f"score: top_k must be 0 to {vocab}, the policy's vocabulary; found {top_k}.")
+        raise ConfigError(
+            f"score: top_k must be 0 to {vocab}, the policy's vocabulary; found {top_k}."
+        )
 
 
 def check_new_name(name: str, taken: Iterable[str]) -> None:
     """Raises ConfigError for a frozen model's name that means something already."""
     if name in ("policy", *taken):
-        raise ConfigError(f"load_frozen: '{name}' is taken; choose a name other than {', '.join(['policy', *taken])}.")
+        raise ConfigError(
+            f"load_frozen: '{name}' is taken; choose a name other than {', '.join(['policy', *taken])}."
+        )

@@ -1,4 +1,5 @@
-"""Advantages: how much better an attempt, a turn or a token was than expected. One small file per method."""
+"""Advantages: how much better an attempt, a turn or a token was than expected. One small file per
+method."""
 
 from __future__ import annotations
 

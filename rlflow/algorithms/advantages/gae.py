@@ -16,13 +16,14 @@ from rlflow.values import Share
 
 @dataclass(frozen=True)
 class GAE(Advantage):
-    """(B, T) advantages A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, and returns A_t + V_t.
+    """(B, T) advantages A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t,
+    and returns A_t + V_t.
 
-    Schulman et al. 2016, arXiv 1506.02438, equation 16; float64, over the trained tokens of a trajectory: observations are
-    skipped, segments follow one another. A turn's reward stands at its last token; reward terms such as kl_reward count
-    where they stand. gamma, lam: per token. bootstrap: after an episode that was cut comes the critic's value, not 0. whiten:
-    advantages of mean 0 and variance 1 over the step's trained tokens; returns are made before.
-    """
+    Schulman et al. 2016, arXiv 1506.02438, equation 16; float64, over the trained tokens of a
+    trajectory: observations are skipped, segments follow one another. A turn's reward stands at its
+    last token; reward terms such as kl_reward count where they stand. gamma, lam: per token.
+    bootstrap: after an episode that was cut comes the critic's value, not 0. whiten: advantages of
+    mean 0 and variance 1 over the step's trained tokens; returns are made before."""
 
     needs = frozenset({"values"})
 
@@ -34,7 +35,10 @@ class GAE(Advantage):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage gae"
         lines = TokenLines.of(batch, who)
-        values, rewards = lines.take(batch.require("values", who)), lines.take(token_rewards(batch, who))
+        values, rewards = (
+            lines.take(batch.require("values", who)),
+            lines.take(token_rewards(batch, who)),
+        )
         following = lines.next_values(values, batch, self.bootstrap, who)
         deltas = torch.where(lines.real, rewards + self.gamma * following - values, 0.0)
         advantages = accumulate(deltas, self.gamma * self.lam)

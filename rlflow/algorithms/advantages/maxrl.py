@@ -15,14 +15,16 @@ from rlflow.types import Batch
 def maxrl(batch: Batch) -> Tensor:
     """(B,) float32: (reward - group mean) / group mean, for rewards from 0, 0 and 1 as a rule.
 
-    MaxRL, arXiv 2602.02710: the mean of a group of 0s and 1s estimates the probability p of success, and the gradient of
-    log p is that of p divided by p: hard tasks weigh more. A group that always or never succeeds gives exactly 0. Raises
-    RLFlowError for a negative reward, of which there is no logarithm.
-    """
+    MaxRL, arXiv 2602.02710: the mean of a group of 0s and 1s estimates the probability p of
+    success, and the gradient of log p is that of p divided by p: hard tasks weigh more. A group
+    that always or never succeeds gives exactly 0. Raises RLFlowError for a negative reward, of
+    which there is no logarithm."""
     who = "advantage maxrl"
     rewards, found = batch.require("rewards", who), group_moments(batch, who)
     if bool((rewards < 0).any()):
         found_least = float(rewards.min())
-        raise RLFlowError(f"{who}: expected rewards from 0, found {found_least:g}; choose another advantage, or shift them")
+        raise RLFlowError(
+            f"{who}: expected rewards from 0, found {found_least:g}; choose another advantage, or shift them"
+        )
     centred = standardized(rewards, found, "none", 0.0)
     return torch.where(found.mean > 0, centred / found.mean, 0.0).float()

@@ -1,4 +1,5 @@
-"""On-policy distillation: every sampled token is as good as the teacher thinks it likelier than the policy does."""
+"""On-policy distillation: every sampled token is as good as the teacher thinks it likelier than the
+policy does."""
 
 from __future__ import annotations
 
@@ -15,15 +16,23 @@ from rlflow.values import Component, PositiveFloat
 
 
 class OnPolicyDistillation(Advantage):
-    """(B, T) coefficient * (teacher's log-prob - the policy's), no gradient through either, plus the advantage `base`.
+    """(B, T) coefficient * (teacher's log-prob - the policy's), no gradient through either, plus
+    the advantage `base`.
 
-    The expectation under the policy is minus the gradient of the reverse KL(policy || teacher), token by token and without
-    credit to earlier tokens (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543 equation 3 without its long-range term).
+    The expectation under the policy is minus the gradient of the reverse KL(policy || teacher),
+    token by token and without credit to earlier tokens (GKD, arXiv 2306.13649; MiniLLM, arXiv
+    2306.08543 equation 3 without its long-range term).
 
-    base: another advantage that this is added to, e.g. {name: grpo}; None: the teacher alone, and rewards do not count. anchor:
-    whose log-probs count as the policy's, the engine's (rollout) or the trainer's before the step's first update (proximal)."""
+    base: another advantage that this is added to, e.g. {name: grpo}; None: the teacher alone, and
+    rewards do not count. anchor: whose log-probs count as the policy's, the engine's (rollout) or
+    the trainer's before the step's first update (proximal)."""
 
-    def __init__(self, coefficient: PositiveFloat = 1.0, base: Component | None = None, anchor: Anchor = "rollout") -> None:
+    def __init__(
+        self,
+        coefficient: PositiveFloat = 1.0,
+        base: Component | None = None,
+        anchor: Anchor = "rollout",
+    ) -> None:
         check_anchor(anchor, "advantage opd")
         self._coefficient, self._anchor = coefficient, anchor
         made = None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
@@ -43,7 +52,9 @@ class OnPolicyDistillation(Advantage):
             return advantages
         found = self._base(batch)
         base, *returns = found if isinstance(found, tuple) else (found,)
-        advantages = advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
+        advantages = (
+            advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
+        )
         return (advantages, returns[0]) if returns else advantages
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,13 +16,16 @@ from rlflow.values import Share
 class Reinforce(Advantage):
     """(B,) float32: reward - baseline (Williams 1992).
 
-    baseline: none; group, the mean of the attempts at the same task (as grpo with std none); or running, an exponential
-    moving average of the steps' mean rewards: b <- decay * b + (1 - decay) * mean. The one before the step is subtracted, so
-    that no attempt is its own baseline; the first step subtracts its own mean. It needs no second attempt at a task.
-    decay .95 is that of role-conditioned baselines, arXiv 2506.24119 (which updates with each attempt before it subtracts).
-    """
+    baseline: none; group, the mean of the attempts at the same task (as grpo with std none); or
+    running, an exponential moving average of the steps' mean rewards: b <- decay * b + (1 - decay)
+    * mean. The one before the step is subtracted, so that no attempt is its own baseline; the first
+    step subtracts its own mean. It needs no second attempt at a task. decay .95 is that of
+    role-conditioned baselines, arXiv 2506.24119 (which updates with each attempt before it
+    subtracts)."""
 
-    def __init__(self, baseline: Literal["none", "group", "running"] = "group", decay: Share = 0.95) -> None:
+    def __init__(
+        self, baseline: Literal["none", "group", "running"] = "group", decay: Share = 0.95
+    ) -> None:
         self.baseline = baseline
         self.decay = decay
         self.compares_attempts = baseline == "group"

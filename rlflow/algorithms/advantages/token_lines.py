@@ -14,10 +14,12 @@ TRUNCATED = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
 
 @dataclass(frozen=True)
 class TokenLines:
-    """N trajectories of up to L trained tokens each, in the order in which they were sampled. Observations are skipped, and a
-    segment goes on where the one before it ended: the successor of a token is the next one that the policy sampled."""
+    """N trajectories of up to L trained tokens each, in the order in which they were sampled.
+    Observations are skipped, and a segment goes on where the one before it ended: the successor of
+    a token is the next one that the policy sampled."""
 
-    place: Tensor  # (N, L) int64: where the token stands among the batch's rows end to end; 0 behind the last one
+    # (N, L) int64: where the token stands among the batch's rows end to end; 0 behind the last one
+    place: Tensor
     real: Tensor  # (N, L) bool
     last_row: Tensor  # (N,) int64: the row of the trajectory's last segment
     shape: torch.Size  # of the batch's tokens, (B, T)
@@ -59,13 +61,20 @@ class TokenLines:
         return torch.cat([lines[:, 1:], torch.zeros_like(lines[:, :1])], dim=1)
 
     def next_values(self, values: Tensor, batch: Batch, bootstrap: bool, who: str) -> Tensor:
-        """(N, L) of `values` (N, L): the successor's. After the last token 0, or with `bootstrap`, where the episode was cut,
-        the critic's value of what came out."""
+        """(N, L) of `values` (N, L): the successor's. After the last token 0, or with `bootstrap`,
+        where the episode was cut, the critic's value of what came out."""
         after = torch.zeros(len(self.last_row), dtype=torch.float64)
         if bootstrap:
             reasons = tuple(StopReason)
-            cut = torch.tensor([reasons[number] in TRUNCATED for number in batch.require("stop", who)[self.last_row]])
-            after = torch.where(cut, batch.require("final_values", who)[self.last_row].double(), 0.0)
+            cut = torch.tensor(
+                [
+                    reasons[number] in TRUNCATED
+                    for number in batch.require("stop", who)[self.last_row]
+                ]
+            )
+            after = torch.where(
+                cut, batch.require("final_values", who)[self.last_row].double(), 0.0
+            )
         return torch.where(self.last, after[:, None], self.ahead(values))
 
 
@@ -80,8 +89,8 @@ def accumulate(deltas: Tensor, decay: Tensor | float) -> Tensor:
 
 
 def whiten(lines: Tensor, real: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over the real entries of all lines, with Bessel's correction; 0 elsewhere, and where
-    there is only one."""
+    """(x - mean) / sqrt(variance + 1e-8) over the real entries of all lines, with Bessel's
+    correction; 0 elsewhere, and where there is only one."""
     kept = lines[real]
     if len(kept) < 2:
         return torch.zeros_like(lines)

@@ -17,14 +17,15 @@ from rlflow.values import PositiveFloat, Share
 
 @dataclass(frozen=True)
 class VTrace(Advantage):
-    """(B, T) advantages rho_t (r_t + gamma v_{t+1} - V_t), and returns v_t = V_t + delta_t + gamma c_t (v_{t+1} - V_{t+1}),
-    delta_t = rho_t (r_t + gamma V_{t+1} - V_t).
+    """(B, T) advantages rho_t (r_t + gamma v_{t+1} - V_t), and returns v_t = V_t + delta_t + gamma
+    c_t (v_{t+1} - V_{t+1}), delta_t = rho_t (r_t + gamma V_{t+1} - V_t).
 
-    IMPALA, Espeholt et al. 2018, arXiv 1802.01561, section 4.1, remark 1 and section 4.2; rho_t = min(rho, pi / mu) and c_t =
-    lam min(c, pi / mu), mu the policy that sampled the token (the engine's log-probs), pi the trained one before the step
-    (the trainer's). On policy and with lam 1, GAE with lam 1. Tokens, rewards, gamma, bootstrap and whiten as in gae. The
-    advantages hold rho, so the kernel must not correct for mu again: anchor: proximal. Raises ConfigError where c > rho.
-    """
+    IMPALA, Espeholt et al. 2018, arXiv 1802.01561, section 4.1, remark 1 and section 4.2; rho_t =
+    min(rho, pi / mu) and c_t = lam min(c, pi / mu), mu the policy that sampled the token (the
+    engine's log-probs), pi the trained one before the step (the trainer's). On policy and with lam
+    1, GAE with lam 1. Tokens, rewards, gamma, bootstrap and whiten as in gae. The advantages hold
+    rho, so the kernel must not correct for mu again: anchor: proximal. Raises ConfigError where c >
+    rho."""
 
     needs = frozenset({"values", "proximal"})
 
@@ -37,18 +38,27 @@ class VTrace(Advantage):
 
     def __post_init__(self) -> None:
         if self.c > self.rho:
-            raise ConfigError(f"advantage vtrace: c: expected at most rho = {self.rho:g} (arXiv 1802.01561), found {self.c:g}")
+            raise ConfigError(
+                f"advantage vtrace: c: expected at most rho = {self.rho:g} (arXiv 1802.01561), found {self.c:g}"
+            )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage vtrace"
         lines = TokenLines.of(batch, who)
-        values, rewards = lines.take(batch.require("values", who)), lines.take(token_rewards(batch, who))
+        values, rewards = (
+            lines.take(batch.require("values", who)),
+            lines.take(token_rewards(batch, who)),
+        )
         sampled = anchor_logprobs(batch, "rollout", who)
-        ratio = lines.take(log_ratio(batch.require("proximal_logprobs", who), sampled, batch.loss_mask)).exp()
+        ratio = lines.take(
+            log_ratio(batch.require("proximal_logprobs", who), sampled, batch.loss_mask)
+        ).exp()
         rho, trace = ratio.clamp(max=self.rho), self.lam * ratio.clamp(max=self.c)
         after = lines.next_values(values, batch, self.bootstrap, who)
         deltas = torch.where(lines.real, rho * (rewards + self.gamma * after - values), 0.0)
         corrections = accumulate(deltas, self.gamma * trace)  # v_t - V_t
-        advantages = torch.where(lines.real, deltas + rho * self.gamma * lines.ahead(corrections), 0.0)
+        advantages = torch.where(
+            lines.real, deltas + rho * self.gamma * lines.ahead(corrections), 0.0
+        )
         returns = lines.put(corrections + values)
         return lines.put(whiten(advantages, lines.real) if self.whiten else advantages), returns

@@ -1,5 +1,6 @@
-"""Aggregates: each token's share in the loss of one optimizer step, (B, T) float32, 0 off the loss mask. The whole difference
-between a mean over tokens, over sequences or over trajectories, and Dr.GRPO's constant. One small file per idea."""
+"""Aggregates: each token's share in the loss of one optimizer step, (B, T) float32, 0 off the loss
+mask. The whole difference between a mean over tokens, over sequences or over trajectories, and
+Dr.GRPO's constant. One small file per idea."""
 
 from __future__ import annotations
 

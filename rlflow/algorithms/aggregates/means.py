@@ -1,5 +1,5 @@
-"""Means over tokens, sequences and trajectories. These sum to 1; rows and trajectories without a trained token are left out,
-and a batch without any gives zeros."""
+"""Means over tokens, sequences and trajectories. These sum to 1; rows and trajectories without a
+trained token are left out, and a batch without any gives zeros."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ def trajectory_mean(batch: Batch) -> Tensor:
 
 
 def _mean_over(batch: Batch, owner: Tensor) -> Tensor:
-    # In float64: a share of 1 / (tokens * units) of a long batch, added up over its tokens, must still come to 1.
+    # In float64: a share of 1 / (tokens * units) of a long batch, added up over its tokens, must
+    # still come to 1.
     mask = batch.loss_mask.double()
     _, unit = owner.unique(return_inverse=True)
-    tokens = torch.zeros(len(batch), dtype=mask.dtype, device=mask.device).index_add_(0, unit, mask.sum(dim=1))
+    tokens = torch.zeros(len(batch), dtype=mask.dtype, device=mask.device).index_add_(
+        0, unit, mask.sum(dim=1)
+    )
     trained_units = (tokens > 0).sum().clamp(min=1)
     return (mask / (tokens.clamp(min=1)[unit, None] * trained_units)).float()

@@ -1,4 +1,5 @@
-"""Curators: which training tasks come next, with feedback from what came of the others. One small file per method."""
+"""Curators: which training tasks come next, with feedback from what came of the others. One small
+file per method."""
 
 from __future__ import annotations
 

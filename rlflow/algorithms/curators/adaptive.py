@@ -1,4 +1,5 @@
-"""Tasks that the policy solves get fewer attempts, and no attempt gets more turns than a success has needed."""
+"""Tasks that the policy solves get fewer attempts, and no attempt gets more turns than a success
+has needed."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from rlflow.values import PositiveInt, Range
 
 
 class Adaptive(Epochs):
-    """Passes over the tasks, each with the attempts and turns that it needs (dynamic rollout numbers and lengths of DART, arXiv
-    2509.23866).
+    """Passes over the tasks, each with the attempts and turns that it needs (dynamic rollout
+    numbers and lengths of DART, arXiv 2509.23866).
 
-    attempts: of a task at the most, the run's `samples_per_prompt`. Where its rate of success SR exceeds `above`, it gets
-    round(attempts (1 - SR) / (1 - above)), but `least`; the paper does not say how they fall, this line is ours. SR is a running
-    mean over its groups, SR <- decay SR + (1 - decay) share of returns from `success` on, from its first group's share.
-    lengths: an attempt gets as many turns as the longest success of its task had; all of the run's before there is one.
+    attempts: of a task at the most, the run's `samples_per_prompt`. Where its rate of success SR
+    exceeds `above`, it gets round(attempts (1 - SR) / (1 - above)), but `least`; the paper does not
+    say how they fall, this line is ours. SR is a running mean over its groups, SR <- decay SR + (1
+    - decay) share of returns from `success` on, from its first group's share. lengths: an attempt
+    gets as many turns as the longest success of its task had; all of the run's before there is one.
     """
 
     remembers = ("rates", "longest")
@@ -45,14 +47,21 @@ class Adaptive(Epochs):
     def attempts_of(self, task_id: str) -> int:
         """How many the task gets now."""
         rate = self._rates.get(task_id, 0.0)
-        wanted = self._attempts if rate <= self._above else round(self._attempts * (1 - rate) / (1 - self._above))
+        wanted = (
+            self._attempts
+            if rate <= self._above
+            else round(self._attempts * (1 - rate) / (1 - self._above))
+        )
         return min(self._attempts, max(self._least, wanted))
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks, with what they get."""
         taken = []
         for task in super().take(count):
-            attempts, turns = self.attempts_of(task.id), self._longest.get(task.id) if self._lengths else None
+            attempts, turns = (
+                self.attempts_of(task.id),
+                self._longest.get(task.id) if self._lengths else None,
+            )
             self._spared += self._attempts - attempts
             taken.append(dataclasses.replace(task, most_attempts=attempts, most_turns=turns))
         return taken
@@ -64,9 +73,13 @@ class Adaptive(Epochs):
                 continue
             name, won = group.task.id, [one for one in group.usable if one.reward >= self._success]
             share = len(won) / len(group.usable)
-            self._rates[name] = self._decay * self._rates.get(name, share) + (1 - self._decay) * share
+            self._rates[name] = (
+                self._decay * self._rates.get(name, share) + (1 - self._decay) * share
+            )
             if won:
-                self._longest[name] = max(self._longest.get(name, 0), *(len(one.turns) for one in won))
+                self._longest[name] = max(
+                    self._longest.get(name, 0), *(len(one.turns) for one in won)
+                )
 
     def report(self) -> dict[str, float]:
         """Attempts that were spared."""

@@ -15,14 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class Epochs(Curator):
-    """Every task once per pass, pass after pass, without an end; with `shuffle` each pass is a permutation by seed and epoch."""
+    """Every task once per pass, pass after pass, without an end; with `shuffle` each pass is a
+    permutation by seed and epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
         self._tasks = tasks
         self._seed = seed
         self._shuffle = shuffle
         self._taken = 0  # tasks handed out since the start of the run
-        self._drawn: tuple[int, Sequence[int]] = (-1, ())  # (epoch, its permutation), kept from step to step
+        # (epoch, its permutation), kept from step to step
+        self._drawn: tuple[int, Sequence[int]] = (-1, ())
 
     @property
     def epoch(self) -> float:
@@ -31,7 +33,9 @@ class Epochs(Curator):
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks, into the next epoch where this one ends."""
-        places = [divmod(place, len(self._tasks)) for place in range(self._taken, self._taken + count)]
+        places = [
+            divmod(place, len(self._tasks)) for place in range(self._taken, self._taken + count)
+        ]
         self._taken += count
         return [self._tasks[self._order(epoch)[index]] for epoch, index in places]
 
@@ -40,7 +44,8 @@ class Epochs(Curator):
         return {**super().state_dict(), "taken": self._taken, "tasks": len(self._tasks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Over another number of tasks the order is another one too: a new epoch begins."""
+        """Restores `state_dict`. Over another number of tasks the order is another one too: a new
+        epoch begins."""
         super().load_state_dict(state)
         taken, total = int(state["taken"]), int(state["tasks"])
         if total != len(self._tasks):

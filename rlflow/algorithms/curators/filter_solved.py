@@ -11,8 +11,9 @@ from rlflow.values import Range, Share
 
 
 class FilterSolved(Screened):
-    """Leaves out a task whose running share of rewarded attempts has reached `solved` (AstraFlow's filter_solved, arXiv
-    2605.15565): p <- decay * p + (1 - decay) * share of returns above 0, from p = 0. The run ends where all are solved."""
+    """Leaves out a task whose running share of rewarded attempts has reached `solved` (AstraFlow's
+    filter_solved, arXiv 2605.15565): p <- decay * p + (1 - decay) * share of returns above 0, from
+    p = 0. The run ends where all are solved."""
 
     remembers = ("shares",)
 
@@ -41,4 +42,7 @@ class FilterSolved(Screened):
 
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and that count as solved."""
-        return {**super().report(), "tasks_solved": float(sum(share >= self._solved for share in self._shares.values()))}
+        return {
+            **super().report(),
+            "tasks_solved": float(sum(share >= self._solved for share in self._shares.values())),
+        }

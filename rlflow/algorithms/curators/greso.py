@@ -18,14 +18,15 @@ FIRST = 0.5
 
 
 class Greso(Screened):
-    """Samples a task with probability max(p ** z, floor), z its present streak of groups without variance, p that of the streak's
-    kind: easy where the mean return exceeds 0.5, else hard; 1 where there is no streak (GRESO, arXiv 2506.02177; the floors
-    are those of AstraFlow, arXiv 2605.15565).
+    """Samples a task with probability max(p ** z, floor), z its present streak of groups without
+    variance, p that of the streak's kind: easy where the mean return exceeds 0.5, else hard; 1
+    where there is no streak (GRESO, arXiv 2506.02177; the floors are those of AstraFlow, arXiv
+    2605.15565).
 
-    A streak whose kind changes begins again at 1; a group with variance ends it. Whenever the weights have changed, once the
-    first pass is over: p of a kind falls by `adjust` if the share of such groups since the last change has reached its target
-    (easy 0.083, hard 0.167), else it rises, within 0.01 to 0.99.
-    """
+    A streak whose kind changes begins again at 1; a group with variance ends it. Whenever the
+    weights have changed, once the first pass is over: p of a kind falls by `adjust` if the share of
+    such groups since the last change has reached its target (easy 0.083, hard 0.167), else it
+    rises, within 0.01 to 0.99."""
 
     remembers = ("bases", "streaks", "window", "version", "draws")
 
@@ -58,19 +59,25 @@ class Greso(Screened):
 
     def wanted(self, task: Task) -> bool:
         self._draws += 1
-        return random.Random(f"{self._seed}/greso/{self._draws}").random() < self.probability(task.id)
+        return random.Random(f"{self._seed}/greso/{self._draws}").random() < self.probability(
+            task.id
+        )
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; where a whole pass is left to chance in vain, they come in the order as it is."""
+        """The next `count` tasks; where a whole pass is left to chance in vain, they come in the
+        order as it is."""
         taken = super().take(count)
         return [*taken, *self._order.take(count - len(taken))]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Continues or ends the streaks of the groups' tasks; groups without a usable attempt say nothing."""
+        """Continues or ends the streaks of the groups' tasks; groups without a usable attempt say
+        nothing."""
         for group in groups:
             if not group.usable:
                 continue
-            version = max(int(segment.versions.max()) for one in group.usable for segment in one.segments)
+            version = max(
+                int(segment.versions.max()) for one in group.usable for segment in one.segments
+            )
             if version > self._version:
                 self._version = version
                 self._adjust_bases()
@@ -78,7 +85,11 @@ class Greso(Screened):
 
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and the base probabilities."""
-        return {**super().report(), "greso_p_easy": self._bases["easy"], "greso_p_hard": self._bases["hard"]}
+        return {
+            **super().report(),
+            "greso_p_easy": self._bases["easy"],
+            "greso_p_hard": self._bases["hard"],
+        }
 
     def _count_group(self, group: Group) -> None:
         self._window["all"] += 1

@@ -1,4 +1,5 @@
-"""What curators share that pass tasks over: the order of `Epochs`, and a screen that each task has to pass."""
+"""What curators share that pass tasks over: the order of `Epochs`, and a screen that each task has
+to pass."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Screened(Curator):
         return self._order.epoch
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` wanted tasks; fewer where a whole pass finds no other: a call looks at `count` passes at the most."""
+        """The next `count` wanted tasks; fewer where a whole pass finds no other: a call looks at
+        `count` passes at the most."""
         taken: list[Task] = []
         skipped = 0
         while len(taken) < count and skipped < self._count:

@@ -10,12 +10,12 @@ from rlflow.values import PositiveInt
 
 
 class DynamicSampling(Filter):
-    """Keeps groups whose attempts differ in score, 0 < accuracy < 1 where that is 0 or 1, and has the others replaced (DAPO,
-    arXiv 2503.14476 section 3.2).
+    """Keeps groups whose attempts differ in score, 0 < accuracy < 1 where that is 0 or 1, and has
+    the others replaced (DAPO, arXiv 2503.14476 section 3.2).
 
-    max_rounds: of sampling per step, the first included; what is still missing then makes the step smaller. metric: compare
-    this metric of the episodes in place of their returns, which a length penalty tells apart where accuracy does not.
-    """
+    max_rounds: of sampling per step, the first included; what is still missing then makes the step
+    smaller. metric: compare this metric of the episodes in place of their returns, which a length
+    penalty tells apart where accuracy does not."""
 
     def __init__(self, max_rounds: PositiveInt = 10, metric: str | None = None) -> None:
         self.max_rounds = max_rounds
@@ -36,6 +36,9 @@ class DynamicSampling(Filter):
 
 
 def scores_alike(group: Group, metric: str | None = None) -> bool:
-    """Whether all usable attempts have the same return (or metric, 0 where one lacks it) up to rounding; so do one and none."""
-    scores = [one.reward if metric is None else one.metrics.get(metric, 0.0) for one in group.usable]
+    """Whether all usable attempts have the same return (or metric, 0 where one lacks it) up to
+    rounding; so do one and none."""
+    scores = [
+        one.reward if metric is None else one.metrics.get(metric, 0.0) for one in group.usable
+    ]
     return not scores or math.isclose(min(scores), max(scores), rel_tol=1e-9, abs_tol=1e-12)

@@ -1,4 +1,5 @@
-"""Attempts that a limit cut off have no say in the loss: their reward speaks of the limit, not of the reasoning."""
+"""Attempts that a limit cut off have no say in the loss: their reward speaks of the limit, not of
+the reasoning."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ Limit = Literal["max_tokens", "max_turns"]
 
 
 class OverlongFilter(Filter):
-    """Sets the loss mask of truncated attempts to 0 (overlong filtering of DAPO, arXiv 2503.14476 section 3.4).
+    """Sets the loss mask of truncated attempts to 0 (overlong filtering of DAPO, arXiv 2503.14476
+    section 3.4).
 
-    limits: which truncations count. baseline: whether such an attempt still counts in the statistics of its group, as the
-    others were compared with it; False stamps the group again without it.
-    """
+    limits: which truncations count. baseline: whether such an attempt still counts in the
+    statistics of its group, as the others were compared with it; False stamps the group again
+    without it."""
 
     def __init__(self, limits: Sequence[Limit] = ("max_tokens",), baseline: bool = True) -> None:
         self._stops = frozenset(StopReason(limit) for limit in limits)
@@ -27,7 +29,10 @@ class OverlongFilter(Filter):
         self._masked = 0
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        return [self._masked_group(group) if any(map(self._overlong, group.trajectories)) else group for group in groups]
+        return [
+            self._masked_group(group) if any(map(self._overlong, group.trajectories)) else group
+            for group in groups
+        ]
 
     def report(self) -> dict[str, float]:
         """Attempts that were masked."""
@@ -38,7 +43,10 @@ class OverlongFilter(Filter):
         return trajectory.stop in self._stops
 
     def _masked_group(self, group: Group) -> Group:
-        whole = [_without_loss(one) if self._overlong(one) else dataclasses.replace(one) for one in group.trajectories]
+        whole = [
+            _without_loss(one) if self._overlong(one) else dataclasses.replace(one)
+            for one in group.trajectories
+        ]
         self._masked += sum(map(self._overlong, whole))
         if not self._baseline:
             stamp([one for one in whole if not self._overlong(one)])
@@ -46,5 +54,8 @@ class OverlongFilter(Filter):
 
 
 def _without_loss(trajectory: Trajectory) -> Trajectory:
-    segments = [dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask)) for one in trajectory.segments]
+    segments = [
+        dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
+        for one in trajectory.segments
+    ]
     return dataclasses.replace(trajectory, segments=segments)

@@ -1,4 +1,5 @@
-"""A group that fails as a whole gets one success of an earlier step, so that it has something to learn from."""
+"""A group that fails as a whole gets one success of an earlier step, so that it has something to
+learn from."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from rlflow.values import PositiveInt
 
 
 class SuccessPool(Filter):
-    """Keeps successes by task; where every attempt of a group failed, a random one of its task comes in with source `replay`,
-    and the group's statistics are stamped again.
+    """Keeps successes by task; where every attempt of a group failed, a random one of its task
+    comes in with source `replay`, and the group's statistics are stamped again.
 
-    mode: `replace` exchanges a random failure for it (Mobile-Agent-v3, arXiv 2508.15144), `add` adds it to the group (DART,
-    arXiv 2509.23866). success: the least return that is one. per_task, capacity: successes kept, of a task and in all; the
-    oldest give way. recompute: forget the log-probs of the policy that sampled them, so that the trainer's own take their
-    place, as in the papers; kernels then need `anchor: proximal`.
-    """
+    mode: `replace` exchanges a random failure for it (Mobile-Agent-v3, arXiv 2508.15144), `add`
+    adds it to the group (DART, arXiv 2509.23866). success: the least return that is one. per_task,
+    capacity: successes kept, of a task and in all; the oldest give way. recompute: forget the
+    log-probs of the policy that sampled them, so that the trainer's own take their place, as in the
+    papers; kernels then need `anchor: proximal`."""
 
     def __init__(
         self,
@@ -42,7 +43,13 @@ class SuccessPool(Filter):
     def __call__(self, groups: list[Group]) -> list[Group]:
         completed = [self._completed(group) for group in groups]
         for group in groups:
-            self._remember([one for one in group.usable if one.source == "local" and one.reward >= self._success])
+            self._remember(
+                [
+                    one
+                    for one in group.usable
+                    if one.source == "local" and one.reward >= self._success
+                ]
+            )
         return completed
 
     def report(self) -> dict[str, float]:
@@ -83,7 +90,13 @@ class SuccessPool(Filter):
             segments = [dataclasses.replace(segment, logprobs=None) for segment in segments]
         name = f"{group.id}/replay/{success.id}"
         return dataclasses.replace(
-            success, segments=segments, group_id=group.id, attempt=attempt, source="replay", id=name, group_stats=None
+            success,
+            segments=segments,
+            group_id=group.id,
+            attempt=attempt,
+            source="replay",
+            id=name,
+            group_stats=None,
         )
 
     def _remember(self, successes: list[Trajectory]) -> None:

@@ -1,4 +1,5 @@
-"""Groups whose attempts all score the same are left out of the step, and nothing takes their place."""
+"""Groups whose attempts all score the same are left out of the step, and nothing takes their
+place."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from rlflow.types import Group
 
 
 class ZeroAdvantage(Filter):
-    """Leaves out the groups whose attempts score alike: AstraFlow's filter_zero_adv (arXiv 2605.15565), ASearcher's dynamic
-    filtering (arXiv 2508.07976). Where all are such, the first one stays, for the step to have a batch: its advantages are 0."""
+    """Leaves out the groups whose attempts score alike: AstraFlow's filter_zero_adv (arXiv
+    2605.15565), ASearcher's dynamic filtering (arXiv 2508.07976). Where all are such, the first one
+    stays, for the step to have a batch: its advantages are 0."""
 
     whole_step = True
 

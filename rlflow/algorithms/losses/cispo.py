@@ -16,10 +16,9 @@ from rlflow.values import NonNegativeFloat, Share
 class CISPOLoss(RatioKernel):
     """Minus sg(clip(r, 1 - clip_low, 1 + clip_high)) A log-prob.
 
-    CISPO, MiniMax-M1, arXiv 2506.13585 equations 4 and 5; clip_low 1 does not clip from below. anchor: with `proximal`, the
-    paper's, r stays 1 where a step is one update, however stale the samples are; with `rollout` the clip sees their
-    staleness, as in ScaleRL (upper bound 5).
-    """
+    CISPO, MiniMax-M1, arXiv 2506.13585 equations 4 and 5; clip_low 1 does not clip from below.
+    anchor: with `proximal`, the paper's, r stays 1 where a step is one update, however stale the
+    samples are; with `rollout` the clip sees their staleness, as in ScaleRL (upper bound 5)."""
 
     name = "cispo"
 
@@ -27,7 +26,9 @@ class CISPOLoss(RatioKernel):
     clip_high: NonNegativeFloat = 0.28
     anchor: Anchor = "rollout"
 
-    def objective(self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def objective(
+        self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         ratio = log_of_ratio.detach().exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return weight * advantages * logprobs, weight != ratio

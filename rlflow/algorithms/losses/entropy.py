@@ -16,7 +16,8 @@ from rlflow.values import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True)
 class EntropyLoss(Loss):
-    """Minus coefficient * entropy of the distribution that each token was drawn from. Metrics: entropy (nats)."""
+    """Minus coefficient * entropy of the distribution that each token was drawn from. Metrics:
+    entropy (nats)."""
 
     needs = frozenset({"entropy"})
 
@@ -28,13 +29,13 @@ class EntropyLoss(Loss):
 
 
 class EntropyTargetLoss(Loss):
-    """Minus coefficient * entropy, the coefficient following the entropy: after an update whose mean entropy was below the
-    target it grows by `step`, after one above it shrinks by as much, and it counts only while the last entropy was at most the
-    target.
+    """Minus coefficient * entropy, the coefficient following the entropy: after an update whose
+    mean entropy was below the target it grows by `step`, after one above it shrinks by as much, and
+    it counts only while the last entropy was at most the target.
 
-    Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; step .005 and a first coefficient of 0). target: nats per token.
-    most: its upper limit; the lower one is 0. Metrics: entropy (nats), entropy_coefficient.
-    """
+    Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; step .005 and a first coefficient of
+    0). target: nats per token. most: its upper limit; the lower one is 0. Metrics: entropy (nats),
+    entropy_coefficient."""
 
     needs = frozenset({"entropy"})
 
@@ -52,7 +53,10 @@ class EntropyTargetLoss(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy_target")
         used = self.coefficient if self.active else 0.0
-        metrics = {"entropy": entropy.detach(), "entropy_coefficient": torch.full_like(entropy, used).detach()}
+        metrics = {
+            "entropy": entropy.detach(),
+            "entropy_coefficient": torch.full_like(entropy, used).detach(),
+        }
         return -used * entropy, metrics
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -60,7 +64,9 @@ class EntropyTargetLoss(Loss):
             return
         entropy = metrics["entropy"]
         self.active = entropy <= self.target
-        change = self.step if entropy < self.target else -self.step if entropy > self.target else 0.0
+        change = (
+            self.step if entropy < self.target else -self.step if entropy > self.target else 0.0
+        )
         self.coefficient = min(self.most, max(0.0, self.coefficient + change))
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,7 +77,8 @@ class EntropyTargetLoss(Loss):
 
 
 def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:
-    """(B, T) the entropy on the loss mask, 0 off it. Raises RLFlowError where the trainer gave none."""
+    """(B, T) the entropy on the loss mask, 0 off it. Raises RLFlowError where the trainer gave
+    none."""
     if output.entropy is None:
         raise RLFlowError(f"{who}: the trainer gave no entropy; it must honour `needs` of the loss")
     return torch.where(batch.loss_mask, output.entropy, 0.0)

@@ -17,10 +17,10 @@ from rlflow.values import NonNegativeFloat
 class GMPOLoss(RatioKernel):
     """Minus exp(mean over the row's tokens of clipped log r) A on every token.
 
-    GMPO, arXiv 2507.20673: log r is clipped from above by clip_high where A > 0 and from below by -clip_low elsewhere, in
-    nats, so ratios may go from e^-0.4 to e^0.4. Aggregate it with `sequence_mean`. The sequence is the row: of a trajectory
-    with several segments, each has a mean of its own.
-    """
+    GMPO, arXiv 2507.20673: log r is clipped from above by clip_high where A > 0 and from below by
+    -clip_low elsewhere, in nats, so ratios may go from e^-0.4 to e^0.4. Aggregate it with
+    `sequence_mean`. The sequence is the row: of a trajectory with several segments, each has a mean
+    of its own."""
 
     name = "gmpo"
     level = "sequence"
@@ -29,7 +29,12 @@ class GMPOLoss(RatioKernel):
     clip_high: NonNegativeFloat = 0.4
     anchor: Anchor = "rollout"
 
-    def objective(self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        above, below = log_of_ratio.clamp(max=self.clip_high), log_of_ratio.clamp(min=-self.clip_low)
+    def objective(
+        self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        above, below = (
+            log_of_ratio.clamp(max=self.clip_high),
+            log_of_ratio.clamp(min=-self.clip_low),
+        )
         clipped = torch.where(advantages > 0, above, below)
         return row_mean(clipped, batch).exp() * advantages, clipped != log_of_ratio

@@ -20,16 +20,17 @@ class KLLoss(Loss):
     """coefficient * KL(policy || reference) per token, against `Batch.reference_logprobs`.
 
     With x = reference log-prob - log-prob (within +-20): k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1
-    (joschu.net/blog/kl-approx.html; k3 is "low_var_kl"). Differentiated as a loss, k2 has the gradient of the reverse KL
-    on-policy, k3 a forward-KL-like one, k1 none in expectation. wk1 and wk3 are k1 and k3 times the ratio w = policy / old
-    policy, which is differentiated too: the gradient is that of the reverse KL, also where the tokens are old
-    (DeepSeek-V3.2, arXiv 2512.02556; wk3 is the default). Gradients by the log-prob: 1, -x, 1 - e^x; w (1 - x), -w x.
+    (joschu.net/blog/kl-approx.html; k3 is "low_var_kl"). Differentiated as a loss, k2 has the
+    gradient of the reverse KL on-policy, k3 a forward-KL-like one, k1 none in expectation. wk1 and
+    wk3 are k1 and k3 times the ratio w = policy / old policy, which is differentiated too: the
+    gradient is that of the reverse KL, also where the tokens are old (DeepSeek-V3.2, arXiv
+    2512.02556; wk3 is the default). Gradients by the log-prob: 1, -x, 1 - e^x; w (1 - x), -w x.
 
-    clamp: the value is held to +-clamp, nats. Of the gradients only that of k3, which grows as e^x, is cut off with it: 0
-    where the value is above it. anchor: the old policy is the one that sampled (rollout) or the one before the step
-    (proximal). refresh_steps: the reference becomes the policy after every so many steps; without it, it stays the starting
-    policy. Metrics: kl, the value without coefficient and ratio.
-    """
+    clamp: the value is held to +-clamp, nats. Of the gradients only that of k3, which grows as e^x,
+    is cut off with it: 0 where the value is above it. anchor: the old policy is the one that
+    sampled (rollout) or the one before the step (proximal). refresh_steps: the reference becomes
+    the policy after every so many steps; without it, it stays the starting policy. Metrics: kl, the
+    value without coefficient and ratio."""
 
     coefficient: NonNegativeFloat
     estimator: Literal["k1", "k2", "k3", "wk1", "wk3"] = "wk3"
@@ -39,7 +40,9 @@ class KLLoss(Loss):
 
     def __post_init__(self) -> None:
         if self.estimator not in ("k1", "k2", "k3", "wk1", "wk3"):
-            raise ConfigError(f"loss kl: estimator must be k1, k2, k3, wk1 or wk3, found '{self.estimator}'")
+            raise ConfigError(
+                f"loss kl: estimator must be k1, k2, k3, wk1 or wk3, found '{self.estimator}'"
+            )
         check_anchor(self.anchor, "loss kl")
 
     @property
@@ -48,7 +51,10 @@ class KLLoss(Loss):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"reference"} | ({"proximal"} if self._weighted and self.anchor == "proximal" else set()))
+        return frozenset(
+            {"reference"}
+            | ({"proximal"} if self._weighted and self.anchor == "proximal" else set())
+        )
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -59,12 +65,16 @@ class KLLoss(Loss):
         mask, logprobs = batch.loss_mask, output.logprobs.detach()
         x = log_ratio(reference, logprobs, mask)
         kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(-self.clamp, self.clamp)
-        # Autograd through a clamped factor would leave only the ratio's share of the gradient, which has the wrong sign; and
+        # Autograd through a clamped factor would leave only the ratio's share of the gradient,
+        # which has the wrong sign; and
         # in float32 the two shares of wk3 cancel.
         change = self._slope(x, kl) * log_ratio(output.logprobs, logprobs, mask)
         loss = self.coefficient * (kl + change)
         if self._weighted:
-            loss = loss * log_ratio(logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask).exp()
+            loss = (
+                loss
+                * log_ratio(logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask).exp()
+            )
         return loss, {"kl": kl}
 
     def _slope(self, x: Tensor, kl: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Reduction, as_lo
 
 @dataclass(frozen=True)
 class Monitored(Loss):
-    """The loss unchanged, with the metrics logprob_gap = |log-prob - behaviour log-prob| where the latter is known, which before
-    the first update of an on-policy step is the gap between engine and trainer, and entropy, in nats per trained token."""
+    """The loss unchanged, with the metrics logprob_gap = |log-prob - behaviour log-prob| where the
+    latter is known, which before the first update of an on-policy step is the gap between engine
+    and trainer, and entropy, in nats per trained token."""
 
     loss: Loss
 
@@ -40,7 +41,8 @@ class Monitored(Loss):
         loss, metrics = self.loss(output, batch)
         gap = torch.where(batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0).abs()
         if batch.logprobs_known is not None:
-            # Of rows that came without log-probs, the 0 that stands in their place says nothing about the engine.
+            # Of rows that came without log-probs, the 0 that stands in their place says nothing
+            # about the engine.
             gap = gap * batch.logprobs_known[:, None]
         assert output.entropy is not None
         return loss, {"logprob_gap": gap, "entropy": output.entropy.detach(), **metrics}

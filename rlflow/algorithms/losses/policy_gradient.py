@@ -10,8 +10,8 @@ from rlflow.types import Batch, LossResult, PolicyOutput
 
 @dataclass(frozen=True)
 class ReinforceLoss(Kernel):
-    """Minus A log-prob: REINFORCE (Williams 1992). No ratio: for samples of the policy itself, or under a correction such
-    as `tis`. Metrics: policy_loss."""
+    """Minus A log-prob: REINFORCE (Williams 1992). No ratio: for samples of the policy itself, or
+    under a correction such as `tis`. Metrics: policy_loss."""
 
     vanishes_at_zero_advantage = True
 

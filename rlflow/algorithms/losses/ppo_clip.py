@@ -18,12 +18,12 @@ from rlflow.types import Batch
 class PPOClipLoss(RatioKernel):
     """Minus min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    PPO, arXiv 1707.06347 equation 7; clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476); null does not clip on
-    that side, and on neither it is the plain importance-weighted r A. dual_clip c bounds the loss of negative advantages by
+    PPO, arXiv 1707.06347 equation 7; clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476);
+    null does not clip on that side, and on neither it is the plain importance-weighted r A.
+    dual_clip c bounds the loss of negative advantages by
     -c A (arXiv 1912.09729). anchor: whose the old log-probs are, the engine's (rollout) or the trainer's own before the
-    step's first update (proximal). A transform may set the clip range of each token (`Batch.ratio_low`, `ratio_high`) in
-    place of these.
-    """
+    step's first update (proximal). A transform may set the clip range of each token
+    (`Batch.ratio_low`, `ratio_high`) in place of these."""
 
     name = "ppo_clip"
     bounded = True
@@ -40,9 +40,13 @@ class PPOClipLoss(RatioKernel):
                 f"loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found {self.clip_low}, {self.clip_high}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found {self.dual_clip}")
+            raise ConfigError(
+                f"loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found {self.dual_clip}"
+            )
 
-    def objective(self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def objective(
+        self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         ratio = log_of_ratio.exp()
         free = ratio * advantages
         objective = torch.minimum(free, self._clipped(ratio, batch) * advantages)

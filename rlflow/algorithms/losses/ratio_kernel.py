@@ -1,4 +1,5 @@
-"""What the policy-gradient kernels share: the importance ratio, the advantages, and what is reported of both."""
+"""What the policy-gradient kernels share: the importance ratio, the advantages, and what is
+reported of both."""
 
 from __future__ import annotations
 
@@ -6,13 +7,21 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from rlflow.algorithms.base import Anchor, Kernel, anchor_logprobs, check_anchor, kl_estimate, log_ratio
+from rlflow.algorithms.base import (
+    Anchor,
+    Kernel,
+    anchor_logprobs,
+    check_anchor,
+    kl_estimate,
+    log_ratio,
+)
 from rlflow.types import Batch, LossResult, PolicyOutput
 
 
 class RatioKernel(Kernel):
-    """Minus K(r, A), r = exp(log-prob - old log-prob). Metrics: ratio; clip_fraction (the share of tokens whose gradient a clip
-    changed); old_kl (k3 estimate of KL(old || policy), nats); policy_loss."""
+    """Minus K(r, A), r = exp(log-prob - old log-prob). Metrics: ratio; clip_fraction (the share of
+    tokens whose gradient a clip changed); old_kl (k3 estimate of KL(old || policy), nats);
+    policy_loss."""
 
     vanishes_at_zero_advantage = True
     clips = True
@@ -27,9 +36,11 @@ class RatioKernel(Kernel):
         check_anchor(self.anchor, f"loss {self.name}")
 
     @abstractmethod
-    def objective(self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T) K, which is maximised, and (B, T) bool: where a clip changed its gradient. All three inputs are (B, T) and 0
-        off the loss mask."""
+    def objective(
+        self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """(B, T) K, which is maximised, and (B, T) bool: where a clip changed its gradient. All
+        three inputs are (B, T) and 0 off the loss mask."""
 
     def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
         old = anchor_logprobs(batch, self.anchor, f"loss {self.name}")
@@ -47,5 +58,6 @@ class RatioKernel(Kernel):
 
 
 def row_mean(values: Tensor, batch: Batch) -> Tensor:
-    """(B, 1) mean of (B, T) values over each row's trained tokens; 0 for a row without any. Values are 0 off the loss mask."""
+    """(B, 1) mean of (B, T) values over each row's trained tokens; 0 for a row without any. Values
+    are 0 off the loss mask."""
     return values.sum(dim=1, keepdim=True) / batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)

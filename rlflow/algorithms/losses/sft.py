@@ -13,8 +13,9 @@ from rlflow.values import NonNegativeFloat
 
 @dataclass(frozen=True)
 class SFTLoss(Loss):
-    """Minus coefficient * log-prob of every trained token: supervised fine-tuning, or a likelihood term beside others. source: of
-    rows from there alone. Metrics: nll, the unscaled value (nats per token; 0 where it does not apply)."""
+    """Minus coefficient * log-prob of every trained token: supervised fine-tuning, or a likelihood
+    term beside others. source: of rows from there alone. Metrics: nll, the unscaled value (nats per
+    token; 0 where it does not apply)."""
 
     coefficient: NonNegativeFloat = 1.0
     source: Literal["local", "external", "replay", "demonstration"] | None = None
@@ -22,6 +23,8 @@ class SFTLoss(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         mask = batch.loss_mask
         if self.source is not None:
-            mask = mask & (batch.require("source", "loss sft") == SOURCES.index(self.source))[:, None]
+            mask = (
+                mask & (batch.require("source", "loss sft") == SOURCES.index(self.source))[:, None]
+            )
         nll = torch.where(mask, -output.logprobs, 0.0)
         return self.coefficient * nll, {"nll": nll.detach()}

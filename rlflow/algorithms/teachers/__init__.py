@@ -1,4 +1,5 @@
-"""Teachers: whose log-probs of the policy's own tokens a method imitates. One small file per way to ask one."""
+"""Teachers: whose log-probs of the policy's own tokens a method imitates. One small file per way to
+ask one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model behind an OpenAI-compatible server as the teacher: the log-probs that it gives of a prompt."""
+"""A model behind an OpenAI-compatible server as the teacher: the log-probs that it gives of a
+prompt."""
 
 from __future__ import annotations
 
@@ -26,16 +27,18 @@ SAME = 1e-4  # nats; a server's own rounding between two requests is less
 
 
 class ServerTeacher(Teacher):
-    """POST {url}/completions with rows of token ids, exactly those of the batch, and the log-probs of the prompt in the answer.
+    """POST {url}/completions with rows of token ids, exactly those of the batch, and the log-probs
+    of the prompt in the answer.
 
-    wire: `prompt_logprobs` is vLLM's key; `echo` the older `echo` with `logprobs`, for servers that have it and take ids.
-    tokenizer: a directory with the server's tokenizer, to be compared whole with the policy's; without one the texts of 256 ids,
-    as the server has them, are compared. api_key_variable: the environment variable that holds the key. timeout_s: of one
-    request; deadline_s: of a step's rows, retries included.
+    wire: `prompt_logprobs` is vLLM's key; `echo` the older `echo` with `logprobs`, for servers that
+    have it and take ids. tokenizer: a directory with the server's tokenizer, to be compared whole
+    with the policy's; without one the texts of 256 ids, as the server has them, are compared.
+    api_key_variable: the environment variable that holds the key. timeout_s: of one request;
+    deadline_s: of a step's rows, retries included.
 
-    vLLM gives log-probs of prompts at temperature 1 whatever the request says, so `rollout.temperature` must be 1 with it; the
-    start asks the server and says so. Content of the weights behind an address is nobody's to check: a resumed run asks the
-    same server again."""
+    vLLM gives log-probs of prompts at temperature 1 whatever the request says, so
+    `rollout.temperature` must be 1 with it; the start asks the server and says so. Content of the
+    weights behind an address is nobody's to check: a resumed run asks the same server again."""
 
     def __init__(
         self,
@@ -55,9 +58,13 @@ class ServerTeacher(Teacher):
     ) -> None:
         super().__init__(top_k, prompt)
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"algorithm.teacher.url: expected an address such as http://localhost:8000/v1, found '{url}'.")
+            raise ConfigError(
+                f"algorithm.teacher.url: expected an address such as http://localhost:8000/v1, found '{url}'."
+            )
         if api_key_variable is not None and not os.environ.get(api_key_variable):
-            raise ConfigError(f"algorithm.teacher.api_key_variable: the environment variable {api_key_variable} is not set.")
+            raise ConfigError(
+                f"algorithm.teacher.api_key_variable: the environment variable {api_key_variable} is not set."
+            )
         self._url = url.rstrip("/").removesuffix("/completions") + "/completions"
         self._wire, self._tokenizer, self._same_template = wire, tokenizer, same_template
         self._body = {"model": model, "max_tokens": 1}
@@ -76,9 +83,15 @@ class ServerTeacher(Teacher):
     def open(self, room: Classroom) -> None:
         super().open(room)
         if self._tokenizer is not None:
-            check_tokenizers(room.tokenizer, self._tokenizer, "algorithm.teacher.tokenizer", self._same_template)
+            check_tokenizers(
+                room.tokenizer, self._tokenizer, "algorithm.teacher.tokenizer", self._same_template
+            )
         size = len(room.tokenizer)
-        ids = [number * size // PROBED_IDS for number in range(PROBED_IDS)] if size > PROBED_IDS else list(range(size))
+        ids = (
+            [number * size // PROBED_IDS for number in range(PROBED_IDS)]
+            if size > PROBED_IDS
+            else list(range(size))
+        )
         rows = [ids[start : start + PROBE_ROW] for start in range(0, len(ids), PROBE_ROW)]
         rows = [row for row in rows if len(row) > 1]
         asked = self._ask(rows, [room.temperature] * len(rows))
@@ -93,15 +106,23 @@ class ServerTeacher(Teacher):
                 )
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
-        rows = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)]
+        rows = [
+            row[:length]
+            for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
+        ]
         temperatures = [temperature or 1.0 for temperature in batch.temperatures.tolist()]
         scores = empty_scores(batch, ("logprobs",), self.top_k)
         for row, places in enumerate(self._ask(rows, temperatures)):
-            scores["logprobs"][row, 1 : len(places)] = torch.tensor([place.logprob for place in places[1:]])
+            scores["logprobs"][row, 1 : len(places)] = torch.tensor(
+                [place.logprob for place in places[1:]]
+            )
             if self.top_k and len(places) > 1:
-                top = torch.tensor([place.top for place in places[1:]], dtype=torch.float64)  # (T - 1, k, 2): exact ids
+                # (T - 1, k, 2): exact ids
+                top = torch.tensor([place.top for place in places[1:]], dtype=torch.float64)
                 if int(top[..., 0].max()) >= len(self.room.tokenizer):
-                    raise RLFlowError(f"{self._url}: token {int(top[..., 0].max())} is not in the policy's vocabulary.")
+                    raise RLFlowError(
+                        f"{self._url}: token {int(top[..., 0].max())} is not in the policy's vocabulary."
+                    )
                 scores["top_ids"][row, 1 : len(places)] = top[..., 0].long()
                 scores["top_logprobs"][row, 1 : len(places)] = top[..., 1].float()
         return scores
@@ -110,8 +131,12 @@ class ServerTeacher(Teacher):
         self._client.close()
 
     def _ask(self, rows: Sequence[list[int]], temperatures: Sequence[float]) -> list[list[Place]]:
-        """The places of every row, in order. Raises RLFlowError where the server answers too late, or not what was asked."""
-        chunks = [range(start, min(start + self._rows, len(rows))) for start in range(0, len(rows), self._rows)]
+        """The places of every row, in order. Raises RLFlowError where the server answers too late,
+        or not what was asked."""
+        chunks = [
+            range(start, min(start + self._rows, len(rows)))
+            for start in range(0, len(rows), self._rows)
+        ]
         # Rows of one request share its temperature.
         parts = [
             [row for row in chunk if temperatures[row] == value]
@@ -145,18 +170,25 @@ class ServerTeacher(Teacher):
         try:
             reply = await self._policy.call_async(attempt, random.Random(len(rows[0])))
         except GaveUp as end:
-            raise RLFlowError(f"{self._url}: no answer after {end.attempts} attempts; last: {end.last}.") from None
+            raise RLFlowError(
+                f"{self._url}: no answer after {end.attempts} attempts; last: {end.last}."
+            ) from None
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list) or len(choices) != len(rows):
             found = "none" if not isinstance(choices, list) else str(len(choices))
-            raise RLFlowError(f"{self._url}: expected {len(rows)} choices, one per row of token ids, found {found}.")
+            raise RLFlowError(
+                f"{self._url}: expected {len(rows)} choices, one per row of token ids, found {found}."
+            )
         try:
             ordered = sorted(choices, key=lambda choice: choice["index"])
             return [
-                read_row(self._wire, choice, row, self.top_k, self._url) for choice, row in zip(ordered, rows, strict=True)
+                read_row(self._wire, choice, row, self.top_k, self._url)
+                for choice, row in zip(ordered, rows, strict=True)
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
-            raise RLFlowError(f"{self._url}: an answer that cannot be read: {type(problem).__name__} {problem}.") from None
+            raise RLFlowError(
+                f"{self._url}: an answer that cannot be read: {type(problem).__name__} {problem}."
+            ) from None
 
     async def _post(self, rows: list[list[int]], temperature: float) -> Any:
         body = {**self._body, "prompt": rows, "temperature": temperature}
@@ -181,7 +213,9 @@ class ServerTeacher(Teacher):
         for row, places in zip(rows, answers, strict=True):
             for token, place in zip(row[1:], places[1:], strict=True):
                 ours = tokenizer.decode([token], skip_special_tokens=False)
-                unclear = place.text is None or "�" in ours + place.text or token in tokenizer.special_ids
+                unclear = (
+                    place.text is None or "�" in ours + place.text or token in tokenizer.special_ids
+                )
                 if not unclear and ours.strip() != str(place.text).strip():
                     raise ConfigError(
                         f"{self._url}: token {token} is {place.text!r} to the server and {ours!r} to the policy: its vocabulary "

@@ -19,14 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class ModelTeacher(Teacher):
-    """The model of a HuggingFace directory, frozen, split over the trainer's ranks as the policy is; any size, any of the
-    families, `model.dtype`. Its weights leave the GPU between two steps with `trainer.offload_snapshots`.
+    """The model of a HuggingFace directory, frozen, split over the trainer's ranks as the policy
+    is; any size, any of the families, `model.dtype`. Its weights leave the GPU between two steps
+    with `trainer.offload_snapshots`.
 
-    path: the directory. same_template: its chat template must be the policy's. A checkpoint holds the path and the content hash
-    of its weights, not the weights."""
+    path: the directory. same_template: its chat template must be the policy's. A checkpoint holds
+    the path and the content hash of its weights, not the weights."""
 
     def __init__(
-        self, path: str, top_k: NonNegativeInt = 0, prompt: str | None = None, same_template: bool = True
+        self,
+        path: str,
+        top_k: NonNegativeInt = 0,
+        prompt: str | None = None,
+        same_template: bool = True,
     ) -> None:
         super().__init__(top_k, prompt)
         self._path, self._same_template = path, same_template

@@ -1,4 +1,5 @@
-"""The prompt that a teacher sees in place of the policy's, and the way of log-probs between the two."""
+"""The prompt that a teacher sees in place of the policy's, and the way of log-probs between the
+two."""
 
 from __future__ import annotations
 
@@ -28,22 +29,31 @@ class _Room(Protocol):
 
 
 class PromptTemplate:
-    """A text in which `{prompt}` stands for the policy's prompt, `{answer}` for `Task.answer` and any other `{name}` for that key
-    of `Task.metadata`. Of a prompt of messages it replaces the last user message. Raises ConfigError without `{prompt}`."""
+    """A text in which `{prompt}` stands for the policy's prompt, `{answer}` for `Task.answer` and
+    any other `{name}` for that key of `Task.metadata`. Of a prompt of messages it replaces the last
+    user message. Raises ConfigError without `{prompt}`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         if "{prompt}" not in text:
-            raise ConfigError(f"algorithm.teacher.prompt: expected a text with {{prompt}} in it, found {text[:60]!r}.")
+            raise ConfigError(
+                f"algorithm.teacher.prompt: expected a text with {{prompt}} in it, found {text[:60]!r}."
+            )
 
     def tokens(self, task: Task, room: _Room) -> list[int]:
         """The ids of the teacher's prompt. Raises DataError for a task that lacks a field."""
         if isinstance(task.prompt, str):
-            return room.prompt_tokens(dataclasses.replace(task, prompt=self._filled(task, task.prompt, room.tokenizer)))
+            return room.prompt_tokens(
+                dataclasses.replace(task, prompt=self._filled(task, task.prompt, room.tokenizer))
+            )
         messages = [dict(message) for message in task.prompt]
-        last = next((message for message in reversed(messages) if message.get("role") == "user"), None)
+        last = next(
+            (message for message in reversed(messages) if message.get("role") == "user"), None
+        )
         if last is None:
-            raise DataError(f"task '{task.id}': algorithm.teacher.prompt needs a user message to stand in, found none.")
+            raise DataError(
+                f"task '{task.id}': algorithm.teacher.prompt needs a user message to stand in, found none."
+            )
         last["content"] = self._filled(task, last["content"], room.tokenizer)
         return room.prompt_tokens(dataclasses.replace(task, prompt=messages))
 
@@ -54,9 +64,13 @@ class PromptTemplate:
                 return prompt
             if name != "answer" and name not in task.metadata:
                 keys = ", ".join(["prompt", "answer", *task.metadata])
-                raise DataError(f"task '{task.id}': algorithm.teacher.prompt names '{{{name}}}'; expected one of {keys}.")
+                raise DataError(
+                    f"task '{task.id}': algorithm.teacher.prompt names '{{{name}}}'; expected one of {keys}."
+                )
             # Data may quote anybody: a control token in it stays text.
-            return tokenizer.without_control(str(task.answer if name == "answer" else task.metadata[name]))
+            return tokenizer.without_control(
+                str(task.answer if name == "answer" else task.metadata[name])
+            )
 
         return _FIELD.sub(value, self._text)
 
@@ -64,11 +78,11 @@ class PromptTemplate:
 def moved(
     batch: Batch, prompts: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[Batch, Callable[[Tensor], Tensor]]:
-    """The rows with another prompt in front, and a function that moves what was computed for those rows, (B, T', ...), back to
-    the places of their tokens, (B, T, ...), 0 elsewhere.
+    """The rows with another prompt in front, and a function that moves what was computed for those
+    rows, (B, T', ...), back to the places of their tokens, (B, T, ...), 0 elsewhere.
 
-    prompts: of each row the ids that it starts with, and those that are to stand there. Raises RLFlowError for a row that
-    starts otherwise."""
+    prompts: of each row the ids that it starts with, and those that are to stand there. Raises
+    RLFlowError for a row that starts otherwise."""
     rows, tokens = [], batch.tokens.tolist()
     for row, (own, other) in enumerate(prompts):
         length = int(batch.lengths[row])

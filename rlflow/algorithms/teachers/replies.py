@@ -13,16 +13,19 @@ ID = "token_id:"
 
 @dataclass(frozen=True)
 class Place:
-    """A token of the prompt: its log-prob, the likeliest tokens in its place as (id, log-prob), and its text as the server has
-    it, None where it does not say."""
+    """A token of the prompt: its log-prob, the likeliest tokens in its place as (id, log-prob), and
+    its text as the server has it, None where it does not say."""
 
     logprob: float
     top: list[tuple[int, float]]
     text: str | None = None
 
 
-def read_row(wire: str, choice: Mapping[str, Any], row: list[int], top_k: int, who: str) -> list[Place]:
-    """The places of one row of token ids. Raises RLFlowError where the answer is about other tokens, or says nothing of them."""
+def read_row(
+    wire: str, choice: Mapping[str, Any], row: list[int], top_k: int, who: str
+) -> list[Place]:
+    """The places of one row of token ids. Raises RLFlowError where the answer is about other
+    tokens, or says nothing of them."""
     if wire == "echo":
         return _echoed(choice, row, top_k, who)
     found = choice.get("prompt_logprobs")
@@ -36,32 +39,51 @@ def read_row(wire: str, choice: Mapping[str, Any], row: list[int], top_k: int, w
     for token, entry in zip(row[1:], found[1:], strict=True):
         own = entry.get(str(token))
         if own is None:
-            raise RLFlowError(f"{who}: expected the log-prob of token {token}, found those of {', '.join(entry)}.")
-        ranked = sorted((value["rank"], int(number), value["logprob"]) for number, value in entry.items())
+            raise RLFlowError(
+                f"{who}: expected the log-prob of token {token}, found those of {', '.join(entry)}."
+            )
+        ranked = sorted(
+            (value["rank"], int(number), value["logprob"]) for number, value in entry.items()
+        )
         top = [(number, float(logprob)) for rank, number, logprob in ranked if rank <= top_k]
-        places.append(Place(float(own["logprob"]), _complete(top, top_k, who), own.get("decoded_token")))
+        places.append(
+            Place(float(own["logprob"]), _complete(top, top_k, who), own.get("decoded_token"))
+        )
     return places
 
 
 def _echoed(choice: Mapping[str, Any], row: list[int], top_k: int, who: str) -> list[Place]:
     found = choice.get("logprobs")
     if not isinstance(found, Mapping) or not isinstance(found.get("token_logprobs"), list):
-        raise RLFlowError(f"{who}: its answer has no logprobs of the echoed prompt, so it cannot be a teacher; see wire.")
-    tokens, logprobs = found["tokens"][: len(row)], found["token_logprobs"][: len(row)]  # the rest was sampled
+        raise RLFlowError(
+            f"{who}: its answer has no logprobs of the echoed prompt, so it cannot be a teacher; see wire."
+        )
+    # The rest was sampled
+    tokens, logprobs = found["tokens"][: len(row)], found["token_logprobs"][: len(row)]
     _check_length(logprobs, row, who)
     places = [Place(0.0, [])]
     for place in range(1, len(row)):
         said = str(tokens[place])
         if said.startswith(ID) and said != f"{ID}{row[place]}":
-            raise RLFlowError(f"{who}: expected the log-prob of token {row[place]}, found that of {said}.")
+            raise RLFlowError(
+                f"{who}: expected the log-prob of token {row[place]}, found that of {said}."
+            )
         top: list[tuple[int, float]] = []
         if top_k:
             entry = found["top_logprobs"][place]
             if not all(key.startswith(ID) for key in entry):
-                raise RLFlowError(f"{who}: it names the likeliest tokens by text, not by id; leave out algorithm.teacher.top_k.")
+                raise RLFlowError(
+                    f"{who}: it names the likeliest tokens by text, not by id; leave out algorithm.teacher.top_k."
+                )
             top = [(int(key.removeprefix(ID)), float(value)) for key, value in entry.items()]
             top = sorted(top, key=lambda pair: -pair[1])[:top_k]
-        places.append(Place(float(logprobs[place]), _complete(top, top_k, who), None if said.startswith(ID) else said))
+        places.append(
+            Place(
+                float(logprobs[place]),
+                _complete(top, top_k, who),
+                None if said.startswith(ID) else said,
+            )
+        )
     return places
 
 
@@ -74,5 +96,7 @@ def _check_length(found: list[Any], row: list[int], who: str) -> None:
 
 def _complete(top: list[tuple[int, float]], top_k: int, who: str) -> list[tuple[int, float]]:
     if len(top) != top_k:
-        raise RLFlowError(f"{who}: expected the {top_k} likeliest tokens of each place, found {len(top)}; lower top_k.")
+        raise RLFlowError(
+            f"{who}: expected the {top_k} likeliest tokens of each place, found {len(top)}; lower top_k."
+        )
     return top

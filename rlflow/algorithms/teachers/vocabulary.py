@@ -1,4 +1,5 @@
-"""Whether two tokenizers give the same ids the same meaning: by what they hold, not by their names."""
+"""Whether two tokenizers give the same ids the same meaning: by what they hold, not by their
+names."""
 
 from __future__ import annotations
 
@@ -11,14 +12,18 @@ SHOWN = 3
 
 
 def check_tokenizers(policy: Tokenizer, path: str | Path, where: str, template: bool) -> None:
-    """Returns where vocabulary, added tokens and, with `template`, the chat template of the tokenizer at `path` are the policy's.
+    """Returns where vocabulary, added tokens and, with `template`, the chat template of the
+    tokenizer at `path` are the policy's.
 
     Raises ConfigError with the first differences. ModelError where there is no tokenizer."""
     other = Tokenizer.from_pretrained(path)
     ours, theirs = policy.inner.get_vocab(), other.inner.get_vocab()
     differing = sorted({word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word)})
     if differing:
-        shown = "; ".join(f"{word!r} is {_id(ours, word)} here and {_id(theirs, word)} there" for word in differing[:SHOWN])
+        shown = "; ".join(
+            f"{word!r} is {_id(ours, word)} here and {_id(theirs, word)} there"
+            for word in differing[:SHOWN]
+        )
         raise ConfigError(
             f"{where}: {path} has another vocabulary than the policy, so its log-probs belong to other tokens: "
             f"{len(differing)} differ: {shown}. Take a teacher with the policy's tokenizer."
@@ -43,4 +48,7 @@ def _id(vocabulary: dict[str, int], word: str) -> str:
 
 def _added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     """{id: (text, special)}"""
-    return {number: (entry.content, entry.special) for number, entry in tokenizer.inner.added_tokens_decoder.items()}
+    return {
+        number: (entry.content, entry.special)
+        for number, entry in tokenizer.inner.added_tokens_decoder.items()
+    }

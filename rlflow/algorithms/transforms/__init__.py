@@ -1,5 +1,5 @@
-"""Transforms: Batch -> Batch, over the rewards or the advantages of a step, or over a whole mini-batch before its update. One
-small file per method."""
+"""Transforms: Batch -> Batch, over the rewards or the advantages of a step, or over a whole
+mini-batch before its update. One small file per method."""
 
 from __future__ import annotations
 

@@ -17,14 +17,15 @@ from rlflow.values import PositiveFloat
 
 @dataclass(frozen=True)
 class Decoupled(Transform):
-    """Times w = proximal / rollout policy of the token, for a kernel that clips the ratio to the proximal policy.
+    """Times w = proximal / rollout policy of the token, for a kernel that clips the ratio to the
+    proximal policy.
 
-    AReaL, arXiv 2505.24298 (Hilton et al., arXiv 2110.00641): the clip range is centred on a recent policy, however old the
-    samples are. Above cap a token is left out, or (over: clamp) keeps the cap; null: no cap. proximal: recompute takes the
-    policy before the step's first update, by a pass over the step's batch; loglinear and linear put it between the rollout
-    policy and that just before this update, by the versions of both (A-3PO), for the kernel and the transforms after this
-    one. Metrics: capped (share of tokens).
-    """
+    AReaL, arXiv 2505.24298 (Hilton et al., arXiv 2110.00641): the clip range is centred on a recent
+    policy, however old the samples are. Above cap a token is left out, or (over: clamp) keeps the
+    cap; null: no cap. proximal: recompute takes the policy before the step's first update, by a
+    pass over the step's batch; loglinear and linear put it between the rollout policy and that just
+    before this update, by the versions of both (A-3PO), for the kernel and the transforms after
+    this one. Metrics: capped (share of tokens)."""
 
     level = "token"
     weighs = True
@@ -35,7 +36,11 @@ class Decoupled(Transform):
     proximal: Literal["recompute", "loglinear", "linear"] = "recompute"
 
     def __post_init__(self) -> None:
-        if self.over not in ("mask", "clamp") or self.proximal not in ("recompute", "loglinear", "linear"):
+        if self.over not in ("mask", "clamp") or self.proximal not in (
+            "recompute",
+            "loglinear",
+            "linear",
+        ):
             raise ConfigError(
                 "transform decoupled: expected over mask or clamp, and proximal recompute, loglinear or linear; found "
                 f"{self.over}, {self.proximal}"
@@ -51,9 +56,15 @@ class Decoupled(Transform):
 
     def __call__(self, batch: Batch) -> Batch:
         if self.proximal != "recompute":
-            batch = batch.replace(proximal_logprobs=interpolated_logprobs(batch, self.proximal, "transform decoupled"))
+            batch = batch.replace(
+                proximal_logprobs=interpolated_logprobs(batch, self.proximal, "transform decoupled")
+            )
         weight = mismatch(batch, "token", "transform decoupled")
         if self.cap is None:
             return multiplied(batch, weight)
         above = weight > self.cap
-        return multiplied(batch, torch.where(above, 0.0 if self.over == "mask" else self.cap, weight), capped=above)
+        return multiplied(
+            batch,
+            torch.where(above, 0.0 if self.over == "mask" else self.cap, weight),
+            capped=above,
+        )

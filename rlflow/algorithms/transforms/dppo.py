@@ -17,13 +17,13 @@ from rlflow.values import PositiveFloat
 
 @dataclass(frozen=True)
 class DPPO(Transform):
-    """Times 0 where the policy has moved too far already, in the direction that the advantage asks for.
+    """Times 0 where the policy has moved too far already, in the direction that the advantage asks
+    for.
 
-    p is the token's probability just before this update, p_old that of the anchor. With A > 0 a token is left out if p >
-    p_old and the divergence is above `high`, else if p < p_old and it is above `low`. divergence: tv is |p - p_old|, kl the
-    binary KL(p_old || p) in nats. arXiv 2602.04879 (0.15 and 0.05 there; tv 0.2 is common). Its kernel is `aipo` with
-    max_ratio 20.
-    """
+    p is the token's probability just before this update, p_old that of the anchor. With A > 0 a
+    token is left out if p > p_old and the divergence is above `high`, else if p < p_old and it is
+    above `low`. divergence: tv is |p - p_old|, kl the binary KL(p_old || p) in nats. arXiv
+    2602.04879 (0.15 and 0.05 there; tv 0.2 is common). Its kernel is `aipo` with max_ratio 20."""
 
     level = "token"
     trusts = True
@@ -36,7 +36,9 @@ class DPPO(Transform):
     def __post_init__(self) -> None:
         check_anchor(self.anchor, "transform dppo")
         if self.divergence not in ("tv", "kl"):
-            raise ConfigError(f"transform dppo: divergence must be tv or kl, found '{self.divergence}'")
+            raise ConfigError(
+                f"transform dppo: divergence must be tv or kl, found '{self.divergence}'"
+            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

@@ -13,15 +13,20 @@ from rlflow.values import Range
 
 
 class HighEntropySteps(Transform):
-    """Keeps the turns whose entropy, the mean over their trained tokens, reaches the `drop` quantile of its group's turns, or of
-    the minibatch's (`over`): the top 80% of DART, arXiv 2509.23866. The tokens of other turns get coefficient 0.
+    """Keeps the turns whose entropy, the mean over their trained tokens, reaches the `drop`
+    quantile of its group's turns, or of the minibatch's (`over`): the top 80% of DART, arXiv
+    2509.23866. The tokens of other turns get coefficient 0.
 
     A group's turns are those in the minibatch: with minibatches_per_step 1, all of them.
     """
 
     needs = frozenset({"current_entropy"})
 
-    def __init__(self, drop: Annotated[float, Range(0, below=1)] = 0.2, over: Literal["group", "minibatch"] = "group") -> None:
+    def __init__(
+        self,
+        drop: Annotated[float, Range(0, below=1)] = 0.2,
+        over: Literal["group", "minibatch"] = "group",
+    ) -> None:
         self._drop, self._over = drop, over
         self._kept: list[float] = []
 
@@ -35,14 +40,18 @@ class HighEntropySteps(Transform):
         # A step is a (trajectory, turn); tokens of the same one get the same number.
         names = (trajectory[:, None] * (int(turn.max()) + 1) + turn)[mask]
         steps, step = names.unique(return_inverse=True)
-        sums = torch.zeros(len(steps), dtype=torch.float64, device=step.device).index_add_(0, step, entropy[mask].double())
+        sums = torch.zeros(len(steps), dtype=torch.float64, device=step.device).index_add_(
+            0, step, entropy[mask].double()
+        )
         means = sums / step.bincount(minlength=len(steps))
         kept = torch.empty(len(steps), dtype=torch.bool, device=step.device)
         groups = torch.zeros_like(steps)
         if self._over == "group":
             groups[step] = group[:, None].expand_as(turn)[mask]
         for number in groups.unique():
-            kept[groups == number] = means[groups == number] >= quantile(means[groups == number], self._drop)
+            kept[groups == number] = means[groups == number] >= quantile(
+                means[groups == number], self._drop
+            )
         self._kept.append(float(kept.double().mean()))
         tokens = torch.ones_like(batch.loss_mask)  # what belongs to no turn stays
         tokens[mask] = kept[step]

@@ -13,8 +13,9 @@ from rlflow.values import Range
 
 
 class HighEntropyTokens(Transform):
-    """Keeps the `share` of the minibatch's trained tokens with the highest entropy, ties at its border too (arXiv 2506.01939,
-    section 5: 0.2). The others' kernels get coefficient 0; every token keeps its weight, so the mean is still over all."""
+    """Keeps the `share` of the minibatch's trained tokens with the highest entropy, ties at its
+    border too (arXiv 2506.01939, section 5: 0.2). The others' kernels get coefficient 0; every
+    token keeps its weight, so the mean is still over all."""
 
     needs = frozenset({"current_entropy"})
 
@@ -43,7 +44,8 @@ def with_kept(batch: Batch, kept: Tensor) -> Batch:
 
 
 def quantile(values: Tensor, share: float) -> Tensor:
-    """Scalar: the quantile of (N,) values, linear between neighbours as numpy has it. torch.quantile ends at 16 million."""
+    """Scalar: the quantile of (N,) values, linear between neighbours as numpy has it.
+    torch.quantile ends at 16 million."""
     ordered = values.double().sort().values
     place = share * (len(ordered) - 1)
     low = min(int(place), len(ordered) - 1)

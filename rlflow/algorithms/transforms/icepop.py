@@ -29,8 +29,12 @@ class IcePop(Transform):
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
-            raise ConfigError(f"transform icepop: expected low below high, found {self.low} and {self.high}")
+            raise ConfigError(
+                f"transform icepop: expected low below high, found {self.low} and {self.high}"
+            )
 
     def __call__(self, batch: Batch) -> Batch:
         ratio = mismatch(batch, "token", "transform icepop")
-        return multiplied(batch, torch.where((self.low <= ratio) & (ratio <= self.high), ratio, 0.0))
+        return multiplied(
+            batch, torch.where((self.low <= ratio) & (ratio <= self.high), ratio, 0.0)
+        )

@@ -11,12 +11,14 @@ from rlflow.types import Batch
 
 
 def kept_mean(batch: Batch, per: Literal["batch", "trajectory", "row"] = "batch") -> Batch:
-    """The policy-gradient kernels of the kept tokens (coefficient not 0) times the weight of all / the weight of the kept ones.
+    """The policy-gradient kernels of the kept tokens (coefficient not 0) times the weight of all /
+    the weight of the kept ones.
 
-    Weights are made before any mask, so that without this the denominator is the original token count (as AReaL and M2PO have
-    it); put last among the transforms, it is the count of the kept tokens (as masked importance sampling often has it).
-    per: where the weight is made good, over the batch (token_mean), or within each trajectory (trajectory_mean) or row
-    (sequence_mean). Where nothing is kept, nothing changes. Other terms of the loss are over all tokens, and stay.
+    Weights are made before any mask, so that without this the denominator is the original token
+    count (as AReaL and M2PO have it); put last among the transforms, it is the count of the kept
+    tokens (as masked importance sampling often has it). per: where the weight is made good, over
+    the batch (token_mean), or within each trajectory (trajectory_mean) or row (sequence_mean).
+    Where nothing is kept, nothing changes. Other terms of the loss are over all tokens, and stay.
     """
     if batch.coefficients is None:
         return batch

@@ -8,19 +8,27 @@ from typing import Literal
 
 from torch import Tensor
 
-from rlflow.algorithms.base import Anchor, RewardTerm, anchor_logprobs, check_anchor, kl_estimate, log_ratio
+from rlflow.algorithms.base import (
+    Anchor,
+    RewardTerm,
+    anchor_logprobs,
+    check_anchor,
+    kl_estimate,
+    log_ratio,
+)
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class KLReward(RewardTerm):
-    """(B, T) float64: minus coefficient * KL estimate of each token, of the policy that sampled it to `Batch.reference_logprobs`.
+    """(B, T) float64: minus coefficient * KL estimate of each token, of the policy that sampled it
+    to `Batch.reference_logprobs`.
 
-    In the reward k1 has the gradient of the reverse KL (InstructGPT, arXiv 2203.02155; REINFORCE++, arXiv 2501.03262); as a loss
-    it has none. anchor: whose log-probs are compared with the reference's, the engine's (rollout) or the trainer's (proximal).
-    refresh_steps: the reference becomes the policy after every so many steps; without it, it stays the starting policy.
-    """
+    In the reward k1 has the gradient of the reverse KL (InstructGPT, arXiv 2203.02155; REINFORCE++,
+    arXiv 2501.03262); as a loss it has none. anchor: whose log-probs are compared with the
+    reference's, the engine's (rollout) or the trainer's (proximal). refresh_steps: the reference
+    becomes the policy after every so many steps; without it, it stays the starting policy."""
 
     coefficient: NonNegativeFloat
     estimator: Literal["k1", "k2", "k3"] = "k1"

@@ -21,20 +21,21 @@ Variant = Literal["mask", "winsor", "range", "mask_all"]
 
 @dataclass(frozen=True)
 class M2PO(Transform):
-    """M2 = (log rho)^2, rho = policy just before this update / rollout policy, its mean held to the threshold (nats
-    squared).
+    """M2 = (log rho)^2, rho = policy just before this update / rollout policy, its mean held to the
+    threshold (nats squared).
 
-    mask (arXiv 2510.01161 algorithm 1): of the tokens on which PPO could clip (A > 0 and rho > 1, or A < 0 and rho < 1)
-    those with the largest M2 are left out until the mean of the others is <= threshold; the kernel is ppo_clip with null
-    clips. winsor (the authors' code, M2PO): x with mean over all tokens of min(M2, x^2) = threshold; ppo_clip to [min(e^-x,
-    0.7), max(e^x, 1.5)]. range (AstraFlow, threshold 0.004 or 0.01): ppo_clip to [max(e^-x, 0.05), min(e^x, 21)], x^2 the
-    largest M2 with which the mean is < threshold, the range 1e-6 wider, as its token stands on the border and is kept
-    whatever the rounding; to the widest range where nothing exceeds it. mask_all (AReaL): as mask over all tokens, rho =
-    rollout / proximal policy, until the mean is < threshold, one token at least being kept; beside `decoupled`.
+    mask (arXiv 2510.01161 algorithm 1): of the tokens on which PPO could clip (A > 0 and rho > 1,
+    or A < 0 and rho < 1) those with the largest M2 are left out until the mean of the others is <=
+    threshold; the kernel is ppo_clip with null clips. winsor (the authors' code, M2PO): x with mean
+    over all tokens of min(M2, x^2) = threshold; ppo_clip to [min(e^-x, 0.7), max(e^x, 1.5)]. range
+    (AstraFlow, threshold 0.004 or 0.01): ppo_clip to [max(e^-x, 0.05), min(e^x, 21)], x^2 the
+    largest M2 with which the mean is < threshold, the range 1e-6 wider, as its token stands on the
+    border and is kept whatever the rounding; to the widest range where nothing exceeds it. mask_all
+    (AReaL): as mask over all tokens, rho = rollout / proximal policy, until the mean is <
+    threshold, one token at least being kept; beside `decoupled`.
 
-    The cutoff is by value, over the whole minibatch: equal ones are kept or left out together, whatever the order of rows.
-    Metrics: second_moment, the mean before.
-    """
+    The cutoff is by value, over the whole minibatch: equal ones are kept or left out together,
+    whatever the order of rows. Metrics: second_moment, the mean before."""
 
     level = "token"
     trusts = True
@@ -44,7 +45,9 @@ class M2PO(Transform):
 
     def __post_init__(self) -> None:
         if self.variant not in ("mask", "winsor", "range", "mask_all"):
-            raise ConfigError(f"transform m2po: variant must be mask, winsor, range or mask_all, found '{self.variant}'")
+            raise ConfigError(
+                f"transform m2po: variant must be mask, winsor, range or mask_all, found '{self.variant}'"
+            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -55,8 +58,13 @@ class M2PO(Transform):
         return self.variant in ("winsor", "range")
 
     def __call__(self, batch: Batch) -> Batch:
-        policy = batch.require("proximal_logprobs" if self.variant == "mask_all" else "current_logprobs", "transform m2po")
-        log_of_ratio = log_ratio(policy, anchor_logprobs(batch, "rollout", "transform m2po"), batch.loss_mask)
+        policy = batch.require(
+            "proximal_logprobs" if self.variant == "mask_all" else "current_logprobs",
+            "transform m2po",
+        )
+        log_of_ratio = log_ratio(
+            policy, anchor_logprobs(batch, "rollout", "transform m2po"), batch.loss_mask
+        )
         chosen = batch.loss_mask
         if self.variant in ("mask", "range"):
             chosen = chosen & (batch.advantages * log_of_ratio > 0)
@@ -64,8 +72,13 @@ class M2PO(Transform):
         mean = float(moments.mean()) if len(moments) else 0.0
         reported = torch.full(batch.tokens.shape, mean)
         if self.bounds:
-            low, high = (winsor_range if self.variant == "winsor" else suffix_range)(moments, self.threshold)
-            limits = {"ratio_low": torch.full(batch.tokens.shape, low), "ratio_high": torch.full(batch.tokens.shape, high)}
+            low, high = (winsor_range if self.variant == "winsor" else suffix_range)(
+                moments, self.threshold
+            )
+            limits = {
+                "ratio_low": torch.full(batch.tokens.shape, low),
+                "ratio_high": torch.full(batch.tokens.shape, high),
+            }
             return batch.replace(**limits, metrics={"second_moment": reported})
         keep = torch.ones_like(chosen)
         keep[chosen] = kept(moments, self.threshold, strict=self.variant == "mask_all")
@@ -73,28 +86,31 @@ class M2PO(Transform):
 
 
 def kept(moments: Tensor, threshold: float, strict: bool) -> Tensor:
-    """(n,) bool: those not above the largest value up to which the mean is <= threshold; strict: < threshold, and the least in
-    any case. Without it, all may be left out."""
+    """(n,) bool: those not above the largest value up to which the mean is <= threshold; strict: <
+    threshold, and the least in any case. Without it, all may be left out."""
     ordered = moments.sort().values
-    last = torch.searchsorted(ordered, moments, right=True) - 1  # of each value's equals: they stay or go together
+    # Of each value's equals: they stay or go together
+    last = torch.searchsorted(ordered, moments, right=True) - 1
     mean = (ordered.cumsum(0) / torch.arange(1, len(ordered) + 1))[last]
     return (mean < threshold) | (moments == ordered[:1]) if strict else mean <= threshold
 
 
 def winsor_range(moments: Tensor, threshold: float) -> tuple[float, float]:
-    """Ratios at which the mean of min(M2, x^2) is the threshold, never tighter than 0.7 to 1.5; without a limit where the
-    mean of M2 itself is not above it."""
+    """Ratios at which the mean of min(M2, x^2) is the threshold, never tighter than 0.7 to 1.5;
+    without a limit where the mean of M2 itself is not above it."""
     ordered, count = moments.sort().values, len(moments)
     below = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])[:-1]
-    level = (threshold * count - below) / torch.arange(count, 0, -1)  # x^2, if it is all of those from here on that exceed it
+    # X^2, if it is all of those from here on that exceed it
+    level = (threshold * count - below) / torch.arange(count, 0, -1)
     found = (level <= ordered).nonzero().flatten()
     x = math.sqrt(float(level[found[0]])) if len(found) else MAX_LOG_RATIO
     return min(math.exp(-x), 0.7), max(math.exp(x), 1.5)
 
 
 def suffix_range(moments: Tensor, threshold: float) -> tuple[float, float]:
-    """Ratios e^-x to e^x within 0.05 to 21, x^2 the largest value up to which the mean is < threshold, or the least value; the
-    widest range where the mean of all is not above the threshold."""
+    """Ratios e^-x to e^x within 0.05 to 21, x^2 the largest value up to which the mean is <
+    threshold, or the least value; the widest range where the mean of all is not above the
+    threshold."""
     if not len(moments) or float(moments.mean()) <= threshold:
         return 0.05, 21.0
     x = math.sqrt(float(moments[kept(moments, threshold, strict=True)].max()))

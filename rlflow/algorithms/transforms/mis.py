@@ -15,11 +15,12 @@ from rlflow.values import NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True)
 class MaskedImportance(Transform):
-    """Times k where low <= k <= high, else 0; k = proximal / rollout policy, of the token or at the `level` of its row.
+    """Times k where low <= k <= high, else 0; k = proximal / rollout policy, of the token or at the
+    `level` of its row.
 
-    With `weigh: false` times 1 in place of k: a filter alone, which goes with any kernel. A geometric mean is near 1, and
-    so are its bounds (0.99 to 1.01, or up to 0.5 to 2). Liu et al. 2025, "When speed kills stability".
-    """
+    With `weigh: false` times 1 in place of k: a filter alone, which goes with any kernel. A
+    geometric mean is near 1, and so are its bounds (0.99 to 1.01, or up to 0.5 to 2). Liu et al.
+    2025, "When speed kills stability"."""
 
     needs = frozenset({"proximal"})
 
@@ -30,7 +31,9 @@ class MaskedImportance(Transform):
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
-            raise ConfigError(f"transform mis: expected low below high, found {self.low} and {self.high}")
+            raise ConfigError(
+                f"transform mis: expected low below high, found {self.low} and {self.high}"
+            )
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]

@@ -12,12 +12,12 @@ from rlflow.values import PositiveFloat
 
 @dataclass(frozen=True)
 class SequenceMask(Transform):
-    """Times 0 where A < 0 and the mean over the row's tokens of old log-prob - log-prob is above the threshold (nats).
+    """Times 0 where A < 0 and the mean over the row's tokens of old log-prob - log-prob is above
+    the threshold (nats).
 
-    DeepSeek-V3.2, arXiv 2512.02556 section 3.1 ("off-policy sequence masking"), the old policy being the one that sampled
-    (anchor rollout) and the new one that just before this update. The sequence is the row: of a trajectory with several
-    segments, each is judged by itself.
-    """
+    DeepSeek-V3.2, arXiv 2512.02556 section 3.1 ("off-policy sequence masking"), the old policy
+    being the one that sampled (anchor rollout) and the new one that just before this update. The
+    sequence is the row: of a trajectory with several segments, each is judged by itself."""
 
     level = "sequence"
 

@@ -14,9 +14,9 @@ from rlflow.values import PositiveFloat
 class TruncatedImportance(Transform):
     """Times min(k, cap), k = proximal / rollout policy, of the token or at the `level` of its row.
 
-    Truncated importance sampling (Ionides 2008; between engine and trainer: Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training", cap 2). Metrics: capped (share of tokens).
-    """
+    Truncated importance sampling (Ionides 2008; between engine and trainer: Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training", cap 2). Metrics: capped
+    (share of tokens)."""
 
     needs = frozenset({"proximal"})
     weighs = True

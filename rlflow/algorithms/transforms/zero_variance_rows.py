@@ -9,11 +9,11 @@ from rlflow.types import Batch
 
 
 class ZeroVarianceRows(Transform):
-    """Sets the weights of rows to 0 whose group's returns had no spread, and scales the others up to the same sum.
+    """Sets the weights of rows to 0 whose group's returns had no spread, and scales the others up
+    to the same sum.
 
-    Their advantages are 0 in any case; this takes them out of the mean, and out of KL and entropy terms. Groups that were never
-    stamped stay. Where no row is left, all weights are 0.
-    """
+    Their advantages are 0 in any case; this takes them out of the mean, and out of KL and entropy
+    terms. Groups that were never stamped stay. Where no row is left, all weights are 0."""
 
     def __call__(self, batch: Batch) -> Batch:
         who = "zero_variance_rows"

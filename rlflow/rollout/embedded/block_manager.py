@@ -1,4 +1,5 @@
-"""Which block of the key-value pool holds what: reference counts, and an index of the blocks by the tokens in them."""
+"""Which block of the key-value pool holds what: reference counts, and an index of the blocks by the
+tokens in them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 BLOCK_SIZE = 32
 """Positions in a block."""
 SCRATCH = 0
-"""A block that nobody owns: unused entries of block tables point at it, and rows that only pad a batch write to it."""
+"""A block that nobody owns: unused entries of block tables point at it, and rows that only pad a
+batch write to it."""
 
 SHORTEST_COPY = 4
 """Positions that are worth the copy of a block."""
@@ -17,8 +19,8 @@ SHORTEST_COPY = 4
 
 @dataclass(eq=False)
 class Node:
-    """A block in the index: `tokens` (a full block's, or the first few of one that is still filling) after those of its
-    parents."""
+    """A block in the index: `tokens` (a full block's, or the first few of one that is still
+    filling) after those of its parents."""
 
     tokens: tuple[int, ...]
     block: int
@@ -27,15 +29,17 @@ class Node:
 
 
 class BlockManager:
-    """`count` blocks for sequences to hold. Full blocks are shared: a block is free again when the last holder drops it.
+    """`count` blocks for sequences to hold. Full blocks are shared: a block is free again when the
+    last holder drops it.
 
-    The index is a tree over the blocks that somebody holds, so what is found never depends on what ended earlier.
-    """
+    The index is a tree over the blocks that somebody holds, so what is found never depends on what
+    ended earlier."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._unused = SCRATCH + 1  # no block from here on was ever taken
-        self._returned: list[int] = []  # a heap: low blocks first, so that the touched memory stays small
+        # A heap: low blocks first, so that the touched memory stays small
+        self._returned: list[int] = []
         self._holders: dict[int, int] = {}
         self._root = Node((), SCRATCH)
         self._nodes: dict[int, Node] = {}
@@ -68,7 +72,8 @@ class BlockManager:
             self._holders[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Takes a holder from a sequence's blocks, last block first, so that a block leaves the index before its parents."""
+        """Takes a holder from a sequence's blocks, last block first, so that a block leaves the
+        index before its parents."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -77,15 +82,17 @@ class BlockManager:
                 heapq.heappush(self._returned, block)
 
     def reopen(self, block: int) -> bool:
-        """Takes a block out of the index, for its only holder to write it anew; False where others hold it too."""
+        """Takes a block out of the index, for its only holder to write it anew; False where others
+        hold it too."""
         alone = self._holders[block] == 1
         if alone:
             self._unlist(block)
         return alone
 
     def publish(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Enters the blocks of a sequence, of which `tokens` are computed, into the index. Ends at a block whose tokens
-        another sequence has entered: what follows would not be under blocks that this one holds."""
+        """Enters the blocks of a sequence, of which `tokens` are computed, into the index. Ends at
+        a block whose tokens another sequence has entered: what follows would not be under blocks
+        that this one holds."""
         node = self._root
         for index, block in enumerate(blocks):
             content = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
@@ -98,11 +105,14 @@ class BlockManager:
             node = known
 
     def find(self, tokens: Sequence[int]) -> tuple[list[int], int, int]:
-        """(full blocks that hold the first tokens, a block to copy from that goes on like them, how many of its tokens do)."""
+        """(full blocks that hold the first tokens, a block to copy from that goes on like them, how
+        many of its tokens do)."""
         node = self._root
         blocks: list[int] = []
         while len(tokens) >= (len(blocks) + 1) * BLOCK_SIZE:
-            child = node.children.get(tuple(tokens[len(blocks) * BLOCK_SIZE : (len(blocks) + 1) * BLOCK_SIZE]))
+            child = node.children.get(
+                tuple(tokens[len(blocks) * BLOCK_SIZE : (len(blocks) + 1) * BLOCK_SIZE])
+            )
             if child is None:
                 break
             blocks.append(child.block)
@@ -138,7 +148,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def prefix_keys(tokens: Sequence[int]) -> list[int]:
-    """A key for the tokens up to each block's end, and for all of them: equal where the tokens are."""
+    """A key for the tokens up to each block's end, and for all of them: equal where the tokens
+    are."""
     keys = [0]
     for start in range(0, len(tokens), BLOCK_SIZE):
         keys.append(hash((keys[-1], *tokens[start : start + BLOCK_SIZE])))

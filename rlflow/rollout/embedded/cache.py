@@ -1,4 +1,5 @@
-"""The key-value cache of the embedded engine: a pool of blocks, and attention over the blocks of several sequences."""
+"""The key-value cache of the embedded engine: a pool of blocks, and attention over the blocks of
+several sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 class AttentionCall:
     """Sequences of similar length that one attention call serves.
 
-    rows: which of the batch. blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * BLOCK_SIZE), 0 or
+    rows: which of the batch. blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or
+    queries, n * BLOCK_SIZE), 0 or
     -inf. queries: (rows, queries), places among the flat tokens; None where row i of the batch has query i. Padding
     repeats a row's last query; `real` (rows, queries) tells which are not padding."""
 
@@ -38,12 +40,17 @@ class AttentionCall:
 
 
 class KeyValueCache:
-    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = 2 * groups * head_dim."""
+    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = 2 *
+    groups * head_dim."""
 
-    def __init__(self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._model = model
         self._width = 2 * model.groups * model.head_dim
-        self._make = partial(_zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device)
+        self._make = partial(
+            _zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device
+        )
         self._pool = self._make()
 
     def free(self) -> None:
@@ -66,39 +73,52 @@ class KeyValueCache:
 
     @torch.inference_mode()
     def clear(self, blocks: int) -> None:
-        """Zeroes the first `blocks` blocks. A masked key must still be finite: NaN - inf is NaN, in whichever block it was
-        left behind."""
+        """Zeroes the first `blocks` blocks. A masked key must still be finite: NaN - inf is NaN, in
+        whichever block it was left behind."""
         self._pool[:, :blocks] = 0
 
     def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
-        """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where the new tokens stand,
-        that is lengths - 1; longest first, so that neighbours need little padding."""
+        """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where
+        the new tokens stand, that is lengths - 1; longest first, so that neighbours need little
+        padding."""
         index = _places(tables, positions)
-        allowed = torch.arange(blocks_for(lengths[0]) * BLOCK_SIZE, device=tables.device) <= positions[:, None]
+        allowed = (
+            torch.arange(blocks_for(lengths[0]) * BLOCK_SIZE, device=tables.device)
+            <= positions[:, None]
+        )
         mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
         calls = []
         for rows in _similar(lengths):
             count = blocks_for(lengths[rows.start])
-            calls.append(AttentionCall(rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]))
+            calls.append(
+                AttentionCall(
+                    rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]
+                )
+            )
         return self._decoding_attention(index, calls)
 
     def decoding_static(self, tables: Tensor, positions: Tensor) -> Attend:
-        """The same in one call over all blocks of `tables`, with no look at a value on the host: fit for a CUDA graph."""
-        allowed = torch.arange(tables.shape[1] * BLOCK_SIZE, device=tables.device) <= positions[:, None]
+        """The same in one call over all blocks of `tables`, with no look at a value on the host:
+        fit for a CUDA graph."""
+        allowed = (
+            torch.arange(tables.shape[1] * BLOCK_SIZE, device=tables.device) <= positions[:, None]
+        )
         mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
         call = AttentionCall(slice(0, len(positions)), tables.reshape(-1), mask)
         return self._decoding_attention(_places(tables, positions), [call])
 
     def prefilling(self, tables: Tensor, starts: Sequence[int], stops: Sequence[int]) -> Attend:
-        """Attention for the flat tokens of several sequences: i brings positions starts[i]:stops[i] of the one whose
-        blocks are tables[i]."""
+        """Attention for the flat tokens of several sequences: i brings positions starts[i]:stops[i]
+        of the one whose blocks are tables[i]."""
         device = tables.device
         parts = _cut(starts, stops)
         offsets = [0]
         for _, start, stop in parts:
             offsets.append(offsets[-1] + stop - start)
         places = [
-            _places(tables[row, None].expand(stop - start, -1), torch.arange(start, stop, device=device))
+            _places(
+                tables[row, None].expand(stop - start, -1), torch.arange(start, stop, device=device)
+            )
             for row, start, stop in parts
         ]
         order = sorted(range(len(parts)), key=lambda part: (-parts[part][2], parts[part][1]))
@@ -107,7 +127,11 @@ class KeyValueCache:
         calls = []
         for rows in _similar(lengths, counts):
             chosen = order[rows]
-            calls.append(self._prefilling_call(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]))
+            calls.append(
+                self._prefilling_call(
+                    rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]
+                )
+            )
         index = torch.cat(places)
         heads, dim = self._model.heads, self._model.head_dim
 
@@ -118,7 +142,9 @@ class KeyValueCache:
                 keys, values = self._read(layer, call)
                 wanted, real = cast(Tensor, call.queries), cast(Tensor, call.real)
                 padded = queries[wanted].transpose(1, 2)
-                attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=call.mask, enable_gqa=True)
+                attended = F.scaled_dot_product_attention(
+                    padded, keys, values, attn_mask=call.mask, enable_gqa=True
+                )
                 output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
             return output
 
@@ -129,11 +155,14 @@ class KeyValueCache:
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._write(layer, index, keys_values)
-            by_group = queries.reshape(len(queries), groups, -1, dim)  # the heads of a group share its keys: no copies
+            # The heads of a group share its keys: no copies
+            by_group = queries.reshape(len(queries), groups, -1, dim)
             parts = []
             for call in calls:
                 keys, values = self._read(layer, call)
-                attended = F.scaled_dot_product_attention(by_group[call.rows], keys, values, attn_mask=call.mask)
+                attended = F.scaled_dot_product_attention(
+                    by_group[call.rows], keys, values, attn_mask=call.mask
+                )
                 parts.append(attended.reshape(len(attended), -1))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -148,7 +177,9 @@ class KeyValueCache:
         steps = torch.arange(max(stop - start for _, start, stop in parts), device=device)
         within = torch.minimum(steps, count[:, None] - 1)
         blocks = blocks_for(max(stop for _, _, stop in parts))
-        allowed = torch.arange(blocks * BLOCK_SIZE, device=device) <= (first[:, None] + within)[..., None]
+        allowed = (
+            torch.arange(blocks * BLOCK_SIZE, device=device) <= (first[:, None] + within)[..., None]
+        )
         chosen = tables[torch.tensor([row for row, _, _ in parts], device=device), :blocks]
         queries = torch.tensor(offsets, device=device)[:, None] + within
         mask = _as_mask(allowed, self._pool.dtype)[:, None]
@@ -158,8 +189,8 @@ class KeyValueCache:
         self._pool[layer].view(-1, self._width)[index] = keys_values
 
     def _read(self, layer: int, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, groups, positions, head_dim) of a call: a copy, small enough to stay in the cache of the
-        processor until it is attended to."""
+        """Keys and values (rows, groups, positions, head_dim) of a call: a copy, small enough to
+        stay in the cache of the processor until it is attended to."""
         groups, dim = self._model.groups, self._model.head_dim
         copied = self._pool[layer].index_select(0, call.blocks)
         held = copied.view(len(call.mask), -1, 2 * groups, dim).transpose(1, 2)
@@ -167,7 +198,8 @@ class KeyValueCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the memory is not touched before it is used, so that a large pool costs what it holds."""
+    """Zeros; on a CPU the memory is not touched before it is used, so that a large pool costs what
+    it holds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     import numpy as np
@@ -182,16 +214,21 @@ def _places(tables: Tensor, positions: Tensor) -> Tensor:
 
 
 def _as_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+    return torch.zeros(allowed.shape, device=allowed.device, dtype=dtype).masked_fill_(
+        ~allowed, float("-inf")
+    )
 
 
 def _similar(lengths: Sequence[int], counts: Sequence[int] | None = None) -> Iterator[slice]:
-    """Runs of sequences, given longest first, that may share a padded length and (counts; None: 1) number of queries."""
+    """Runs of sequences, given longest first, that may share a padded length and (counts; None: 1)
+    number of queries."""
     first, real, most = 0, 0, 0
     for row, length in enumerate(lengths):
         count = 1 if counts is None else counts[row]
         padded = (row - first + 1) * lengths[first] * max(most, count)
-        if row > first and (row - first == CALL_ROWS or padded > CALL_PADDING * (real + length * count)):
+        if row > first and (
+            row - first == CALL_ROWS or padded > CALL_PADDING * (real + length * count)
+        ):
             yield slice(first, row)
             first, real, most = row, 0, 0
         real += length * count

@@ -1,5 +1,5 @@
-"""A lean decoder (Qwen2, Qwen3, Llama, Mistral) in plain torch, made for decoding: flat tokens, fused projections, an external
-cache."""
+"""A lean decoder (Qwen2, Qwen3, Llama, Mistral) in plain torch, made for decoding: flat tokens,
+fused projections, an external cache."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from rlflow.models.architecture import Architecture, huggingface_shapes
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads * head_dim). Stores
-the keys and values in the cache first."""
+"""(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads *
+head_dim). Stores the keys and values in the cache first."""
 
 
 class Decoder:
-    """Weights and forward pass of one model. Parameters live under their HuggingFace names as views of fused tensors,
-    so a reload in place is a copy and the fused products see it."""
+    """Weights and forward pass of one model. Parameters live under their HuggingFace names as views
+    of fused tensors, so a reload in place is a copy and the fused products see it."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.architecture = architecture
         self.dtype = dtype
         self.device = device
@@ -36,8 +38,8 @@ class Decoder:
         self._rope = _rope_table(architecture, 0, device)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. Raises ModelError for an unknown, missing,
-        repeated or wrongly shaped tensor."""
+        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. Raises ModelError
+        for an unknown, missing, repeated or wrongly shaped tensor."""
         missing = set(self.parameters)
         for name, tensor in weights:
             self.copy_in(name, tensor, missing)
@@ -45,8 +47,8 @@ class Decoder:
 
     @torch.inference_mode()
     def copy_in(self, name: str, tensor: Tensor, missing: set[str]) -> None:
-        """Copies one tensor into its parameter and takes it off the names that are still `missing`. A tied model accepts
-        `lm_head.weight` too and ignores it."""
+        """Copies one tensor into its parameter and takes it off the names that are still `missing`.
+        A tied model accepts `lm_head.weight` too and ignores it."""
         if name == "lm_head.weight" and self.architecture.tied:
             return
         if name not in missing:
@@ -58,7 +60,8 @@ class Decoder:
         missing.remove(name)
 
     def reserve(self, positions: int) -> None:
-        """Makes room for sequences of that many tokens; to be called before a `forward` that has them."""
+        """Makes room for sequences of that many tokens; to be called before a `forward` that has
+        them."""
         if positions > self._rope.shape[1]:
             self._rope = _rope_table(self.architecture, positions, self.device, self.dtype)
 
@@ -67,18 +70,25 @@ class Decoder:
         yield from self.parameters.items()
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what was reserved; of the
-        rows `last` only if given. Which tokens belong together is the business of `attend`."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None
+    ) -> Tensor:
+        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what
+        was reserved; of the rows `last` only if given. Which tokens belong together is the business
+        of `attend`."""
         model = self.architecture
         heads, groups, dim = model.heads, model.groups, model.head_dim
         cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
         x = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
-            qkv = linear(self._normalized(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias"))
+            qkv = linear(
+                self._normalized(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias")
+            )
             by_head = qkv.view(-1, heads + 2 * groups, dim)
             if model.qk_norm:
-                by_head[:, :heads] = F.rms_norm(by_head[:, :heads], (dim,), layer["q_norm"], model.norm_eps)
+                by_head[:, :heads] = F.rms_norm(
+                    by_head[:, :heads], (dim,), layer["q_norm"], model.norm_eps
+                )
                 by_head[:, heads:-groups] = F.rms_norm(
                     by_head[:, heads:-groups], (dim,), layer["k_norm"], model.norm_eps
                 )
@@ -87,7 +97,9 @@ class Decoder:
             rotated.mul_(cosine).addcmul_(halves_swapped, sine)
             attended = attend(index, by_head[:, :heads], qkv[:, heads * dim :])
             x = x + linear(attended, layer["output"])
-            gate, up = linear(self._normalized(x, layer["mlp_norm"]), layer["gate_up"]).chunk(2, dim=-1)
+            gate, up = linear(self._normalized(x, layer["mlp_norm"]), layer["gate_up"]).chunk(
+                2, dim=-1
+            )
             x = x + linear(F.silu(gate).mul_(up), layer["down"])
         if last is not None:
             x = x[last]
@@ -105,7 +117,9 @@ class Decoder:
         """One tensor whose row blocks are the named parameters."""
         shapes = huggingface_shapes(self.architecture)
         rows = [shapes[name][0] for name in names]
-        fused = torch.zeros((sum(rows), *shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
+        fused = torch.zeros(
+            (sum(rows), *shapes[names[0]][1:]), dtype=self.dtype, device=self.device
+        )
         self.parameters.update(zip(names, fused.split(rows)))
         return fused
 
@@ -131,27 +145,34 @@ class Decoder:
 def check_complete(missing: set[str]) -> None:
     """Raises ModelError if a load left tensors out."""
     if missing:
-        raise ModelError(f"weights: {len(missing)} tensors are missing, the first is '{min(missing)}'.")
+        raise ModelError(
+            f"weights: {len(missing)} tensors are missing, the first is '{min(missing)}'."
+        )
 
 
-def _rope_table(model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(2, length, head_dim): cosines, and sines with the sign of rotate_half, x * cos + swap_halves(x) * sin."""
+def _rope_table(
+    model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """(2, length, head_dim): cosines, and sines with the sign of rotate_half, x * cos +
+    swap_halves(x) * sin."""
     angles = torch.outer(
-        torch.arange(length, dtype=torch.float32, device=device), _inverse_frequencies(model).to(device)
+        torch.arange(length, dtype=torch.float32, device=device),
+        _inverse_frequencies(model).to(device),
     )
     cosine, sine = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))).to(dtype)
 
 
 def _inverse_frequencies(model: Architecture) -> Tensor:
-    """(head_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a smooth transition
-    between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card; constants fixed by
-    rlflow.models.architecture)."""
+    """(head_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a
+    smooth transition between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card;
+    constants fixed by rlflow.models.architecture)."""
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
     frequencies = 1.0 / (model.rope_theta**exponents)
     if model.rope_factor is None:
         return frequencies
     low, high, original = 1.0, 4.0, 8192
     wavelengths = 2 * math.pi / frequencies
-    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)  # of the unscaled frequency
+    # Of the unscaled frequency
+    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return share * frequencies + (1 - share) * frequencies / model.rope_factor

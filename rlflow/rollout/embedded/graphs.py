@@ -1,4 +1,5 @@
-"""CUDA graphs of the decode step: on a GPU a small model's step costs more to launch than to compute."""
+"""CUDA graphs of the decode step: on a GPU a small model's step costs more to launch than to
+compute."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from rlflow.rollout.embedded.block_manager import blocks_for
 from rlflow.rollout.embedded.slots import Slots
 
 DecodeStep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""(slots (B,), blocks per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the same memory each time."""
+"""(slots (B,), blocks per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the
+same memory each time."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,18 @@ class Recorded:
 
 
 class DecodeGraphs:
-    """Decode steps recorded once per size and replayed. Sizes are rounded up: rows that only pad a batch decode the spare
-    slot, which nobody reads.
+    """Decode steps recorded once per size and replayed. Sizes are rounded up: rows that only pad a
+    batch decode the spare slot, which nobody reads.
 
-    capture: records a function's kernels and returns what replays them; `capture_cuda_graph`, or in tests a function
-    that returns its argument. The tables of the slots must never be widened after the first step."""
+    capture: records a function's kernels and returns what replays them; `capture_cuda_graph`, or in
+    tests a function that returns its argument. The tables of the slots must never be widened after
+    the first step."""
 
     def __init__(
-        self, slots: Slots, step: DecodeStep, capture: Callable[[Callable[[], None]], Callable[[], None]]
+        self,
+        slots: Slots,
+        step: DecodeStep,
+        capture: Callable[[Callable[[], None]], Callable[[], None]],
     ) -> None:
         self._slots = slots
         self._step = step
@@ -44,7 +50,8 @@ class DecodeGraphs:
         self._recorded.clear()
 
     def run(self, order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots (B,), sampled tokens (B,), log-probs (B,)) of one decode step of the slots in `order`."""
+        """(slots (B,), sampled tokens (B,), log-probs (B,)) of one decode step of the slots in
+        `order`."""
         longest = max(self._slots.length[slot] for slot in order)
         blocks = min(_power_of_two(blocks_for(longest)), self._slots.block_tables.shape[1])
         recorded = self._get(_rounded(len(order)), blocks)
@@ -67,7 +74,8 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs that share one memory pool: they never run at the same time."""
+    """Captures functions as CUDA graphs that share one memory pool: they never run at the same
+    time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -76,7 +84,8 @@ class CudaCapture:
         """A function that replays the kernels of `function`, which is called twice here."""
         warm_up = torch.cuda.Stream()
         warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):  # libraries set themselves up on first use, which cannot be captured
+        # Libraries set themselves up on first use, which cannot be captured
+        with torch.cuda.stream(warm_up):
             function()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()

@@ -21,7 +21,8 @@ NOT_FINITE = 255
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """What a prefill computes of one slot: positions start:stop of its `tokens`; the last of them where complete."""
+    """What a prefill computes of one slot: positions start:stop of its `tokens`; the last of them
+    where complete."""
 
     slot: int
     start: int
@@ -34,10 +35,11 @@ class PrefillChunk:
 
 
 class ModelRunner:
-    """Runs the model over slots and writes what it samples into them. Methods return (slot, flag) pairs, a flag of the
-    stop table per sampled token.
+    """Runs the model over slots and writes what it samples into them. Methods return (slot, flag)
+    pairs, a flag of the stop table per sampled token.
 
-    capture: records a decode step for replay (see rlflow.rollout.embedded.graphs); None runs every step anew."""
+    capture: records a decode step for replay (see rlflow.rollout.embedded.graphs); None runs every
+    step anew."""
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class ModelRunner:
         self._slots = slots
         self._stops = stops
         self._version = torch.zeros((), dtype=torch.int64, device=model.device)
-        self._graphs = None if capture is None else DecodeGraphs(slots, self._decode_static, capture)
+        self._graphs = (
+            None if capture is None else DecodeGraphs(slots, self._decode_static, capture)
+        )
         self._order: Sequence[int] = ()
         self._batch = torch.zeros(0, dtype=torch.int64, device=model.device)
 
@@ -74,21 +78,32 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
         """Computes the chunks in one pass; samples for those that are complete."""
         device = self._model.device
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]])
+        tokens = torch.tensor(
+            [token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]]
+        )
         positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
-        tables = self._slots.block_tables[torch.tensor([chunk.slot for chunk in chunks], device=device)]
-        attend = self._cache.prefilling(tables, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks])
+        tables = self._slots.block_tables[
+            torch.tensor([chunk.slot for chunk in chunks], device=device)
+        ]
+        attend = self._cache.prefilling(
+            tables, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks]
+        )
         ends = torch.tensor([chunk.stop - chunk.start for chunk in chunks]).cumsum(0) - 1
         complete = [row for row, chunk in enumerate(chunks) if chunk.complete]
-        logits = self._model.forward(tokens.to(device), positions.to(device), attend, ends[complete].to(device))
+        logits = self._model.forward(
+            tokens.to(device), positions.to(device), attend, ends[complete].to(device)
+        )
         if not complete:
             return []
         batch = torch.tensor([chunks[row].slot for row in complete], device=device)
-        return self._outcome([chunks[row].slot for row in complete], batch, *self._sample(batch, logits))
+        return self._outcome(
+            [chunks[row].slot for row in complete], batch, *self._sample(batch, logits)
+        )
 
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
-        """One token for each of the slots, the longest first. `order` is a new list where it changed."""
+        """One token for each of the slots, the longest first. `order` is a new list where it
+        changed."""
         if self._graphs is not None:
             return self._outcome(order, *self._graphs.run(order))
         if order is not self._order:
@@ -100,15 +115,22 @@ class ModelRunner:
         return self._outcome(order, self._batch, tokens, logprobs)
 
     def _decode_static(self, batch: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        return self._decode(batch, lambda tables, positions: self._cache.decoding_static(tables[:, :blocks], positions))
+        return self._decode(
+            batch,
+            lambda tables, positions: self._cache.decoding_static(tables[:, :blocks], positions),
+        )
 
-    def _decode(self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]) -> tuple[Tensor, Tensor]:
-        """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No value is looked at on the
-        host."""
+    def _decode(
+        self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]
+    ) -> tuple[Tensor, Tensor]:
+        """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No
+        value is looked at on the host."""
         slots = self._slots
         positions = slots.lengths[batch] - 1
         attend = attention(slots.block_tables[batch], positions)
-        return self._sample(batch, self._model.forward(slots.tokens[batch, positions], positions, attend))
+        return self._sample(
+            batch, self._model.forward(slots.tokens[batch, positions], positions, attend)
+        )
 
     def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         slots = self._slots
@@ -123,11 +145,15 @@ class ModelRunner:
         slots.lengths[slots.spare :] = 1
         return tokens, logprobs
 
-    def _outcome(self, order: Sequence[int], batch: Tensor, tokens: Tensor, logprobs: Tensor) -> list[tuple[int, int]]:
+    def _outcome(
+        self, order: Sequence[int], batch: Tensor, tokens: Tensor, logprobs: Tensor
+    ) -> list[tuple[int, int]]:
         """The flags, brought to the host at once, and the host's side of the book-keeping."""
         slots = self._slots
         flags = self._stops.flags[slots.stop_rows[batch], tokens]
-        outcome = list(zip(order, torch.where(torch.isfinite(logprobs), flags, NOT_FINITE).tolist()))
+        outcome = list(
+            zip(order, torch.where(torch.isfinite(logprobs), flags, NOT_FINITE).tolist())
+        )
         if any(flag == NOT_FINITE for _, flag in outcome):
             raise RolloutError(
                 "engine: the policy's logits are not finite; its weights diverged (lower the learning rate?)."

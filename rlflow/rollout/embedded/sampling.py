@@ -1,4 +1,5 @@
-"""Sampling over a batch: reproducible randomness per request, log-probs at the sampling temperature, stop strings."""
+"""Sampling over a batch: reproducible randomness per request, log-probs at the sampling
+temperature, stop strings."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ MAY_END_STRING = 2
 
 
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
-    """(B,) float64 in [0, 1): one number per (seed, counter), (B,) int64 each, whatever else is in the batch.
+    """(B,) float64 in [0, 1): one number per (seed, counter), (B,) int64 each, whatever else is in
+    the batch.
 
-    The 32 high bits of splitmix64 (Steele, Lea, Flood 2014) after two rounds; int64 arithmetic wraps as uint64
-    would."""
+    The 32 high bits of splitmix64 (Steele, Lea, Flood 2014) after two rounds; int64 arithmetic
+    wraps as uint64 would."""
     state = _splitmix(_splitmix(seeds) + counters)
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
 
@@ -34,10 +36,12 @@ def _splitmix(state: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sampled ids (B,) and their log-probs (B,), nats, from float32 logits (B, V) at temperatures (B,).
+    """Sampled ids (B,) and their log-probs (B,), nats, from float32 logits (B, V) at temperatures
+    (B,).
 
-    Temperature 0 is greedy, with the log-prob at temperature 1. uniform: (B,) float64 in [0, 1); None if all rows are
-    greedy. By inversion of the cumulative distribution in float64, so that no token's share is rounded away."""
+    Temperature 0 is greedy, with the log-prob at temperature 1. uniform: (B,) float64 in [0, 1);
+    None if all rows are greedy. By inversion of the cumulative distribution in float64, so that no
+    token's share is rounded away."""
     greedy = temperatures == 0
     logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperatures)[:, None], dim=-1)
     if uniform is None:
@@ -50,20 +54,27 @@ def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tupl
 
 
 def _invert(shares: Tensor, uniform: Tensor) -> Tensor:
-    """(B,) where the cumulative sum of `shares` (B, V) passes the share `uniform` (B,) of its total.
+    """(B,) where the cumulative sum of `shares` (B, V) passes the share `uniform` (B,) of its
+    total.
 
-    In float64, first over sums of CHUNK shares, then within one of them: a cumulative sum over all of a large vocabulary
-    costs more than a small model's forward pass."""
+    In float64, first over sums of CHUNK shares, then within one of them: a cumulative sum over all
+    of a large vocabulary costs more than a small model's forward pass."""
     rows, vocab = shares.shape
     whole = shares if vocab % CHUNK == 0 else torch.nn.functional.pad(shares, (0, -vocab % CHUNK))
     chunks = whole.view(rows, -1, CHUNK)
     upto = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniform[:, None] * upto[:, -1:]
-    chunk = torch.searchsorted(upto, target, right=True).clamp_(max=chunks.shape[1] - 1)  # only NaN exceeds it
+    # Only NaN exceeds it
+    chunk = torch.searchsorted(upto, target, right=True).clamp_(max=chunks.shape[1] - 1)
     before = torch.where(chunk > 0, upto.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    within = chunks[torch.arange(rows, device=shares.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
-    last = torch.nextafter(within[:, -1:], torch.zeros_like(target))  # rounding must not lead beyond the chunk
-    place = torch.searchsorted(within, torch.minimum(target - before, last), right=True).clamp_(max=CHUNK - 1)
+    within = chunks[torch.arange(rows, device=shares.device), chunk[:, 0]].cumsum(
+        -1, dtype=torch.float64
+    )
+    # Rounding must not lead beyond the chunk
+    last = torch.nextafter(within[:, -1:], torch.zeros_like(target))
+    place = torch.searchsorted(within, torch.minimum(target - before, last), right=True).clamp_(
+        max=CHUNK - 1
+    )
     return (chunk * CHUNK + place)[:, 0].clamp_(max=vocab - 1)
 
 
@@ -77,10 +88,11 @@ class Decoding(Protocol):
 
 
 class StopTable:
-    """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of stop strings and ids.
+    """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of
+    stop strings and ids.
 
-    Most tokens cannot complete any of the strings, so text is decoded only for those whose own text holds a string's
-    last character (or, where that is not ASCII, an incomplete character)."""
+    Most tokens cannot complete any of the strings, so text is decoded only for those whose own text
+    holds a string's last character (or, where that is not ASCII, an incomplete character)."""
 
     def __init__(self, vocab: int, tokenizer: Callable[[], Decoding], device: torch.device) -> None:
         self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
@@ -89,8 +101,8 @@ class StopTable:
         self._texts: list[str] | None = None
 
     def row(self, strings: tuple[str, ...], token_ids: tuple[int, ...]) -> int:
-        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id outside the
-        vocabulary."""
+        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id
+        outside the vocabulary."""
         key = (tuple(strings), tuple(token_ids))
         if key not in self._rows:
             self.flags = torch.cat((self.flags, self._make_row(*key)[None].to(self.flags.device)))
@@ -98,10 +110,11 @@ class StopTable:
         return self._rows[key]
 
     def completes(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        """Whether the last of `tokens` completes one of the strings, across token boundaries. Special tokens have no
-        text. The completion must have held none of them before."""
+        """Whether the last of `tokens` completes one of the strings, across token boundaries.
+        Special tokens have no text. The completion must have held none of them before."""
         tokenizer = self._tokenizer()
-        longest = max(len(text.encode()) for text in strings) + 8  # a token has a byte or more; 8 for safe boundaries
+        # A token has a byte or more; 8 for safe boundaries
+        longest = max(len(text.encode()) for text in strings) + 8
         window: list[int] = []
         for token in reversed(tokens):
             if token not in tokenizer.special_ids:
@@ -115,7 +128,9 @@ class StopTable:
         vocab = self.flags.shape[1]
         row = torch.zeros(vocab, dtype=torch.uint8)
         if any(not string for string in strings):
-            raise RolloutError("sampling.stop: a stop string is empty; every completion would end at once.")
+            raise RolloutError(
+                "sampling.stop: a stop string is empty; every completion would end at once."
+            )
         if strings:
             ends = {string[-1] for string in strings}
             if any(not end.isascii() for end in ends):
@@ -127,12 +142,16 @@ class StopTable:
                 for token in tokenizer.special_ids
                 if token < vocab
             }
-            row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = MAY_END_STRING
+            row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = (
+                MAY_END_STRING
+            )
             for string in strings:  # a stop string that is one special token has no text of its own
                 row[[token for token, text in special.items() if text == string]] = END_TOKEN
         outside = [token for token in token_ids if not 0 <= token < vocab]
         if outside:
-            raise RolloutError(f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of {vocab}.")
+            raise RolloutError(
+                f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of {vocab}."
+            )
         row[list(token_ids)] = END_TOKEN
         return row
 
@@ -140,8 +159,15 @@ class StopTable:
         if self._texts is None:
             tokenizer, tokens = self._tokenizer(), range(self.flags.shape[1])
             alone = (tokenizer.decode([token], skip_special_tokens=False) for token in tokens)
-            # Metaspace tokenizers leave out the space that a text begins with, so the token is looked at behind a letter.
-            letter = next(([token] for token, text in enumerate(alone) if len(text) == 1 and text.isalpha()), [])
+            # Metaspace tokenizers leave out the space that a text begins with, so the token is
+            # looked at behind a letter.
+            letter = next(
+                ([token] for token, text in enumerate(alone) if len(text) == 1 and text.isalpha()),
+                [],
+            )
             before = len(tokenizer.decode(letter, skip_special_tokens=False)) if letter else 0
-            self._texts = [tokenizer.decode([*letter, token], skip_special_tokens=False)[before:] for token in tokens]
+            self._texts = [
+                tokenizer.decode([*letter, token], skip_special_tokens=False)[before:]
+                for token in tokens
+            ]
         return self._texts

@@ -1,5 +1,5 @@
-"""Which sequence runs when: admission to slots, prefill, decode steps, preemption, and the end of a sequence. No event
-loop here."""
+"""Which sequence runs when: admission to slots, prefill, decode steps, preemption, and the end of a
+sequence. No event loop here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ FIRST_WIDTH = 256  # positions that the tables have room for at first; doubled o
 
 @dataclass
 class EngineStatistics:
-    """Counts since the start. Tokens: `prefilled` computed in prompts (again after a preemption), `reused` found in the
-    cache, `decoded` sampled. `largest_prefill`: most tokens of prompts in one forward pass. `preempted`: sequences that
-    gave their blocks to older ones, `evicted`: histories of waiting episodes that did."""
+    """Counts since the start. Tokens: `prefilled` computed in prompts (again after a preemption),
+    `reused` found in the cache, `decoded` sampled. `largest_prefill`: most tokens of prompts in one
+    forward pass. `preempted`: sequences that gave their blocks to older ones, `evicted`: histories
+    of waiting episodes that did."""
 
     steps: int = 0
     prefilled: int = 0
@@ -38,13 +39,14 @@ class EngineStatistics:
 class Scheduler:
     """Sequences wait, then run in a slot: first they prefill, then they decode, one token a step.
 
-    When the pool of blocks is full, the younger gives way: a slot that is held for an episode's next turn, or a running
-    sequence, loses its blocks and computes them again later. The oldest always finds room, so all of them finish. A lower
-    priority number goes before age.
+    When the pool of blocks is full, the younger gives way: a slot that is held for an episode's
+    next turn, or a running sequence, loses its blocks and computes them again later. The oldest
+    always finds room, so all of them finish. A lower priority number goes before age.
 
-    blocks: size of the pool. max_tokens: of a prompt and its completion, no more than the pool holds. prefill_tokens: most
-    prompt tokens in a step. by_id: admission in the order of the ids, not of the arrival. capture: of decode steps, see
-    ModelRunner; the tables then have their full width from the start."""
+    blocks: size of the pool. max_tokens: of a prompt and its completion, no more than the pool
+    holds. prefill_tokens: most prompt tokens in a step. by_id: admission in the order of the ids,
+    not of the arrival. capture: of decode steps, see ModelRunner; the tables then have their full
+    width from the start."""
 
     def __init__(
         self,
@@ -65,15 +67,18 @@ class Scheduler:
         self.block_manager = BlockManager(blocks)
         self._model = model
         self._stops = stops
-        self._cache = KeyValueCache(model.architecture, blocks + 1, model.dtype, model.device)  # with the scratch block
+        # With the scratch block
+        self._cache = KeyValueCache(model.architecture, blocks + 1, model.dtype, model.device)
         self._slots = Slots(slots, self.block_manager, model.device)
         self._max_tokens = max_tokens
         self._prefill_tokens = prefill_tokens
         self._by_id = by_id
         self._runner = ModelRunner(model, self._cache, self._slots, stops, capture)
-        self._prefilling: set[int] = set()  # running slots whose cache lacks more than the last token
+        # Running slots whose cache lacks more than the last token
+        self._prefilling: set[int] = set()
         self._decoding: set[int] = set()  # running slots whose cache lacks the last token only
-        self._order: list[int] | None = None  # the decoding slots, longest first; None where they changed
+        # The decoding slots, longest first; None where they changed
+        self._order: list[int] | None = None
         self._widen(max_tokens if capture is not None else min(FIRST_WIDTH, max_tokens))
 
     @property
@@ -100,7 +105,8 @@ class Scheduler:
         self._slots.release(owner)
 
     def step(self, admit: bool) -> None:
-        """Admits (if it may), prefills, and decodes one token for all that run. Ended sequences get their completions."""
+        """Admits (if it may), prefills, and decodes one token for all that run. Ended sequences get
+        their completions."""
         if admit and self.waiting:
             self._admit()
         if self._prefilling:
@@ -111,7 +117,9 @@ class Scheduler:
 
     def end(self, sequence: SequenceState, stop: Stop) -> None:
         """Completes a sequence, wherever it is, with what it has."""
-        tokens, logprobs, versions = self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
+        tokens, logprobs, versions = (
+            self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
+        )
         if not sequence.future.done():
             sequence.future.set_result(Completion(tokens, logprobs, versions, stop))
         self.remove(sequence)
@@ -131,7 +139,8 @@ class Scheduler:
             self._slots.put_back(slot)
 
     def forget_cache(self) -> None:
-        """Nothing that is cached is valid any more: what runs is prefilled again before it goes on."""
+        """Nothing that is cached is valid any more: what runs is prefilled again before it goes
+        on."""
         for slot in [*self.running, *self._slots.held()]:
             self._slots.drop_blocks(slot)
         self.block_manager.forget()
@@ -140,7 +149,8 @@ class Scheduler:
         self._order = None
 
     def free_cache(self) -> None:
-        """Gives the cache's memory back; `allocate_cache` before the next step. What runs is prefilled again then."""
+        """Gives the cache's memory back; `allocate_cache` before the next step. What runs is
+        prefilled again then."""
         self.forget_cache()
         self._runner.forget_graphs()
         self._cache.free()
@@ -154,15 +164,18 @@ class Scheduler:
         self._cache.clear(self.block_manager.touched)
         self.forget_cache()
 
-    # --- admission ----------------------------------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------
+    # --------------------
 
     def _admit(self) -> None:
-        """Gives slots to waiting sequences by priority; among equals first to those that continue an episode, since theirs
-        is there already, then in the order of their arrival (or ids)."""
+        """Gives slots to waiting sequences by priority; among equals first to those that continue
+        an episode, since theirs is there already, then in the order of their arrival (or ids)."""
         if self._by_id:
             self.waiting.sort(key=lambda sequence: sequence.id or "")
         fresh = {sequence: self._slots.held_by(sequence.id) is None for sequence in self.waiting}
-        for sequence in sorted(self.waiting, key=lambda sequence: (sequence.priority, fresh[sequence])):
+        for sequence in sorted(
+            self.waiting, key=lambda sequence: (sequence.priority, fresh[sequence])
+        ):
             if not self._slots.available():
                 break
             self._place(sequence)
@@ -172,7 +185,9 @@ class Scheduler:
         count = len(sequence.tokens)
         slot = sequence.slot = self._slots.take(sequence.id)
         self._widen(count + 1)
-        self._slots.fill(slot, sequence, min(count + sequence.sampling.max_tokens, self._max_tokens))
+        self._slots.fill(
+            slot, sequence, min(count + sequence.sampling.max_tokens, self._max_tokens)
+        )
         self.running[slot] = sequence
         self._prefilling.add(slot)
 
@@ -183,11 +198,13 @@ class Scheduler:
             self._slots.reserve(width)
             self._model.reserve(width)
 
-    # --- prefill ------------------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------
+    # --------------------
 
     def _prefill(self) -> None:
-        """Computes what the cache lacks, in passes: what several slots share is computed in one pass for the first of them
-        and found in the cache by the others in the next; until then nobody leaves."""
+        """Computes what the cache lacks, in passes: what several slots share is computed in one
+        pass for the first of them and found in the cache by the others in the next; until then
+        nobody leaves."""
         budget = self._prefill_tokens
         outcome: list[tuple[int, int]] = []
         while budget > 0 and self._prefilling:
@@ -202,7 +219,8 @@ class Scheduler:
         self._finish(outcome)
 
     def _prefill_chunks(self, budget: int) -> list[PrefillChunk]:
-        """What to compute now, `budget` tokens at most, the oldest episodes first; none passes one that finds no room."""
+        """What to compute now, `budget` tokens at most, the oldest episodes first; none passes one
+        that finds no room."""
         chunks: list[PrefillChunk] = []
         coming: set[int] = set()  # keys of the prefixes that the chunks compute
         for slot in self._by_rank(self._prefilling):
@@ -218,7 +236,8 @@ class Scheduler:
                 break
             start = self._slots.cached[slot]
             chunk = PrefillChunk(slot, start, min(len(tokens), start + budget), tokens)
-            self._widen(len(tokens) + 1)  # the tokens of a second prefill may fill the tables, and one more is sampled
+            # The tokens of a second prefill may fill the tables, and one more is sampled
+            self._widen(len(tokens) + 1)
             coming.update(keys[start // BLOCK_SIZE : blocks_for(chunk.stop)])
             budget -= chunk.stop - start
             chunks.append(chunk)
@@ -232,7 +251,8 @@ class Scheduler:
         return self._slots.tokens[slot, : self._slots.length[slot]].tolist()
 
     def _equip(self, slot: int, found: tuple[list[int], int, int]) -> bool:
-        """Gives the slot a block for each of its tokens, those that were found among them; False where there is no room."""
+        """Gives the slot a block for each of its tokens, those that were found among them; False
+        where there is no room."""
         slots, pool = self._slots, self.block_manager
         shared, source, extra = found
         to_copy: list[int] = []
@@ -258,7 +278,8 @@ class Scheduler:
             sequence.started = True
 
     def _feed(self, chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
-        """Computes the chunks; (slot, flag of the stop table) of the tokens sampled after those that are complete."""
+        """Computes the chunks; (slot, flag of the stop table) of the tokens sampled after those
+        that are complete."""
         outcome = self._runner.prefill(chunks)
         for chunk in chunks:
             if chunk.complete:
@@ -271,7 +292,8 @@ class Scheduler:
         self._order = None
         return outcome
 
-    # --- decode -------------------------------------------------------------------------------------------------------
+    # --- decode -----------------------------------------------------------------------------------
+    # --------------------
 
     def _decode(self) -> None:
         """One token for every sequence that decodes and finds room."""
@@ -292,7 +314,8 @@ class Scheduler:
         self._finish(self._runner.decode(self._order))
 
     def _finish(self, outcome: list[tuple[int, int]]) -> None:
-        """Ends the sequences that are done with the tokens just sampled: (slot, flag of the stop table)."""
+        """Ends the sequences that are done with the tokens just sampled: (slot, flag of the stop
+        table)."""
         self.statistics.decoded += len(outcome)
         for slot, flag in outcome:
             full = self._slots.length[slot] >= self._slots.limit[slot]
@@ -300,18 +323,22 @@ class Scheduler:
                 continue
             sequence = self.running[slot]
             strings = sequence.sampling.stop
-            if flag == END_TOKEN or (flag and self._stops.completes(self._slots.sampled(slot)[0], strings)):
+            if flag == END_TOKEN or (
+                flag and self._stops.completes(self._slots.sampled(slot)[0], strings)
+            ):
                 self.end(sequence, "stop")
             elif full:
                 self.end(sequence, "length")
 
-    # --- room ---------------------------------------------------------------------------------------------------------
+    # --- room -------------------------------------------------------------------------------------
+    # --------------------
 
     def _by_rank(self, slots: set[int]) -> list[int]:
         return sorted(slots, key=lambda slot: self._slots.rank[slot])
 
     def _make_room(self, count: int, slot: int) -> bool:
-        """Whether there are `count` free blocks for the slot, after others gave way where they must: see `_victim`."""
+        """Whether there are `count` free blocks for the slot, after others gave way where they
+        must: see `_victim`."""
         if count <= 0:
             return True
         starting = slot in self._prefilling
@@ -330,15 +357,21 @@ class Scheduler:
         return True
 
     def _victim(self, slot: int, patient: bool) -> int | None:
-        """The slot that gives its blocks to another one: one that is held and longest unused, else the youngest that runs
-        and is younger. The patient, for whom others will make room in time, take from younger held ones and from the less
-        urgent only."""
+        """The slot that gives its blocks to another one: one that is held and longest unused, else
+        the youngest that runs and is younger. The patient, for whom others will make room in time,
+        take from younger held ones and from the less urgent only."""
         slots = self._slots
         rank = slots.rank[slot]
-        held = [other for other in slots.held() if slots.blocks[other] and (not patient or slots.rank[other] > rank)]
+        held = [
+            other
+            for other in slots.held()
+            if slots.blocks[other] and (not patient or slots.rank[other] > rank)
+        ]
         if held:
             return held[0]
-        running = [other for other in self.running if slots.blocks[other] and slots.rank[other] > rank]
+        running = [
+            other for other in self.running if slots.blocks[other] and slots.rank[other] > rank
+        ]
         last = max(running, key=lambda other: slots.rank[other], default=None)
         return None if last is None or (patient and slots.rank[last][0] == rank[0]) else last
 

@@ -1,4 +1,5 @@
-"""The engine's book-keeping: which sequence lies in which slot, its tokens, and the blocks of the cache that it holds."""
+"""The engine's book-keeping: which sequence lies in which slot, its tokens, and the blocks of the
+cache that it holds."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from rlflow.rollout.engine import Completion, Sampling
 
 @dataclass(eq=False)
 class SequenceState:
-    """One call of `generate` on its way. stop_row: row of the stop table. slot: -1 while it waits."""
+    """One call of `generate` on its way. stop_row: row of the stop table. slot: -1 while it
+    waits."""
 
     tokens: list[int]
     sampling: Sampling
@@ -30,15 +32,16 @@ class SequenceState:
 
 
 class Slots:
-    """Tables with a row per slot, and one more row (`spare`) that stands in where a batch is padded. A slot is free,
-    held (it keeps the tokens and blocks of an owner's last turn) or running.
+    """Tables with a row per slot, and one more row (`spare`) that stands in where a batch is
+    padded. A slot is free, held (it keeps the tokens and blocks of an owner's last turn) or
+    running.
 
-    On the device: `tokens`, `logprobs`, `versions` (rows, width), the columns being positions (the latter two from a
-    prompt's end on); `lengths`, `seeds`, `temperatures`, `stop_rows` (rows,); `block_tables` (rows, blocks).
-    On the host, a list entry per slot: `length` (tokens in the slot), `origin` (of them prompt), `limit` (most tokens),
-    `cached` (of the tokens, how many have keys and values), `blocks` (held) and `rank` (who goes first and
-    keeps its blocks longest: lower priorities, then episodes that started earlier).
-    """
+    On the device: `tokens`, `logprobs`, `versions` (rows, width), the columns being positions (the
+    latter two from a prompt's end on); `lengths`, `seeds`, `temperatures`, `stop_rows` (rows,);
+    `block_tables` (rows, blocks). On the host, a list entry per slot: `length` (tokens in the
+    slot), `origin` (of them prompt), `limit` (most tokens), `cached` (of the tokens, how many have
+    keys and values), `blocks` (held) and `rank` (who goes first and keeps its blocks longest: lower
+    priorities, then episodes that started earlier)."""
 
     def __init__(self, count: int, block_manager: BlockManager, device: torch.device) -> None:
         self.spare = count
@@ -78,9 +81,12 @@ class Slots:
         self.tokens = pad(self.tokens, (0, width - self.width))
         self.logprobs = pad(self.logprobs, (0, width - self.logprobs.shape[1]))
         self.versions = pad(self.versions, (0, width - self.versions.shape[1]))
-        self.block_tables = pad(self.block_tables, (0, blocks_for(width) - self.block_tables.shape[1]), value=SCRATCH)
+        self.block_tables = pad(
+            self.block_tables, (0, blocks_for(width) - self.block_tables.shape[1]), value=SCRATCH
+        )
 
-    # --- whose slot it is ---------------------------------------------------------------------------------------------
+    # --- whose slot it is
+    # ---------------------------------------------------------------------------------------------
 
     def held_by(self, owner: str | None) -> int | None:
         """The slot that holds the owner's last turn."""
@@ -95,7 +101,8 @@ class Slots:
         return bool(self._free or self._held)
 
     def take(self, owner: str | None) -> int:
-        """A slot for a sequence: the owner's own, else a free one, else the one that was held longest without use."""
+        """A slot for a sequence: the owner's own, else a free one, else the one that was held
+        longest without use."""
         slot = self.held_by(owner)
         if slot is None:
             slot = heapq.heappop(self._free) if self._free else next(iter(self._held))
@@ -130,14 +137,18 @@ class Slots:
         if owner is not None:
             del self._slot_of[owner]
 
-    # --- what is in it ------------------------------------------------------------------------------------------------
+    # --- what is in it ----------------------------------------------------------------------------
+    # --------------------
 
     def fill(self, slot: int, sequence: SequenceState, limit: int) -> None:
-        """Writes a sequence's prompt and sampling parameters into its slot, and keeps the blocks that still fit."""
+        """Writes a sequence's prompt and sampling parameters into its slot, and keeps the blocks
+        that still fit."""
         count = len(sequence.tokens)
         prompt = torch.tensor(sequence.tokens, dtype=torch.int64)
         if self.cached[slot]:
-            self.truncate(slot, min(self.cached[slot], self._common_prefix(slot, prompt), count - 1))
+            self.truncate(
+                slot, min(self.cached[slot], self._common_prefix(slot, prompt), count - 1)
+            )
         self.tokens[slot, :count] = prompt
         self.set_length(slot, count)
         self.origin[slot] = count
@@ -155,7 +166,11 @@ class Slots:
     def sampled(self, slot: int) -> tuple[list[int], list[float], list[int]]:
         """Tokens, log-probs and versions sampled for the sequence in the slot."""
         where = (slot, slice(self.origin[slot], self.length[slot]))
-        return self.tokens[where].tolist(), self.logprobs[where].tolist(), self.versions[where].tolist()
+        return (
+            self.tokens[where].tolist(),
+            self.logprobs[where].tolist(),
+            self.versions[where].tolist(),
+        )
 
     def _common_prefix(self, slot: int, tokens: Tensor) -> int:
         """How many leading tokens the slot shares with `tokens`, which are on the host."""
@@ -163,16 +178,20 @@ class Slots:
         differs = (self.tokens[slot, :count].cpu() != tokens[:count]).nonzero()
         return int(differs[0]) if len(differs) else count
 
-    # --- its blocks ---------------------------------------------------------------------------------------------------
+    # --- its blocks -------------------------------------------------------------------------------
+    # --------------------
 
     def append_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Gives the slot further blocks, which it holds already."""
         held = self.blocks[slot]
-        self.block_tables[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
+        self.block_tables[slot, len(held) : len(held) + len(blocks)] = torch.tensor(
+            blocks, dtype=torch.int64
+        )
         held += blocks
 
     def truncate(self, slot: int, cached: int) -> None:
-        """Keeps the first `cached` keys and values at most. A block that others read too is not cut: it goes."""
+        """Keeps the first `cached` keys and values at most. A block that others read too is not
+        cut: it goes."""
         blocks = self.blocks[slot]
         if cached < self.cached[slot]:
             self.block_manager.drop(blocks[blocks_for(cached) :])

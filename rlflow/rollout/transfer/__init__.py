@@ -1,7 +1,8 @@
-"""How the trainer's weights get to engines in other processes and on other machines: published once, pulled by who is ready.
+"""How the trainer's weights get to engines in other processes and on other machines: published
+once, pulled by who is ready.
 
-`base` is the protocol and what a version holds; `store` keeps versions in memory that processes share; `shared_memory` and `tcp`
-are the two ways to them."""
+`base` is the protocol and what a version holds; `store` keeps versions in memory that processes
+share; `shared_memory` and `tcp` are the two ways to them."""
 
 from __future__ import annotations
 

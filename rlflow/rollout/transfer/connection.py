@@ -1,4 +1,5 @@
-"""A connection whose both ends have proved that they share the key. Messages are signed; tensors follow them as they are."""
+"""A connection whose both ends have proved that they share the key. Messages are signed; tensors
+follow them as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.rollout.frames import LENGTH, MAC, NONCE, Accepting, Calling, FrameError, decode, length_in
+from rlflow.rollout.frames import (
+    LENGTH,
+    MAC,
+    NONCE,
+    Accepting,
+    Calling,
+    FrameError,
+    decode,
+    length_in,
+)
 
 MOST_BYTES = 2**26  # of a message: the manifest of a model with 100,000 tensors
 SLOWEST = 2**23  # bytes a second
@@ -18,7 +28,8 @@ SCHEME = "tcp://"
 
 
 class Connection:
-    """Each step of sending and receiving takes `timeout_s` at most, all of them end at `deadline` (time.monotonic).
+    """Each step of sending and receiving takes `timeout_s` at most, all of them end at `deadline`
+    (time.monotonic).
 
     Raises OSError and FrameError."""
 
@@ -29,8 +40,13 @@ class Connection:
         self._most = most_bytes
         link.settimeout(timeout_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says nothing
-        for option, value in (("TCP_KEEPIDLE", timeout_s / 4), ("TCP_KEEPINTVL", timeout_s / 4), ("TCP_KEEPCNT", 3)):
+        # A machine that is gone says nothing
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            ("TCP_KEEPIDLE", timeout_s / 4),
+            ("TCP_KEEPINTVL", timeout_s / 4),
+            ("TCP_KEEPCNT", 3),
+        ):
             if hasattr(socket, option):
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, int(value)))
 
@@ -50,7 +66,11 @@ class Connection:
 
     def send(self, message: Mapping[str, Any] | bytes) -> None:
         """Sends a message: a JSON object, or bytes."""
-        content = message if isinstance(message, bytes) else json.dumps(message, separators=(",", ":")).encode()
+        content = (
+            message
+            if isinstance(message, bytes)
+            else json.dumps(message, separators=(",", ":")).encode()
+        )
         self.socket.sendall(self._goes.frame(content))
 
     def receive(self) -> dict[str, Any]:
@@ -91,7 +111,8 @@ class Connection:
 
 
 def deadline_s(size: int, timeout_s: float) -> float:
-    """Seconds that a version of `size` bytes may take, over which whoever is slow for long is cut off."""
+    """Seconds that a version of `size` bytes may take, over which whoever is slow for long is cut
+    off."""
     return 2 * timeout_s + size / SLOWEST
 
 

@@ -1,12 +1,13 @@
-"""What changed between two versions, bit for bit: places and new words. The format is that of arXiv 2605.15565.
+"""What changed between two versions, bit for bit: places and new words. The format is that of arXiv
+2605.15565.
 
     u64 count | u16 bytes of a word (2 or 4) | u16 flags (bit 0: places are u64, else u32) | i32 reserved, 0      little-endian
     places[count]   of words, ascending, from the first tensor on
     words[count]    the new ones
 
-Words are compared as bits: minus zero is not zero, and a NaN is equal to itself. Applying a delta twice is applying it once. A
-delta may be cut into several such blobs, whose places go on where those of the one before ended.
-"""
+Words are compared as bits: minus zero is not zero, and a NaN is equal to itself. Applying a delta
+twice is applying it once. A delta may be cut into several such blobs, whose places go on where
+those of the one before ended."""
 
 from __future__ import annotations
 
@@ -39,17 +40,24 @@ def delta_words(
 
 
 def encode_delta(places: np.ndarray, words: np.ndarray, total: int) -> bytes:
-    """A blob. places: ascending. words: u2 or u4. total: words of the whole, which decides how wide places are."""
+    """A blob. places: ascending. words: u2 or u4. total: words of the whole, which decides how wide
+    places are."""
     wide = total > 2**32 - 1
     header = HEADER.pack(len(places), words.itemsize, WIDE if wide else 0, 0)
     return b"".join((header, places.astype("<u8" if wide else "<u4").tobytes(), words.tobytes()))
 
 
 def make_delta(
-    old: np.ndarray, new: np.ndarray, word: int, density: float, blob_bytes: int, chunk: int = CHUNK_WORDS
+    old: np.ndarray,
+    new: np.ndarray,
+    word: int,
+    density: float,
+    blob_bytes: int,
+    chunk: int = CHUNK_WORDS,
 ) -> list[bytes] | None:
-    """The blobs of at most about `blob_bytes` bytes each that turn `old` into `new`; None where more than that share of the
-    words has changed, or the two are not equally long. At least one blob, which may be empty."""
+    """The blobs of at most about `blob_bytes` bytes each that turn `old` into `new`; None where
+    more than that share of the words has changed, or the two are not equally long. At least one
+    blob, which may be empty."""
     total = len(new) // word
     if len(old) != len(new) or len(new) % word:
         return None
@@ -71,7 +79,8 @@ def make_delta(
 
 
 def apply_delta(blob: bytes | memoryview, content: np.ndarray, where: str) -> int:
-    """Writes the new words into `content`, (N,) uint8, and returns how many there were. A blob that is none writes nothing.
+    """Writes the new words into `content`, (N,) uint8, and returns how many there were. A blob that
+    is none writes nothing.
 
     Raises RolloutError."""
     if len(blob) < HEADER.size:
@@ -79,7 +88,9 @@ def apply_delta(blob: bytes | memoryview, content: np.ndarray, where: str) -> in
     count, word, flags, reserved = HEADER.unpack_from(blob)
     if word not in WORDS or flags not in (0, WIDE) or reserved or len(content) % word:
         raise _refused(
-            where, "words of 2 or 4 bytes, flags 0 or 1", f"words of {word}, flags {flags}, reserved {reserved}"
+            where,
+            "words of 2 or 4 bytes, flags 0 or 1",
+            f"words of {word}, flags {flags}, reserved {reserved}",
         )
     place = np.dtype("<u8" if flags & WIDE else "<u4")
     size = HEADER.size + count * (place.itemsize + word)
@@ -88,8 +99,12 @@ def apply_delta(blob: bytes | memoryview, content: np.ndarray, where: str) -> in
     places = np.frombuffer(blob, place, count, HEADER.size)
     total = len(content) // word
     if count and (int(places[-1]) >= total or bool(np.any(places[1:] <= places[:-1]))):
-        raise _refused(where, f"ascending places below {total}", f"others, the last one {places[-1]}")
-    content.view(WORDS[word])[places] = np.frombuffer(blob, WORDS[word], count, HEADER.size + count * place.itemsize)
+        raise _refused(
+            where, f"ascending places below {total}", f"others, the last one {places[-1]}"
+        )
+    content.view(WORDS[word])[places] = np.frombuffer(
+        blob, WORDS[word], count, HEADER.size + count * place.itemsize
+    )
     return count
 
 

@@ -1,4 +1,5 @@
-"""Hashes of the bytes of tensors. xxh3 finds accidents at the speed of memory; blake3 and sha256 find forgeries too."""
+"""Hashes of the bytes of tensors. xxh3 finds accidents at the speed of memory; blake3 and sha256
+find forgeries too."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ class Hash(Protocol):
 
 
 class Helpers:
-    """Threads that take parts of a tensor's work from the calling one, which does the rest: copies and hashes hold no lock of
-    Python's. None is waited for that has not begun, as on a machine that is busy with other work."""
+    """Threads that take parts of a tensor's work from the calling one, which does the rest: copies
+    and hashes hold no lock of Python's. None is waited for that has not begun, as on a machine that
+    is busy with other work."""
 
     def __init__(self) -> None:
         self._count = max(1, min(MOST_THREADS, os.cpu_count() or 1) - 1)
@@ -64,7 +66,8 @@ class Helpers:
 
 
 def best_hash(name: HashName = "auto") -> str:
-    """The name itself; of "auto" xxh3 where the package xxhash is installed, else sha256, which is ten times slower.
+    """The name itself; of "auto" xxh3 where the package xxhash is installed, else sha256, which is
+    ten times slower.
 
     Raises MissingPackageError."""
     if name == "auto":
@@ -74,7 +77,8 @@ def best_hash(name: HashName = "auto") -> str:
 
 
 def hash_function(name: str) -> Callable[[], Hash]:
-    """What makes a new hash of that name. Raises MissingPackageError; KeyError for a name that is none."""
+    """What makes a new hash of that name. Raises MissingPackageError; KeyError for a name that is
+    none."""
     if name == "sha256":
         return hashlib.sha256
     package, function = PACKAGES[name]

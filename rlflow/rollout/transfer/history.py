@@ -13,7 +13,8 @@ from rlflow.rollout.transfer.manifest import DTYPES, Manifest
 from rlflow.rollout.transfer.pins import Pin
 
 DENSITY = 0.1
-"""Share of changed words above which no delta is made (arXiv 2605.15565). At a third a delta is as large as the weights."""
+"""Share of changed words above which no delta is made (arXiv 2605.15565). At a third a delta is as
+large as the weights."""
 MOST_DELTAS = 8
 LARGEST_SHARE = 1 / 3  # of the weights, for several deltas together
 WAIT_S = 600.0
@@ -21,7 +22,8 @@ WAIT_S = 600.0
 
 @dataclass(frozen=True)
 class Delta:
-    """From the version whose digest is `base` to the one whose digest is `digest`. blobs: with their hashes."""
+    """From the version whose digest is `base` to the one whose digest is `digest`. blobs: with
+    their hashes."""
 
     base: str
     digest: str
@@ -44,7 +46,9 @@ class DeltaHistory:
     def start(self, old: Pin, new: Pin) -> None:
         """Begins the delta between two versions, which it holds until it is done."""
         self.wait()
-        self._thread = threading.Thread(target=self._make, args=(old, new), name="rlflow-delta", daemon=True)
+        self._thread = threading.Thread(
+            target=self._make, args=(old, new), name="rlflow-delta", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -53,10 +57,13 @@ class DeltaHistory:
         if thread is not None:
             thread.join(WAIT_S)
             if thread.is_alive():
-                raise RolloutError(f"weight transfer: a delta between two versions was not made in {WAIT_S:g} s.")
+                raise RolloutError(
+                    f"weight transfer: a delta between two versions was not made in {WAIT_S:g} s."
+                )
 
     def path(self, base: str, manifest: Manifest) -> list[Delta] | None:
-        """The deltas that lead from a digest to a version, in order; None where there are none, or they are not worth it."""
+        """The deltas that lead from a digest to a version, in order; None where there are none, or
+        they are not worth it."""
         self.wait()
         found: list[Delta] = []
         wanted = manifest.digest
@@ -80,5 +87,6 @@ class DeltaHistory:
 
 
 def word_of(manifest: Manifest) -> int:
-    """Bytes of the words that are compared: 4 where every tensor has elements of 4 or 8 bytes, else 2."""
+    """Bytes of the words that are compared: 4 where every tensor has elements of 4 or 8 bytes, else
+    2."""
     return 4 if all(DTYPES[item.dtype].itemsize % 4 == 0 for item in manifest.tensors) else 2

@@ -1,4 +1,5 @@
-"""What a version of the weights consists of: where each tensor lies in one stretch of bytes, and its hashes."""
+"""What a version of the weights consists of: where each tensor lies in one stretch of bytes, and
+its hashes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ HASH = re.compile(r"[0-9a-f]{32,64}")
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """start: its first byte. hashes: of its parts of `Manifest.part_bytes` bytes, the last one shorter."""
+    """start: its first byte. hashes: of its parts of `Manifest.part_bytes` bytes, the last one
+    shorter."""
 
     name: str
     dtype: str
@@ -44,7 +46,8 @@ class PublishedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version. size: bytes from the first tensor to the end of the last. hash: the function's name."""
+    """A version. size: bytes from the first tensor to the end of the last. hash: the function's
+    name."""
 
     version: int
     size: int
@@ -55,12 +58,18 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Of names, dtypes, shapes and contents, not of the version: 64 hex digits."""
-        lines = (f"{item.name}|{item.dtype}|{item.shape}|{','.join(item.hashes)}" for item in self.tensors)
-        return hashlib.sha256("\n".join([f"{self.hash}|{self.part_bytes}", *lines]).encode()).hexdigest()
+        lines = (
+            f"{item.name}|{item.dtype}|{item.shape}|{','.join(item.hashes)}"
+            for item in self.tensors
+        )
+        return hashlib.sha256(
+            "\n".join([f"{self.hash}|{self.part_bytes}", *lines]).encode()
+        ).hexdigest()
 
     @property
     def layout(self) -> str:
-        """Of names, dtypes, shapes and places: 64 hex digits. Only between versions of one layout is there a delta."""
+        """Of names, dtypes, shapes and places: 64 hex digits. Only between versions of one layout
+        is there a delta."""
         lines = (f"{item.name}|{item.dtype}|{item.shape}|{item.start}" for item in self.tensors)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -111,8 +120,11 @@ def as_tensor(item: PublishedTensor, content: np.ndarray) -> Tensor:
     return torch.from_numpy(content).view(DTYPES[item.dtype]).view(item.shape)
 
 
-def verify(item: PublishedTensor, number: int, content: np.ndarray, manifest: Manifest, where: str) -> None:
-    """Raises RolloutError unless the bytes of part `number` of a tensor hash to what was published."""
+def verify(
+    item: PublishedTensor, number: int, content: np.ndarray, manifest: Manifest, where: str
+) -> None:
+    """Raises RolloutError unless the bytes of part `number` of a tensor hash to what was
+    published."""
     compare(item, number, hash_of(manifest.hash, content), manifest, where)
 
 
@@ -129,7 +141,11 @@ def _tensor(fields: dict[str, Any]) -> PublishedTensor:
     shape, hashes = fields.pop("shape"), fields.pop("hashes")
     item = PublishedTensor(**fields, shape=tuple(shape), hashes=tuple(hashes))
     whole = (item.start, *item.shape)
-    if not isinstance(item.name, str) or item.dtype not in DTYPES or len(item.shape) > MOST_DIMENSIONS:
+    if (
+        not isinstance(item.name, str)
+        or item.dtype not in DTYPES
+        or len(item.shape) > MOST_DIMENSIONS
+    ):
         raise ValueError(f"tensor {item.name!r}: {item.dtype!r}, {len(item.shape)} dimensions")
     if not all(type(number) is int and number >= 0 for number in whole):
         raise ValueError(f"tensor '{item.name}': shape and start {whole}")
@@ -139,8 +155,11 @@ def _tensor(fields: dict[str, Any]) -> PublishedTensor:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raises ValueError unless tensors follow one another without overlap, and each has the hashes of all of its parts."""
-    if not all(type(number) is int for number in (manifest.version, manifest.size, manifest.part_bytes)):
+    """Raises ValueError unless tensors follow one another without overlap, and each has the hashes
+    of all of its parts."""
+    if not all(
+        type(number) is int for number in (manifest.version, manifest.size, manifest.part_bytes)
+    ):
         raise ValueError("version, size and part_bytes are no whole numbers")
     if manifest.part_bytes < 1 or manifest.hash not in (*PACKAGES, "sha256"):
         raise ValueError(f"parts of {manifest.part_bytes} bytes, hashes {manifest.hash!r}")

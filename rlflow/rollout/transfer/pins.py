@@ -1,4 +1,5 @@
-"""Versions that are held: as long as anything of one is alive, its publisher does not write over it."""
+"""Versions that are held: as long as anything of one is alive, its publisher does not write over
+it."""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ GRACE_S = 10.0
 
 
 class Pin:
-    """A version, held. content: (size,) uint8, private to this process: what is written to it others do not see; the lock is on
-    the mapping, and is freed with the last array or tensor that shares it."""
+    """A version, held. content: (size,) uint8, private to this process: what is written to it
+    others do not see; the lock is on the mapping, and is freed with the last array or tensor that
+    shares it."""
 
     def __init__(self, manifest: Manifest, descriptor: int) -> None:
         self.manifest = manifest
         self.content = np.empty(0, np.uint8)
         if manifest.size:
             if os.fstat(descriptor).st_size < manifest.size:
-                raise RolloutError(f"weight transfer: version {manifest.version}: its slot was cut short.")
+                raise RolloutError(
+                    f"weight transfer: version {manifest.version}: its slot was cut short."
+                )
             # The mapping keeps the lock of the file that it was made from.
-            mapping = mmap.mmap(descriptor, manifest.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = mmap.mmap(
+                descriptor, manifest.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            )
             self.content = np.frombuffer(mapping, np.uint8)
 
 
 def versions_in(folder: Path) -> list[tuple[int, int, Path]]:
-    """(number of the publication, version, file), oldest first. Raises RolloutError where the folder is gone."""
+    """(number of the publication, version, file), oldest first. Raises RolloutError where the
+    folder is gone."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -51,8 +58,8 @@ def versions_in(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def wait_for_version(folder: Path, version: int | None, timeout_s: float) -> Path | None:
-    """The file of a version (None: the newest), None where it is not there in time. Raises RolloutError: it is no longer there,
-    or the publisher is gone."""
+    """The file of a version (None: the newest), None where it is not there in time. Raises
+    RolloutError: it is no longer there, or the publisher is gone."""
     end = time.monotonic() + timeout_s
     while True:
         found = versions_in(folder)
@@ -62,7 +69,9 @@ def wait_for_version(folder: Path, version: int | None, timeout_s: float) -> Pat
         lives = owner_lives(folder)
         there = ", ".join(str(number) for _, number, _ in versions_in(folder)) or "none"
         if not lives and not versions_in(folder) > found:
-            raise RolloutError(f"weight transfer: {folder}: its publisher has ended; versions that are left: {there}.")
+            raise RolloutError(
+                f"weight transfer: {folder}: its publisher has ended; versions that are left: {there}."
+            )
         if version is not None and found and version < max(number for _, number, _ in found):
             raise RolloutError(
                 f"weight transfer: {folder}: version {version} is no longer there, found {there}; read the newest."
@@ -79,7 +88,9 @@ def pin(folder: Path, version: int | None, timeout_s: float) -> Pin:
         path = wait_for_version(folder, version, max(0.0, end - time.monotonic()))
         if path is None:
             what = "any version" if version is None else f"version {version}"
-            raise NotYetError(f"weight transfer: {folder}: waited {timeout_s:g} s for {what} to be published.")
+            raise NotYetError(
+                f"weight transfer: {folder}: waited {timeout_s:g} s for {what} to be published."
+            )
         held = _try_to_pin(path)
         if held is not None:
             return held

@@ -10,14 +10,17 @@ from rlflow.rollout.transfer.tcp_reader import TcpReader
 
 
 def open_reader(address: str, key: str = "", timeout_s: float = 60.0) -> WeightReader:
-    """The reader of a publisher's `address` and `key`; nothing is read yet. timeout_s: of each step of a connection.
+    """The reader of a publisher's `address` and `key`; nothing is read yet. timeout_s: of each step
+    of a connection.
 
     Raises RolloutError for another kind of address."""
     if address.startswith("shm:"):
         return SharedMemoryReader(address)
     if address.startswith("tcp://"):
         return TcpReader(address, key, timeout_s)
-    raise RolloutError(f"weight transfer: expected an address shm:FOLDER or tcp://HOST:PORT, found '{address}'.")
+    raise RolloutError(
+        f"weight transfer: expected an address shm:FOLDER or tcp://HOST:PORT, found '{address}'."
+    )
 
 
 def fitting_publisher(host: str | None = None) -> Publisher:

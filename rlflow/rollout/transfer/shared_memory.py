@@ -21,9 +21,10 @@ SCHEME = "shm:"
 class SharedMemoryPublisher(Publisher):
     """For readers on the same machine.
 
-    directory: None is /dev/shm; elsewhere: where versions go if that is too small, None is the folder of temporary files. Each
-    holds two versions, and what readers still hold of earlier ones. hash: auto is xxh3, or sha256 without the package xxhash.
-    part_mib: has a hash of its own. readers_s: how long `publish` waits where readers hold more than two earlier versions."""
+    directory: None is /dev/shm; elsewhere: where versions go if that is too small, None is the
+    folder of temporary files. Each holds two versions, and what readers still hold of earlier ones.
+    hash: auto is xxh3, or sha256 without the package xxhash. part_mib: has a hash of its own.
+    readers_s: how long `publish` waits where readers hold more than two earlier versions."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class SharedMemoryPublisher(Publisher):
         self.address = f"{SCHEME}{self._store.folder}"
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
-        """See `Publisher.publish`. Each tensor is copied once, beside the two versions there is never more than one."""
+        """See `Publisher.publish`. Each tensor is copied once, beside the two versions there is
+        never more than one."""
         began = time.monotonic()
         manifest = self._store.write(weights, version)
         return Published(version, manifest.nbytes, time.monotonic() - began, manifest.digest)
@@ -48,7 +50,8 @@ class SharedMemoryPublisher(Publisher):
 
 
 class SharedMemoryReader(WeightReader):
-    """Tensors are mapped, not copied: they hold their version in memory for as long as they live."""
+    """Tensors are mapped, not copied: they hold their version in memory for as long as they
+    live."""
 
     def __init__(self, address: str) -> None:
         self._folder = Path(address.removeprefix(SCHEME))
@@ -60,7 +63,9 @@ class SharedMemoryReader(WeightReader):
             return None
         return versions_in(self._folder)[-1][1]
 
-    def read(self, version: int | None = None, timeout_s: float = 60.0) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, version: int | None = None, timeout_s: float = 60.0
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReader.read`."""
         held = pin(self._folder, version, timeout_s)
         self.version = held.manifest.version

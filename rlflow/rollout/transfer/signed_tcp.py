@@ -1,10 +1,10 @@
 """Weights over TCP, whole or what changed in them, to readers that have the key.
 
-A reader asks for a version; the answer is its manifest, signed, and whether the version comes whole or as deltas to the one that
-the reader has. Tensors then come as they are: from the slots, over several connections that each take a part in turn.
-What arrives is compared with the hashes of the manifest. Where others could change packets on their way, `hash: blake3` or
-`sha256` finds that too; xxh3 finds accidents alone. Nothing is encrypted. Nothing that is received can run code.
-"""
+A reader asks for a version; the answer is its manifest, signed, and whether the version comes whole
+or as deltas to the one that the reader has. Tensors then come as they are: from the slots, over
+several connections that each take a part in turn. What arrives is compared with the hashes of the
+manifest. Where others could change packets on their way, `hash: blake3` or `sha256` finds that too;
+xxh3 finds accidents alone. Nothing is encrypted. Nothing that is received can run code."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ EVERYWHERE = ("0.0.0.0", "::")
 class TcpPublisher(Publisher):
     """For readers on any machine that can reach this one.
 
-    host: what readers call this machine; None: as in `listen`, or the machine's own name. listen: host:port; port 0 is any
-    that is free, 0.0.0.0 all networks of this machine; None: a free port of `host`, or of 127.0.0.1. key_file: a file with the
-    secret that readers have too, 16 bytes or more; None: a new one, in `key`. delta: readers keep a copy of the weights and get
-    what changed. full_every: versions that are a multiple of it are sent whole, 0: none for that reason. streams: connections
-    of a reader. timeout_s: of every step of a connection. The others as in `SharedMemoryPublisher`."""
+    host: what readers call this machine; None: as in `listen`, or the machine's own name. listen:
+    host:port; port 0 is any that is free, 0.0.0.0 all networks of this machine; None: a free port
+    of `host`, or of 127.0.0.1. key_file: a file with the secret that readers have too, 16 bytes or
+    more; None: a new one, in `key`. delta: readers keep a copy of the weights and get what changed.
+    full_every: versions that are a multiple of it are sent whole, 0: none for that reason. streams:
+    connections of a reader. timeout_s: of every step of a connection. The others as in
+    `SharedMemoryPublisher`."""
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class TcpPublisher(Publisher):
             family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
             self._server = socket.create_server(place, family=family, backlog=MOST_CONNECTIONS)
         except OSError as error:
-            raise ConfigError(f"weight transfer: cannot listen at {listen} ({error.strerror or error}).") from None
+            raise ConfigError(
+                f"weight transfer: cannot listen at {listen} ({error.strerror or error})."
+            ) from None
         try:
             self._store = Store(directory, elsewhere, best_hash(hash), part_mib << 20, readers_s)
         except BaseException:
@@ -91,7 +95,8 @@ class TcpPublisher(Publisher):
         threading.Thread(target=self._accept, name="rlflow-weights", daemon=True).start()
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Published:
-        """See `Publisher.publish`. The delta is made afterwards, in a thread; the next call waits for it."""
+        """See `Publisher.publish`. The delta is made afterwards, in a thread; the next call waits
+        for it."""
         began = time.monotonic()
         self._cut_off_stragglers()
         if self._deltas is not None:
@@ -118,7 +123,8 @@ class TcpPublisher(Publisher):
         self._store.close()
 
     def _cut_off_stragglers(self) -> None:
-        """Ends connections of readers that are behind by more versions than may be left to readers; they have to read again."""
+        """Ends connections of readers that are behind by more versions than may be left to readers;
+        they have to read again."""
         offered = {version.manifest.version for version in self._store.versions}
         held = list(self._held.values())
         behind = sorted({held_pin.manifest.version for held_pin, _ in held} - offered)
@@ -126,7 +132,8 @@ class TcpPublisher(Publisher):
             if held_pin.manifest.version in behind[: 1 - MOST_LEFT]:
                 connection.hang_up()
 
-    # --- connections, each in a thread of its own -------------------------------------------------------------------------
+    # --- connections, each in a thread of its own
+    # -------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._closed:
@@ -139,7 +146,9 @@ class TcpPublisher(Publisher):
             connection = Connection(link, self._timeout_s, MOST_REQUEST_BYTES)
             self._unproven.take(connection, address[0], connection.hang_up)
             self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="rlflow-weights", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="rlflow-weights", daemon=True
+            ).start()
 
     def _serve(self, connection: Connection) -> None:
         token = secrets.token_hex(8)
@@ -150,9 +159,14 @@ class TcpPublisher(Publisher):
             if len(self._connections) > MOST_CONNECTIONS + MOST_UNPROVEN:
                 raise FrameError("too many readers")
             while True:
-                # Who has found a version takes it over other connections, and this one is silent meanwhile.
+                # Who has found a version takes it over other connections, and this one is silent
+                # meanwhile.
                 held = self._held.get(token)
-                idle_s = self._timeout_s if held is None else deadline_s(held[0].manifest.size, self._timeout_s)
+                idle_s = (
+                    self._timeout_s
+                    if held is None
+                    else deadline_s(held[0].manifest.size, self._timeout_s)
+                )
                 connection.deadline = time.monotonic() + idle_s
                 connection.socket.settimeout(idle_s)
                 request = connection.receive()
@@ -184,7 +198,9 @@ class TcpPublisher(Publisher):
 
     def _find(self, connection: Connection, request: dict[str, Any], token: str) -> None:
         """Tells the manifest of a version, and sends the deltas to it where that is the way."""
-        held = pin(self._store.folder, request["version"], min(float(request["timeout_s"]), LONGEST_WAIT_S))
+        held = pin(
+            self._store.folder, request["version"], min(float(request["timeout_s"]), LONGEST_WAIT_S)
+        )
         self._held[token] = held, connection
         deltas = self._mode(held.manifest, request.get("base"))
         blobs = [blob for delta in deltas or () for blob in delta.blobs]
@@ -202,7 +218,8 @@ class TcpPublisher(Publisher):
             connection.socket.sendall(blob)
 
     def _mode(self, manifest: Manifest, base: Any) -> list[Delta] | None:
-        """The deltas to send; None: the whole version. The order of the reasons is that of arXiv 2605.15565."""
+        """The deltas to send; None: the whole version. The order of the reasons is that of arXiv
+        2605.15565."""
         if self._deltas is None or not isinstance(
             base, dict
         ):  # no deltas here, or the reader keeps no copy, or has none yet
@@ -224,14 +241,22 @@ class TcpPublisher(Publisher):
             raise ValueError("numbers below 0")
         manifest = held.manifest
         connection.deadline = time.monotonic() + deadline_s(manifest.size, self._timeout_s)
-        connection.send({"parts": len(range(stream, sum(len(item.hashes) for item in manifest.tensors[first:]), of))})
+        connection.send(
+            {
+                "parts": len(
+                    range(stream, sum(len(item.hashes) for item in manifest.tensors[first:]), of)
+                )
+            }
+        )
         number = 0
         for item in manifest.tensors[first:]:
             for start, end in parts(item.nbytes, manifest.part_bytes):
                 if number % of == stream:
                     if time.monotonic() > connection.deadline:
                         raise TimeoutError("a reader that is too slow")
-                    connection.socket.sendall(held.content[item.start + start : item.start + end].data)
+                    connection.socket.sendall(
+                        held.content[item.start + start : item.start + end].data
+                    )
                 number += 1
 
 

@@ -16,7 +16,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 class SlotFile:
-    """A file that has room for a version, locked by who makes it. Raises OSError where there is no room."""
+    """A file that has room for a version, locked by who makes it. Raises OSError where there is no
+    room."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -30,7 +31,8 @@ class SlotFile:
             raise
 
     def grow(self, size: int) -> None:
-        """Makes the file at least so large. Its room is taken now: a write to memory that is not there would end the process.
+        """Makes the file at least so large. Its room is taken now: a write to memory that is not
+        there would end the process.
 
         Raises OSError where there is none."""
         if size > len(self.content):

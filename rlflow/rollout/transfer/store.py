@@ -1,13 +1,14 @@
-"""The two newest versions of the weights, in memory that processes of a machine share; no reader sees half of one.
+"""The two newest versions of the weights, in memory that processes of a machine share; no reader
+sees half of one.
 
     FOLDER/owner                locked by the publisher while it lives; where it is free the folder may be removed
     FOLDER/N.slot               the tensors of a version
     FOLDER/NUMBER.VERSION       the place of the slot, and the manifest; there while the slot holds all of the version
 
-Who reads a slot holds a shared lock on it (flock), for as long as a tensor of it is alive. The publisher removes the manifest,
-then locks the slot to write to it; one that is being read it leaves to its readers and takes a new file. So nobody waits for
-a reader, no reader sees two versions in one, and the kernel frees the locks of whoever is killed.
-"""
+Who reads a slot holds a shared lock on it (flock), for as long as a tensor of it is alive. The
+publisher removes the manifest, then locks the slot to write to it; one that is being read it leaves
+to its readers and takes a new file. So nobody waits for a reader, no reader sees two versions in
+one, and the kernel frees the locks of whoever is killed."""
 
 from __future__ import annotations
 
@@ -51,11 +52,17 @@ class Version:
 class Store:
     """Keeps the two newest versions in a folder of its own.
 
-    directory: where the folder is made; None: /dev/shm. elsewhere: where slots go if that has no room; None: the folder of
-    temporary files. hash_name: of `hashes`. readers_s: how long readers are waited for that hold too many earlier versions."""
+    directory: where the folder is made; None: /dev/shm. elsewhere: where slots go if that has no
+    room; None: the folder of temporary files. hash_name: of `hashes`. readers_s: how long readers
+    are waited for that hold too many earlier versions."""
 
     def __init__(
-        self, directory: str | None, elsewhere: str | None, hash_name: str, part_bytes: int, readers_s: float
+        self,
+        directory: str | None,
+        elsewhere: str | None,
+        hash_name: str,
+        part_bytes: int,
+        readers_s: float,
     ) -> None:
         parent = Path(directory) if directory else shared_memory()
         self._elsewhere = Path(elsewhere or tempfile.gettempdir())
@@ -76,7 +83,8 @@ class Store:
         """Oldest first, two at most."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Makes the pairs the newest version; see `Publisher.publish`. Beside the slots never more than a tensor is held."""
+        """Makes the pairs the newest version; see `Publisher.publish`. Beside the slots never more
+        than a tensor is held."""
         self._number += 1
         writing = _Writing(self, self._free_slot(version), version)
         try:
@@ -105,7 +113,8 @@ class Store:
         size = self.versions[-1].manifest.size if self.versions else GROWTH_BYTES
         if len(self.versions) > 1:
             oldest = self.versions.pop(0)
-            oldest.path.unlink(missing_ok=True)  # before the lock: who reads it from now on finds that it is gone
+            # Before the lock: who reads it from now on finds that it is gone
+            oldest.path.unlink(missing_ok=True)
             if oldest.slot.lock():
                 return oldest.slot
             oldest.slot.path.unlink(missing_ok=True)
@@ -130,7 +139,8 @@ class Store:
             time.sleep(POLL_S)
 
     def new_slot(self, size: int, version: int) -> SlotFile:
-        """A locked slot of that size, elsewhere where there is no room for it here. Raises RolloutError."""
+        """A locked slot of that size, elsewhere where there is no room for it here. Raises
+        RolloutError."""
         name = f"{secrets.token_hex(4)}.slot"
         try:
             return SlotFile(self._slots_in / name, size)
@@ -167,7 +177,8 @@ class _Writing:
         self._store, self._version = store, version
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Copies the tensors in, one after another, each part hashed while it is copied. Raises RolloutError."""
+        """Copies the tensors in, one after another, each part hashed while it is copied. Raises
+        RolloutError."""
         stored: dict[str, PublishedTensor] = {}
         end = 0
         for name, tensor in weights:
@@ -187,7 +198,13 @@ class _Writing:
             dtype = str(tensor.dtype).removeprefix("torch.")
             stored[name] = PublishedTensor(name, dtype, tuple(tensor.shape), start, tuple(hashes))
         self.slot.cut(end)
-        return Manifest(self._version, end, self._store.part_bytes, self._store.hash_name, tuple(stored.values()))
+        return Manifest(
+            self._version,
+            end,
+            self._store.part_bytes,
+            self._store.hash_name,
+            tuple(stored.values()),
+        )
 
     def _copy(self, content: np.ndarray, start: int) -> str:
         """Copies a part and returns its hash."""

@@ -1,4 +1,5 @@
-"""Who reads weights over TCP: whole, a part at a time over several connections, or what changed since the version before."""
+"""Who reads weights over TCP: whole, a part at a time over several connections, or what changed
+since the version before."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ MOST_BLOB_BYTES = 2**31
 
 
 class TcpReader(WeightReader):
-    """Holds one bucket, or one tensor where that is larger, beside the tensor that it hands on, between reads too; where the
-    publisher sends deltas, a copy of the weights as well."""
+    """Holds one bucket, or one tensor where that is larger, beside the tensor that it hands on,
+    between reads too; where the publisher sends deltas, a copy of the weights as well."""
 
     def __init__(self, address: str, key: str, timeout_s: float = 60.0) -> None:
         self._place = host_and_port(address.removeprefix(SCHEME), "weight transfer")
@@ -65,7 +66,9 @@ class TcpReader(WeightReader):
                     return version
                 time.sleep(min(0.1, timeout_s / 4))
 
-    def read(self, version: int | None = None, timeout_s: float = 60.0) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, version: int | None = None, timeout_s: float = 60.0
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReader.read`."""
         with self._failures():
             control = self._connect()
@@ -83,15 +86,20 @@ class TcpReader(WeightReader):
             self._close(connection)
         self._memory, self._copy, self._base = Memory(), np.empty(0, np.uint8), None
 
-    # --- one version ------------------------------------------------------------------------------------------------------
+    # --- one version ------------------------------------------------------------------------------
+    # ------------------------
 
-    def _find(self, control: Connection, version: int | None, timeout_s: float) -> tuple[dict[str, Any], Manifest]:
+    def _find(
+        self, control: Connection, version: int | None, timeout_s: float
+    ) -> tuple[dict[str, Any], Manifest]:
         """The answer of the publisher, waited for, and the version's manifest."""
         end = time.monotonic() + timeout_s
         base = self._base and {"digest": self._base.digest, "layout": self._base.layout}
         while True:
             left_s = max(0.0, end - time.monotonic())
-            control.send({"op": "find", "version": version, "timeout_s": left_s, "base": base or {}})
+            control.send(
+                {"op": "find", "version": version, "timeout_s": left_s, "base": base or {}}
+            )
             try:
                 reply = self._reply(control)
                 break
@@ -102,13 +110,21 @@ class TcpReader(WeightReader):
         if version is not None and manifest.version != version:
             raise FrameError(f"version {manifest.version} in place of {version}")
         control.deadline = time.monotonic() + deadline_s(manifest.size, self._timeout_s)
-        largest = manifest.size if reply["delta"] else max((item.nbytes for item in manifest.tensors), default=0)
+        largest = (
+            manifest.size
+            if reply["delta"]
+            else max((item.nbytes for item in manifest.tensors), default=0)
+        )
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if largest > memory:
-            raise FrameError(f"{largest >> 20} MiB to hold at a time; this machine has {memory >> 20} MiB")
+            raise FrameError(
+                f"{largest >> 20} MiB to hold at a time; this machine has {memory >> 20} MiB"
+            )
         return reply, manifest
 
-    def _tensors(self, control: Connection, reply: dict[str, Any], manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(
+        self, control: Connection, reply: dict[str, Any], manifest: Manifest
+    ) -> Iterator[tuple[str, Tensor]]:
         try:
             with self._failures():
                 if not reply["delta"]:
@@ -136,12 +152,15 @@ class TcpReader(WeightReader):
             control.fill(blob.data)
             found = hash_of(manifest.hash, blob)
             if found != blob_hash:
-                raise FrameError(f"a delta that hashes to {found[:12]} in place of {str(blob_hash)[:12]}")
+                raise FrameError(
+                    f"a delta that hashes to {found[:12]} in place of {str(blob_hash)[:12]}"
+                )
             apply_delta(blob.data, self._copy, self._address)
             self.bytes_read += size
 
     def _changed(self, reply: dict[str, Any], manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the copy. From the first on that is not what was published, they are read whole."""
+        """The tensors of the copy. From the first on that is not what was published, they are read
+        whole."""
         for number, item in enumerate(manifest.tensors):
             content = self._handed_on(item)
             try:
@@ -163,7 +182,8 @@ class TcpReader(WeightReader):
     def _whole(
         self, reply: dict[str, Any], manifest: Manifest, first: int, copy: np.ndarray | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors from number `first` on, received and verified; also written to `copy`, where there is one."""
+        """The tensors from number `first` on, received and verified; also written to `copy`, where
+        there is one."""
         count = min(max(1, int(reply["streams"])), MOST_STREAMS)
         streams: list[Stream] = []
         try:
@@ -171,7 +191,15 @@ class TcpReader(WeightReader):
                 connection = self._connect()
                 streams.append(Stream(connection, manifest, self._address))
                 connection.deadline = time.monotonic() + deadline_s(manifest.size, self._timeout_s)
-                connection.send({"op": "parts", "token": reply["token"], "first": first, "stream": number, "of": count})
+                connection.send(
+                    {
+                        "op": "parts",
+                        "token": reply["token"],
+                        "first": first,
+                        "stream": number,
+                        "of": count,
+                    }
+                )
                 self._reply(connection)
             for item, content in _ahead(manifest.tensors[first:], streams, self._memory, copy):
                 self.bytes_read += item.nbytes
@@ -182,7 +210,8 @@ class TcpReader(WeightReader):
                 self._close(stream.connection)
                 stream.close()
 
-    # --- connections ------------------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
+    # ------------------------
 
     def _connect(self) -> Connection:
         link = socket.create_connection(self._place, self._timeout_s)
@@ -214,7 +243,9 @@ class TcpReader(WeightReader):
     def _reply(self, connection: Connection) -> dict[str, Any]:
         reply = connection.receive()
         if "error" in reply:
-            raise (NotYetError if reply.get("not_yet") else RolloutError)(str(reply["error"])[:1000])
+            raise (NotYetError if reply.get("not_yet") else RolloutError)(
+                str(reply["error"])[:1000]
+            )
         return reply
 
     @contextlib.contextmanager
@@ -262,8 +293,9 @@ class Stream:
 
 
 class Memory:
-    """Memory of tensors that nobody has any more, for others of their size: pages that the system has to find and clear
-    take longer to fill than loopback takes to deliver what comes into them. Spare is a bucket and the largest tensor at most."""
+    """Memory of tensors that nobody has any more, for others of their size: pages that the system
+    has to find and clear take longer to fill than loopback takes to deliver what comes into them.
+    Spare is a bucket and the largest tensor at most."""
 
     def __init__(self) -> None:
         self._spare: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -278,7 +310,9 @@ class Memory:
             kept = sum(other * len(spare) for other, spare in self._spare.items())
             if kept + size > BUCKET_BYTES + self._largest:
                 self._spare.clear()
-            self._spare[size].append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            self._spare[size].append(
+                mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            )
         memory = self._spare[size].pop()
         content = np.frombuffer(
             memory, np.uint8
@@ -291,7 +325,10 @@ class Memory:
 
 
 def _ahead(
-    tensors: tuple[PublishedTensor, ...], streams: list[Stream], memory: Memory, copy: np.ndarray | None
+    tensors: tuple[PublishedTensor, ...],
+    streams: list[Stream],
+    memory: Memory,
+    copy: np.ndarray | None,
 ) -> Iterator[tuple[PublishedTensor, np.ndarray]]:
     """(tensor, its bytes) in order, with at most a bucket under way."""
     started: deque[tuple[PublishedTensor, np.ndarray, list[Future[None]]]] = deque()
@@ -300,7 +337,11 @@ def _ahead(
         while started and size + item.nbytes > BUCKET_BYTES:
             size -= started[0][0].nbytes
             yield _finished(started.popleft())
-        content = memory.take(item.nbytes) if copy is None else copy[item.start : item.start + item.nbytes]
+        content = (
+            memory.take(item.nbytes)
+            if copy is None
+            else copy[item.start : item.start + item.nbytes]
+        )
         futures = []
         for part, (first, last) in enumerate(parts(item.nbytes, streams[0].part_bytes)):
             futures.append(streams[number % len(streams)].start(item, part, content[first:last]))
@@ -311,7 +352,9 @@ def _ahead(
         yield _finished(started.popleft())
 
 
-def _finished(started: tuple[PublishedTensor, np.ndarray, list[Future[None]]]) -> tuple[PublishedTensor, np.ndarray]:
+def _finished(
+    started: tuple[PublishedTensor, np.ndarray, list[Future[None]]],
+) -> tuple[PublishedTensor, np.ndarray]:
     item, content, futures = started
     for future in futures:
         future.result()

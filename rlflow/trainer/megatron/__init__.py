@@ -1,4 +1,5 @@
-"""The Megatron trainer: megatron-core's GPTModel, parallel state, schedules, DDP, optimizer and dist_checkpointing.
+"""The Megatron trainer: megatron-core's GPTModel, parallel state, schedules, DDP, optimizer and
+dist_checkpointing.
 
 The only folder that imports megatron.core.
 """
@@ -11,7 +12,8 @@ from rlflow.errors import MissingPackageError
 
 try:
     with warnings.catch_warnings():
-        # megatron-core says half a dozen times that Transformer Engine and Apex are absent; `rlflow doctor` says it once.
+        # megatron-core says half a dozen times that Transformer Engine and Apex are absent; `rlflow
+        # doctor` says it once.
         warnings.simplefilter("ignore")
         import megatron.core  # noqa: F401
 
@@ -19,6 +21,8 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "megatron":
         raise
-    raise MissingPackageError("trainer.backend=megatron needs megatron-core: pip install megatron-core") from None
+    raise MissingPackageError(
+        "trainer.backend=megatron needs megatron-core: pip install megatron-core"
+    ) from None
 
 __all__ = ["MegatronTrainer"]

@@ -1,9 +1,10 @@
-"""Adam's state in the one form that checkpoints hold: moments (and the float32 weights of a bfloat16 model) in the
-shapes of the parameters, whatever the layout and whether or not the optimizer splits them over data-parallel ranks.
+"""Adam's state in the one form that checkpoints hold: moments (and the float32 weights of a
+bfloat16 model) in the shapes of the parameters, whatever the layout and whether or not the
+optimizer splits them over data-parallel ranks.
 
-Megatron's own forms differ between its two optimizers and do not load into each other; `fully_reshardable` also gathers
-every tensor on every rank. Here a split tensor is put together on one rank, each rank in turn, and comes back that way.
-"""
+Megatron's own forms differ between its two optimizers and do not load into each other;
+`fully_reshardable` also gathers every tensor on every rank. Here a split tensor is put together on
+one rank, each rank in turn, and comes back that way."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one parameter's state. `bounds[r]` to `bounds[r + 1]`: the elements of the flattened parameter
-    that rank r of `group` updates; `owner`: the rank of `group` that writes and reads the whole. Without `group`, all of
-    it is here."""
+    """What this rank holds of one parameter's state. `bounds[r]` to `bounds[r + 1]`: the elements
+    of the flattened parameter that rank r of `group` updates; `owner`: the rank of `group` that
+    writes and reads the whole. Without `group`, all of it is here."""
 
-    entry: ShardedBase  # how the checkpoint calls the parameter, and which part of it this rank's model has
+    # How the checkpoint calls the parameter, and which part of it this rank's model has
+    entry: ShardedBase
     parameter: Parameter
     tensors: dict[str, Tensor]  # views; empty where this rank updates nothing of the parameter
     bounds: tuple[int, ...] = ()
@@ -45,7 +47,8 @@ class Held:
 
     @property
     def written(self) -> bool:
-        """Whether it is this model-parallel rank that writes the parameter (norms, for one, are on all of them)."""
+        """Whether it is this model-parallel rank that writes the parameter (norms, for one, are on
+        all of them)."""
         return self.group is None or not any(self.entry.replica_id[:-1])
 
     def described(self, name: str, data: Tensor) -> ShardedBase:
@@ -59,7 +62,8 @@ class Held:
 
 
 def sharded_state(optimizer: MegatronOptimizer, parameters: ShardedStateDict) -> ShardedStateDict:
-    """The state to save; a collective over the data-parallel ranks where the optimizer splits it."""
+    """The state to save; a collective over the data-parallel ranks where the optimizer splits
+    it."""
     content: ShardedStateDict = {}
     for name, held in _all_held(optimizer, parameters):
         if not held.written:
@@ -67,7 +71,9 @@ def sharded_state(optimizer: MegatronOptimizer, parameters: ShardedStateDict) ->
         for part in _parts(held.parameter):
             whole = held.tensors[part] if held.group is None else _gather(held, held.group, part)
             if whole is not None:
-                content.setdefault(name, {})[part] = held.described(part, whole.reshape(held.parameter.shape))
+                content.setdefault(name, {})[part] = held.described(
+                    part, whole.reshape(held.parameter.shape)
+                )
     return content
 
 
@@ -84,8 +90,11 @@ def requested_state(optimizer: MegatronOptimizer, parameters: ShardedStateDict) 
 
 
 @torch.no_grad()
-def restore(optimizer: MegatronOptimizer, parameters: ShardedStateDict, loaded: dict[str, dict[str, Tensor]]) -> None:
-    """Copies what was loaded for `requested_state` into the optimizer; a collective where that splits its state."""
+def restore(
+    optimizer: MegatronOptimizer, parameters: ShardedStateDict, loaded: dict[str, dict[str, Tensor]]
+) -> None:
+    """Copies what was loaded for `requested_state` into the optimizer; a collective where that
+    splits its state."""
     for name, held in _all_held(optimizer, parameters):
         for part in _parts(held.parameter):
             if held.group is None:
@@ -98,9 +107,13 @@ def _parts(parameter: Parameter) -> tuple[str, ...]:
     return MOMENTS if parameter.dtype is torch.float32 else (*MOMENTS, MAIN)
 
 
-def _all_held(optimizer: MegatronOptimizer, parameters: ShardedStateDict) -> Iterator[tuple[str, Held]]:
+def _all_held(
+    optimizer: MegatronOptimizer, parameters: ShardedStateDict
+) -> Iterator[tuple[str, Held]]:
     """(name, state) of every parameter, in the same order on all data-parallel ranks."""
-    names = {id(entry.data): name for name, entry in parameters.items() if isinstance(entry, ShardedBase)}
+    names = {
+        id(entry.data): name for name, entry in parameters.items() if isinstance(entry, ShardedBase)
+    }
     owner = itertools.count()
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not inner.config.use_distributed_optimizer:
@@ -113,8 +126,20 @@ def _all_held(optimizer: MegatronOptimizer, parameters: ShardedStateDict) -> Ite
             for parameter, place in buffer.param_index_map.items():
                 name, bounds = names[id(parameter)], _rank_bounds(buffer, place, group.size())
                 mine = bounds[group.rank()] < bounds[group.rank() + 1]
-                tensors = _renamed(inner._get_main_param_and_optimizer_states(parameter)) if mine else {}
-                yield name, Held(parameters[name], parameter, tensors, bounds, next(owner) % group.size(), group)
+                tensors = (
+                    _renamed(inner._get_main_param_and_optimizer_states(parameter)) if mine else {}
+                )
+                yield (
+                    name,
+                    Held(
+                        parameters[name],
+                        parameter,
+                        tensors,
+                        bounds,
+                        next(owner) % group.size(),
+                        group,
+                    ),
+                )
 
 
 def _parameters(optimizer: MegatronOptimizer) -> Iterator[Parameter]:
@@ -133,20 +158,29 @@ def _whole(optimizer: MegatronOptimizer, parameter: Parameter) -> dict[str, Tens
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {MAIN if key == "param" else key: value.detach() for key, value in tensors.items() if key != "step"}
+    return {
+        MAIN if key == "param" else key: value.detach()
+        for key, value in tensors.items()
+        if key != "step"
+    }
 
 
 def _rank_bounds(buffer: Any, place: tuple[int, int, int], ranks: int) -> tuple[int, ...]:
-    """Where the parameter, flattened, is cut: its bucket is split evenly over the ranks, whatever lies in it."""
-    # `param_index_map` of megatron-core, distributed/param_and_grad_buffer.py: first and last element in the buffer, bucket.
+    """Where the parameter, flattened, is cut: its bucket is split evenly over the ranks, whatever
+    lies in it."""
+    # `param_index_map` of megatron-core, distributed/param_and_grad_buffer.py: first and last
+    # element in the buffer, bucket.
     start, stop, index = place
     bucket = buffer.buckets[index]
     share = bucket.grad_data.numel() // ranks
-    return tuple(min(max(bucket.offset + rank * share, start), stop) - start for rank in range(ranks + 1))
+    return tuple(
+        min(max(bucket.offset + rank * share, start), stop) - start for rank in range(ranks + 1)
+    )
 
 
 def _gather(held: Held, group: ProcessGroup, part: str) -> Tensor | None:
-    """The whole, flat, on the CPU of its owner; None elsewhere. Ranks that are further on have sent already."""
+    """The whole, flat, on the CPU of its owner; None elsewhere. Ranks that are further on have sent
+    already."""
     rank = group.rank()
     if not held.owned:
         if held.tensors:

@@ -1,4 +1,5 @@
-"""A model whose weights are frozen and whose adapters are trained: made, gathered, saved, switched off."""
+"""A model whose weights are frozen and whose adapters are trained: made, gathered, saved, switched
+off."""
 
 from __future__ import annotations
 
@@ -28,20 +29,30 @@ from rlflow.trainer.megatron.world import World
 from rlflow.trainer.options import LoraOptions
 
 
-def attach(chunks: Sequence[PolicyModel], model: Architecture, world: World, options: LoraOptions, seed: int) -> None:
-    """Freezes the chunks but for parameters of their own (a critic's head), and gives every target an adapter."""
+def attach(
+    chunks: Sequence[PolicyModel],
+    model: Architecture,
+    world: World,
+    options: LoraOptions,
+    seed: int,
+) -> None:
+    """Freezes the chunks but for parameters of their own (a critic's head), and gives every target
+    an adapter."""
     dtype = next(chunks[0].parameters()).dtype
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(name in chunk.own_parameters)
         if chunk.config.recompute_granularity is not None and chunk.pre_process:
-            # Megatron's checkpointing gives no gradients to anything inside unless an input asks for one.
+            # Megatron's checkpointing gives no gradients to anything inside unless an input asks
+            # for one.
             chunk.embedding.register_forward_hook(_asking_for_gradients)
     for rule, layer, number in held_rules(chunks, model, world):
         if low_rank.wanted(rule, options):
             name = parameter_name(rule, layer, model, world.layout, fused=False)
             made = low_rank.LayerAdapter(rule, layer, model, world, options, seed, dtype)
-            low_rank.add(chunks[number].get_submodule(name.removesuffix(".weight")), made.to(device()))
+            low_rank.add(
+                chunks[number].get_submodule(name.removesuffix(".weight")), made.to(device())
+            )
 
 
 def _asking_for_gradients(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -49,7 +60,8 @@ def _asking_for_gradients(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor
 
 
 def base_identity(options: LoraOptions | None, weights: WeightFiles) -> dict[str, Any] | None:
-    """What `rlflow.trainer.lora.identity` says of adapters over these weights. A collective: each rank hashes its share."""
+    """What `rlflow.trainer.lora.identity` says of adapters over these weights. A collective: each
+    rank hashes its share."""
     if options is None:
         return None
     content = Digest()
@@ -63,7 +75,8 @@ def base_identity(options: LoraOptions | None, weights: WeightFiles) -> dict[str
 def gather_adapters(
     chunks: Sequence[PolicyModel], model: Architecture, world: World, options: LoraOptions
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole factor on the CPU) pairs as of `Trainer.adapter_weights` on every rank. A collective."""
+    """(name, whole factor on the CPU) pairs as of `Trainer.adapter_weights` on every rank. A
+    collective."""
     dtype = next(chunks[0].parameters()).dtype
     for rule, layer in placed_rules(model):
         if not low_rank.wanted(rule, options):
@@ -78,23 +91,31 @@ def gather_adapters(
                 own = part.detach()
                 held[name] = own if axis is None else torch.cat(all_shards(own, world), dim=axis)
         for name, shape in low_rank.factor_shapes(rule, layer, model, options):
-            factor = held[name].contiguous() if held else torch.empty(shape, dtype=dtype, device=device())
+            factor = (
+                held[name].contiguous()
+                if held
+                else torch.empty(shape, dtype=dtype, device=device())
+            )
             if world.pipeline_parallel > 1:
                 dist.broadcast(factor, world.stage_root(stage), group=world.pipeline_group)
             yield name, factor.to("cpu", copy=True)
 
 
 def entries(modules: Sequence[PolicyModel], others: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: its place in a checkpoint} of what is trained. others: the places of parameters that are no adapters."""
+    """{name: its place in a checkpoint} of what is trained. others: the places of parameters that
+    are no adapters."""
     places: dict[int, ShardedTensor] = {}
     for chunk in modules:
         for adapter in low_rank.adapters_of(chunk):
             places |= adapter.entries()
-    return {name: places.get(id(value), others.get(name)) for name, value in trained_parameters(modules)}
+    return {
+        name: places.get(id(value), others.get(name)) for name, value in trained_parameters(modules)
+    }
 
 
 def all_zero(values: Mapping[str, Tensor]) -> bool:
-    """Whether these values of the adapters change nothing: every B is 0 on every rank. A collective."""
+    """Whether these values of the adapters change nothing: every B is 0 on every rank. A
+    collective."""
     changed = any(bool(value.any()) for name, value in values.items() if ".adapter.b." in name)
     answer = torch.tensor(int(changed), device=device())
     dist.all_reduce(answer, dist.ReduceOp.MAX)

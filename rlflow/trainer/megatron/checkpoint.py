@@ -23,11 +23,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.architecture import Architecture
-from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed, write_manifest
+from rlflow.storage.integrity import (
+    TRAINER_MANIFEST,
+    find_damage,
+    read_fingerprints,
+    read_sealed,
+    write_manifest,
+)
 from rlflow.storage.pickles import read_metadata
 from rlflow.trainer.lora import check_identity
 from rlflow.trainer.megatron import adam_state, adapters, writing
-from rlflow.trainer.megatron.model import PolicyModel, named_parameters, prefixed, trained_parameters
+from rlflow.trainer.megatron.model import (
+    PolicyModel,
+    named_parameters,
+    prefixed,
+    trained_parameters,
+)
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.megatron.writing import OngoingWrite
@@ -38,9 +49,10 @@ FORMAT = 3
 
 @dataclass
 class TrainerState:
-    """Everything that a checkpoint holds. `modules`: this rank's model chunks, one per virtual pipeline stage.
-    `updates`: optimizer steps so far (the schedule follows from it). `lora`: what `rlflow.trainer.lora.identity` says of the
-    adapters, which then are all that is held; None: the weights are."""
+    """Everything that a checkpoint holds. `modules`: this rank's model chunks, one per virtual
+    pipeline stage. `updates`: optimizer steps so far (the schedule follows from it). `lora`: what
+    `rlflow.trainer.lora.identity` says of the adapters, which then are all that is held; None: the
+    weights are."""
 
     world: World
     architecture: Architecture
@@ -61,24 +73,28 @@ class PendingSave:
     content: dict[str, Any]
 
     def finish(self) -> None:
-        """Waits until all ranks have written, then writes the manifest. A collective. Raises StorageError on all ranks
-        where one of them could not write (a full disk, no permission)."""
-        self.files.finish(lambda files: write_manifest(self.path / TRAINER_MANIFEST, self.content, files))
+        """Waits until all ranks have written, then writes the manifest. A collective. Raises
+        StorageError on all ranks where one of them could not write (a full disk, no permission)."""
+        self.files.finish(
+            lambda files: write_manifest(self.path / TRAINER_MANIFEST, self.content, files)
+        )
 
 
 def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave:
     """Begins to write the checkpoint into `path`, in place of one that stands there. A collective.
 
-    With `background` it returns once the state is copied to host memory. Raises StorageError on all ranks."""
+    With `background` it returns once the state is copied to host memory. Raises StorageError on all
+    ranks."""
     writing.prepare_folder(path, OWN_FILES)
     return PendingSave(path, writing.begin(path, _sharded(state), background), _manifest(state))
 
 
 def load(path: Path, state: TrainerState) -> TrainerState:
-    """Loads the checkpoint into the modules and optimizer of `state`; returns it with the loaded snapshots and counts.
+    """Loads the checkpoint into the modules and optimizer of `state`; returns it with the loaded
+    snapshots and counts.
 
-    Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is missing or holds another
-    model."""
+    Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is
+    missing or holds another model."""
     manifest = read_manifest(path)
     _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
     check_identity(path, manifest.get("lora"), state.lora)
@@ -105,8 +121,9 @@ def load(path: Path, state: TrainerState) -> TrainerState:
 
 @contextmanager
 def without_code(path: Path) -> Iterator[None]:
-    """Inside, nothing in the checkpoint can run code: torch reads its objects as `weights_only`, whatever its callers ask for
-    (torch.distributed asks for False), and its unguarded `.metadata` was read by a guarded reader first."""
+    """Inside, nothing in the checkpoint can run code: torch reads its objects as `weights_only`,
+    whatever its callers ask for (torch.distributed asks for False), and its unguarded `.metadata`
+    was read by a guarded reader first."""
     with (path / ".metadata").open("rb") as file:
         read_metadata(file)
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -123,7 +140,8 @@ def without_code(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns what megatron-core and torch raise while they read (theirs is a BaseException) into a DamagedCheckpointError."""
+    """Turns what megatron-core and torch raise while they read (theirs is a BaseException) into a
+    DamagedCheckpointError."""
     try:
         yield
     except (
@@ -139,7 +157,9 @@ def _explained(path: Path) -> Iterator[None]:
         failures = error.failures.values() if isinstance(error, CheckpointException) else ()
         cause = next((failure[0] for failure in failures), error)
         reason = next(iter(str(cause).strip().splitlines()), "no reason given")
-        raise DamagedCheckpointError(f"{path}: damaged ({type(cause).__name__}: {reason}).") from error
+        raise DamagedCheckpointError(
+            f"{path}: damaged ({type(cause).__name__}: {reason})."
+        ) from error
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
@@ -161,7 +181,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all ranks."""
+    """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all
+    ranks."""
     expected = read_fingerprints(manifest, path / TRAINER_MANIFEST)
     mine = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     found: list[str | None] = [None] * dist.get_world_size()
@@ -197,7 +218,8 @@ def _layout(world: World) -> dict[str, int]:
 
 
 def _entries(state: TrainerState) -> ShardedStateDict:
-    """Megatron's description of which part of which global tensor this rank's modules hold, by parameter name."""
+    """Megatron's description of which part of which global tensor this rank's modules hold, by
+    parameter name."""
     # The unwrapped modules: the keys of the DDP wrapper carry a prefix and do not load back.
     whole = {
         prefix + name: entry
@@ -208,7 +230,8 @@ def _entries(state: TrainerState) -> ShardedStateDict:
 
 
 def _sharded(state: TrainerState) -> ShardedStateDict:
-    """What this rank has to save. A collective where the optimizer's state is split over data-parallel ranks."""
+    """What this rank has to save. A collective where the optimizer's state is split over
+    data-parallel ranks."""
     optimizer = adam_state.sharded_state(state.optimizer, _entries(state))
     return {**_sharded_model(state), "optimizer": optimizer, "rng": _sharded_rng(state.world)}
 
@@ -216,7 +239,11 @@ def _sharded(state: TrainerState) -> ShardedStateDict:
 def _requested(state: TrainerState, with_rng: bool) -> ShardedStateDict:
     """What this rank has to load."""
     optimizer = adam_state.requested_state(state.optimizer, _entries(state))
-    return {**_sharded_model(state), "optimizer": optimizer, **({"rng": _sharded_rng(state.world)} if with_rng else {})}
+    return {
+        **_sharded_model(state),
+        "optimizer": optimizer,
+        **({"rng": _sharded_rng(state.world)} if with_rng else {}),
+    }
 
 
 def _sharded_model(state: TrainerState) -> ShardedStateDict:
@@ -234,13 +261,20 @@ def _sharded_rng(world: World) -> ShardedObject:
     """The states of Megatron's generators, one per tensor x pipeline rank."""
     shape = (world.pipeline_parallel, world.tensor_parallel)
     offset = (world.pipeline_rank, world.tensor_rank)
-    return ShardedObject("rng", get_cuda_rng_tracker().get_states(), shape, offset, replica_id=world.replica)
+    return ShardedObject(
+        "rng", get_cuda_rng_tracker().get_states(), shape, offset, replica_id=world.replica
+    )
 
 
 def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> None:
-    """Learning rate, betas and weight decay stay those of this run's configuration: no checkpoint holds them."""
+    """Learning rate, betas and weight decay stay those of this run's configuration: no checkpoint
+    holds them."""
     for prefix, module in prefixed(state.modules):
-        own = {name[len(prefix) :]: value for name, value in loaded["model"].items() if name.startswith(prefix)}
+        own = {
+            name[len(prefix) :]: value
+            for name, value in loaded["model"].items()
+            if name.startswith(prefix)
+        }
         module.load_state_dict(own, strict=state.lora is None)
     for name, values in state.snapshots.items():
         for key, value in loaded[f"snapshot.{name}"].items():

@@ -1,8 +1,9 @@
-"""Context parallelism: every row is cut into 2R chunks, of which rank r of R holds chunks r and 2R - 1 - r.
+"""Context parallelism: every row is cut into 2R chunks, of which rank r of R holds chunks r and 2R
+- 1 - r.
 
-In that order (zigzag; megatron-core, utils.py, get_batch_on_this_cp_rank) causal attention costs every rank the same.
-Megatron's rotary embedding and Transformer Engine's attention expect it; both cut packed rows one by one.
-"""
+In that order (zigzag; megatron-core, utils.py, get_batch_on_this_cp_rank) causal attention costs
+every rank the same. Megatron's rotary embedding and Transformer Engine's attention expect it; both
+cut packed rows one by one."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class HeldChunk:
-    """Successive tokens of a segment: `here`: where they lie on this rank; `first` to `stop`: their places among the
-    segments end to end; `start`: of their segment. A token attends to `start` up to itself."""
+    """Successive tokens of a segment: `here`: where they lie on this rank; `first` to `stop`: their
+    places among the segments end to end; `start`: of their segment. A token attends to `start` up
+    to itself."""
 
     here: slice
     start: int
@@ -26,8 +28,11 @@ class HeldChunk:
     stop: int
 
 
-def held_positions(lengths: Sequence[int], ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """(N / ranks,) the places of a rank's tokens among segments laid end to end, in the rank's order.
+def held_positions(
+    lengths: Sequence[int], ranks: int, rank: int, device: torch.device | None = None
+) -> Tensor:
+    """(N / ranks,) the places of a rank's tokens among segments laid end to end, in the rank's
+    order.
 
     lengths: of the segments, N in sum; multiples of 2 * ranks."""
     chunks = held_chunks(lengths, ranks, rank)
@@ -47,8 +52,13 @@ def held_chunks(lengths: Sequence[int], ranks: int, rank: int) -> Iterator[HeldC
 
 
 def gather_tokens(values: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """(N / ranks, ...) on each rank -> (N, ...) in the order of the text; the gradient comes back summed over ranks."""
-    gathered = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=True, group=group)
+    """(N / ranks, ...) on each rank -> (N, ...) in the order of the text; the gradient comes back
+    summed over ranks."""
+    gathered = gather_from_sequence_parallel_region(
+        values, tensor_parallel_output_grad=True, group=group
+    )
     ranks = group.size()
-    order = torch.cat([held_positions(lengths, ranks, rank, values.device) for rank in range(ranks)])
+    order = torch.cat(
+        [held_positions(lengths, ranks, rank, values.device) for rank in range(ranks)]
+    )
     return gathered.index_select(0, order.argsort())

@@ -1,8 +1,9 @@
-"""What megatron-core needs where there is no CUDA. A no-op where there is; the only place that patches anything.
+"""What megatron-core needs where there is no CUDA. A no-op where there is; the only place that
+patches anything.
 
-Measured with megatron-core 0.16.1 and torch 2.13 over gloo: unpatched, RNG seeding, the pipeline schedules, DDP, the
-optimizer and tied embeddings over pipeline stages each stop at "Torch not compiled with CUDA enabled".
-"""
+Measured with megatron-core 0.16.1 and torch 2.13 over gloo: unpatched, RNG seeding, the pipeline
+schedules, DDP, the optimizer and tied embeddings over pipeline stages each stop at "Torch not
+compiled with CUDA enabled"."""
 
 from __future__ import annotations
 
@@ -30,11 +31,16 @@ _Result = TypeVar("_Result")
 
 def device() -> torch.device:
     """Where the model lives: the current CUDA device, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def check_version() -> None:
-    """Raises MissingPackageError where there is no CUDA and the adaptation was not tested with this megatron-core."""
+    """Raises MissingPackageError where there is no CUDA and the adaptation was not tested with this
+    megatron-core."""
     version = megatron.core.__version__
     if not torch.cuda.is_available() and not version.startswith(MEGATRON_WITHOUT_CUDA):
         raise MissingPackageError(untested_megatron(version))
@@ -42,13 +48,16 @@ def check_version() -> None:
 
 @contextlib.contextmanager
 def adapted() -> Iterator[None]:
-    """Inside, megatron-core's calls for a CUDA device are answered by the CPU, and its deprecation warnings are silent.
+    """Inside, megatron-core's calls for a CUDA device are answered by the CPU, and its deprecation
+    warnings are silent.
 
     Model build, steps and checkpoints run here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+        )
         warnings.filterwarnings(
             "ignore", message="The .grad attribute of a Tensor that is not a leaf"
         )  # split parameters
@@ -68,7 +77,11 @@ def _without_cuda() -> Iterator[None]:
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
         (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-        (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (
+            megatron_random,
+            "_set_cuda_rng_state",
+            lambda state, *_, **__: torch.set_rng_state(state),
+        ),
         # Kernels of Transformer Engine, which needs CUDA.
         (rope_utils, "fused_apply_rotary_pos_emb", layers.rotate),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", layers.rotate_packed),
@@ -86,10 +99,11 @@ def _without_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_transformer_engine() -> Iterator[None]:
-    """Inside, megatron-core 0.16.1 builds routers and latent attention where Transformer Engine is not installed.
+    """Inside, megatron-core 0.16.1 builds routers and latent attention where Transformer Engine is
+    not installed.
 
-    Unpatched, the router uses a name that only an import of Transformer Engine sets, and latent attention takes another
-    package's presence for Transformer Engine's."""
+    Unpatched, the router uses a name that only an import of Transformer Engine sets, and latent
+    attention takes another package's presence for Transformer Engine's."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -111,8 +125,8 @@ def without_transformer_engine() -> Iterator[None]:
 def sharing_groups() -> Iterator[None]:
     """Inside, Megatron's groups of one and the same rank are one group.
 
-    Megatron makes some twenty groups, and gloo runs a thread for each that wakes 70 times a second: in one process they took
-    7% of a training step on busy cores."""
+    Megatron makes some twenty groups, and gloo runs a thread for each that wakes 70 times a second:
+    in one process they took 7% of a training step on busy cores."""
     if torch.cuda.is_available():
         yield
         return
@@ -134,14 +148,18 @@ def sharing_groups() -> Iterator[None]:
 
 def _held_embedding(embedding: Tensor, dimension: int, group: ProcessGroup) -> Tensor:
     """Megatron's choice of a context-parallel rank's positions, without pinned memory."""
-    held = held_positions([embedding.shape[dimension]], group.size(), group.rank(), embedding.device)
+    held = held_positions(
+        [embedding.shape[dimension]], group.size(), group.rank(), embedding.device
+    )
     return embedding.index_select(dimension, held)
 
 
 def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """The function without the per-operation translation of `adapted`, for code that never names a CUDA device.
+    """The function without the per-operation translation of `adapted`, for code that never names a
+    CUDA device.
 
-    The translation costs about 2 us per torch operation, which a tiny model would feel in its forward pass."""
+    The translation costs about 2 us per torch operation, which a tiny model would feel in its
+    forward pass."""
 
     def call(*args: Any, **kwargs: Any) -> _Result:
         with torch._C.DisableTorchFunction():
@@ -151,7 +169,8 @@ def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Reads `device="cuda"` as the CPU, drops `pin_memory`, and lets `Tensor.type()` say what megatron-core compares."""
+    """Reads `device="cuda"` as the CPU, drops `pin_memory`, and lets `Tensor.type()` say what
+    megatron-core compares."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

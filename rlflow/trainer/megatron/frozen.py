@@ -20,16 +20,19 @@ from rlflow.trainer.megatron.world import World
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model of any size and family, split over the ranks as the policy is. vocab: without padding. host: its weights, where
-    they leave the GPU between two scores."""
+    """A model of any size and family, split over the ranks as the policy is. vocab: without
+    padding. host: its weights, where they leave the GPU between two scores."""
 
     chunks: Sequence[PolicyModel]
     vocab: int
     host: dict[str, Tensor] | None
 
     @classmethod
-    def load(cls, path: str | Path, world: World, dtype: torch.dtype, chunk_bytes: int, offloaded: bool) -> FrozenModel:
-        """The model of a HuggingFace directory. Raises ConfigError where the layout cannot split it, ModelError."""
+    def load(
+        cls, path: str | Path, world: World, dtype: torch.dtype, chunk_bytes: int, offloaded: bool
+    ) -> FrozenModel:
+        """The model of a HuggingFace directory. Raises ConfigError where the layout cannot split
+        it, ModelError."""
         model = architecture(read_config(path))
         try:
             world.layout.check_model(model)

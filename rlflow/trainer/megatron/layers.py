@@ -1,6 +1,7 @@
-"""Layer parts on plain torch, for where Transformer Engine is not installed: norm and attention anywhere, and on CPUs also
-what it fuses on GPUs (SwiGLU, rotary embedding, linear layers): fewer passes over memory, fewer tensors kept for the
-backward pass, and gradients of weights that go straight into Megatron's buffers."""
+"""Layer parts on plain torch, for where Transformer Engine is not installed: norm and attention
+anywhere, and on CPUs also what it fuses on GPUs (SwiGLU, rotary embedding, linear layers): fewer
+passes over memory, fewer tensors kept for the backward pass, and gradients of weights that go
+straight into Megatron's buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from rlflow import matmul as products
 from rlflow.trainer.megatron.context import gather_tokens, held_chunks
 
 varlen_attn: Callable[..., Any] | None = None
-"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped queries."""
+"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped
+queries."""
 with contextlib.suppress(ImportError):
     from torch.nn.attention import varlen
 
@@ -34,9 +36,12 @@ with contextlib.suppress(ImportError):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor and the parameter mark that Megatron's layers expect of a norm."""
+    """torch's RMSNorm with the constructor and the parameter mark that Megatron's layers expect of
+    a norm."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -44,11 +49,14 @@ class RMSNorm(torch.nn.RMSNorm):
 class TorchAttention(MegatronModule):
     """Causal attention by torch's scaled_dot_product_attention, grouped queries included.
 
-    megatron-core's own DotProductAttention takes 4 times the time and 6 times the memory at 2,048 tokens on a CPU, and
-    knows neither packed rows nor context parallelism. Under that, each rank gathers the keys and values of all: over gloo one
-    collective costs less than a ring. (With Transformer Engine its own attention runs instead: not run yet.)"""
+    megatron-core's own DotProductAttention takes 4 times the time and 6 times the memory at 2,048
+    tokens on a CPU, and knows neither packed rows nor context parallelism. Under that, each rank
+    gathers the keys and values of all: over gloo one collective costs less than a ring. (With
+    Transformer Engine its own attention runs instead: not run yet.)"""
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self._context_group = pg_collection.cp
 
@@ -61,7 +69,8 @@ class TorchAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> Tensor:
-        """(tokens, rows, heads, head_dim) each, keys and values with fewer heads -> (tokens, rows, heads * head_dim).
+        """(tokens, rows, heads, head_dim) each, keys and values with fewer heads -> (tokens, rows,
+        heads * head_dim).
 
         Packed, without the dimension of the rows: each segment attends to itself alone."""
         ranks = self._context_group.size()
@@ -75,28 +84,40 @@ class TorchAttention(MegatronModule):
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
         if varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
-            return _attend_packed(query.squeeze(1), key.squeeze(1), value.squeeze(1), bounds, max(lengths))
+            return _attend_packed(
+                query.squeeze(1), key.squeeze(1), value.squeeze(1), bounds, max(lengths)
+            )
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
         return torch.cat([_attend(*segment) for segment in segments]).squeeze(1)
 
-    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """This rank's queries against the keys and values of all context-parallel ranks. lengths: of whole segments."""
+    def _attend_over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """This rank's queries against the keys and values of all context-parallel ranks. lengths:
+        of whole segments."""
         group = self._context_group
         both = gather_tokens(torch.cat([key, value], dim=2), lengths, group)
         key, value = both.chunk(2, dim=2)
         parts = [
-            _attend(query[chunk.here], key[chunk.start : chunk.stop], value[chunk.start : chunk.stop])
+            _attend(
+                query[chunk.here], key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]
+            )
             for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
         return torch.cat(parts)
 
 
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    """Causal attention within each of the rows that lie between `bounds`, in one call of torch's flash attention for variable
-    lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens, heads * head_dim)."""
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int
+) -> Tensor:
+    """Causal attention within each of the rows that lie between `bounds`, in one call of torch's
+    flash attention for variable lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens,
+    heads * head_dim)."""
     assert varlen_attn is not None
     grouped = query.shape[1] != key.shape[1]
-    mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    mixed = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped
+    )
     packed: Tensor = mixed.flatten(1)
     return packed
 
@@ -107,15 +128,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     mask = None
     if queries < keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(
+            keys - queries
+        )
     mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up of (..., gate and up); keeps its input alone for the backward pass (Shazeer 2020, arXiv 2002.05202)."""
+    """silu(gate) * up of (..., gate and up); keeps its input alone for the backward pass (Shazeer
+    2020, arXiv 2002.05202)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -144,16 +173,19 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding of (T, B, heads, D) by angles (T, 1, 1, D or less), whose two halves are equal (Su et al. 2021, arXiv
-    2104.09864, in the layout of two halves, not `interleaved` pairs)."""
+    """Rotary embedding of (T, B, heads, D) by angles (T, 1, 1, D or less), whose two halves are
+    equal (Su et al. 2021, arXiv 2104.09864, in the layout of two halves, not `interleaved`
+    pairs)."""
     assert not interleaved, "no model family here interleaves"
     half = angles[..., : angles.shape[-1] // 2]
     return _Rotary.apply(values, half.cos().to(values.dtype), half.sin().to(values.dtype))
 
 
-def rotate_packed(values: Tensor, bounds: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """The same for packed rows (N, heads, D): positions begin at 0 in every segment. Under context parallelism each segment
-    lies on the ranks as Megatron cuts it."""
+def rotate_packed(
+    values: Tensor, bounds: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    """The same for packed rows (N, heads, D): positions begin at 0 in every segment. Under context
+    parallelism each segment lies on the ranks as Megatron cuts it."""
     lengths = (bounds[1:] - bounds[:-1]).div(cp_size, rounding_mode="floor").tolist()
     own = [
         rope_utils._get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, segment, angles)
@@ -163,7 +195,8 @@ def rotate_packed(values: Tensor, bounds: Tensor, angles: Tensor, cp_size: int =
 
 
 class _Rotary(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin); what lies beyond the rotated dimensions passes unchanged."""
+    """(a, b) -> (a cos - b sin, b cos + a sin); what lies beyond the rotated dimensions passes
+    unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -213,8 +246,9 @@ class RowLinear(RowParallelLinear):
 
 
 class _Linear(torch.autograd.Function):
-    """inputs (..., in) @ weight.T + bias. Under sequence parallelism the inputs are split over ranks by their first dimension
-    and gathered twice, as in Megatron: kept for the backward pass is this rank's part. For a weight that is frozen nothing is."""
+    """inputs (..., in) @ weight.T + bias. Under sequence parallelism the inputs are split over
+    ranks by their first dimension and gathered twice, as in Megatron: kept for the backward pass is
+    this rank's part. For a weight that is frozen nothing is."""
 
     @staticmethod
     def forward(

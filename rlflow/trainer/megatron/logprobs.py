@@ -1,7 +1,8 @@
-"""The output layer fused with log-softmax: hidden states -> log-probs and entropies, a chunk of the logits at a time.
+"""The output layer fused with log-softmax: hidden states -> log-probs and entropies, a chunk of the
+logits at a time.
 
-Only (positions,) numbers cross ranks, never logits; and no more logits exist at once than `OutputLayer.chunk_bytes` allows.
-"""
+Only (positions,) numbers cross ranks, never logits; and no more logits exist at once than
+`OutputLayer.chunk_bytes` allows."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The projection to this rank's part of the padded vocabulary: `weight` (columns, hidden), with or without `main_grad`.
+    """The projection to this rank's part of the padded vocabulary: `weight` (columns, hidden), with
+    or without `main_grad`.
 
-    `vocab`: size without padding; padded columns get no probability. `chunk_bytes`: of float32 logits at a time."""
+    `vocab`: size without padding; padded columns get no probability. `chunk_bytes`: of float32
+    logits at a time."""
 
     weight: Tensor
     vocab: int
@@ -51,17 +54,23 @@ def token_logprobs(
     wanted: Tensor | None = None,
     others: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats;
-    and (B, T, k) log-probs of `others`, further ids (B, T, k) in each token's place.
+    """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn
+    from: (B, T), float32, nats; and (B, T, k) log-probs of `others`, further ids (B, T, k) in each
+    token's place.
 
-    hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension under sequence parallelism.
-    tokens (B, T); places (B, T): the index of each token's hidden state, or -1 where another rank of `context_group` has
-    it. lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all
-    by default. Position t describes token t, so position 0 and padding are 0, as is what is not wanted: no logits are
-    computed for them."""
+    hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension
+    under sequence parallelism. tokens (B, T); places (B, T): the index of each token's hidden
+    state, or -1 where another rank of `context_group` has it. lengths, temperatures (B,), a
+    temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all by
+    default. Position t describes token t, so position 0 and padding are 0, as is what is not
+    wanted: no logits are computed for them."""
     predicting, valid = _predicting(hidden, lengths, layer, places, wanted)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
-    targets = tokens[:, 1:, None] if others is None else torch.cat([tokens[..., None], others], dim=-1)[:, 1:]
+    targets = (
+        tokens[:, 1:, None]
+        if others is None
+        else torch.cat([tokens[..., None], others], dim=-1)[:, 1:]
+    )
     logprobs, entropy = _OutputLogprobs.apply(
         predicting, layer.weight, targets[valid], scale[valid], layer, want_entropy
     )
@@ -83,7 +92,8 @@ def top_tokens(
     context_group: ProcessGroup,
     below: int,
 ) -> Tensor:
-    """(B, T, count) the likeliest ids below `below` in the place of each token, the likeliest first; 0 as in `token_logprobs`."""
+    """(B, T, count) the likeliest ids below `below` in the place of each token, the likeliest
+    first; 0 as in `token_logprobs`."""
     predicting, valid = _predicting(hidden, lengths, layer, places)
     found = torch.empty(len(predicting), count, dtype=torch.int64, device=hidden.device)
     part, rank = len(layer.weight), layer.group.rank()
@@ -97,11 +107,18 @@ def top_tokens(
 
 
 def _predicting(
-    hidden: Tensor, lengths: Tensor, layer: OutputLayer, places: Tensor, wanted: Tensor | None = None
+    hidden: Tensor,
+    lengths: Tensor,
+    layer: OutputLayer,
+    places: Tensor,
+    wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(N, hidden) the hidden states that predict a token to describe, and (B, T - 1) which of tokens 1 to T - 1 those are."""
+    """(N, hidden) the hidden states that predict a token to describe, and (B, T - 1) which of
+    tokens 1 to T - 1 those are."""
     if layer.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.group
+        )
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
     valid = predicted_here(lengths, places, wanted)
@@ -109,32 +126,44 @@ def _predicting(
 
 
 def predicted_here(lengths: Tensor, places: Tensor, wanted: Tensor | None) -> Tensor:
-    """(B, T - 1) bool: whether hidden state t, which describes token t + 1, is this context-parallel rank's and wanted."""
+    """(B, T - 1) bool: whether hidden state t, which describes token t + 1, is this
+    context-parallel rank's and wanted."""
     positions = torch.arange(1, places.shape[1], device=places.device)
     valid = (positions < lengths.unsqueeze(1)) & (places[:, :-1] >= 0)
     return valid if wanted is None else valid & wanted[:, 1:]
 
 
 def at_tokens(values: Tensor, valid: Tensor, context_group: ProcessGroup) -> Tensor:
-    """(B, T, ...) on every context-parallel rank: the values (N, ...) of each one's `valid` hidden states (B, T - 1) at the
-    tokens that they describe, 0 elsewhere."""
+    """(B, T, ...) on every context-parallel rank: the values (N, ...) of each one's `valid` hidden
+    states (B, T - 1) at the tokens that they describe, 0 elsewhere."""
     further = values.shape[1:]
     spread = valid.reshape(*valid.shape, *(1 for _ in further)).expand(*valid.shape, *further)
-    here = F.pad(values.new_zeros(spread.shape).masked_scatter(spread, values), (*(0 for _ in 2 * further), 1, 0))
-    return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
+    here = F.pad(
+        values.new_zeros(spread.shape).masked_scatter(spread, values),
+        (*(0 for _ in 2 * further), 1, 0),
+    )
+    # The sum; each rank's gradient its own
+    return reduce_from_tensor_model_parallel_region(here, group=context_group)
 
 
 class _OutputLogprobs(torch.autograd.Function):
-    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = hidden @ weight.T / temperature; of
-    several targets (N, m) at each position.
+    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = hidden @
+    weight.T / temperature; of several targets (N, m) at each position.
 
-    Gradients: d log p(target) / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H). The exponentials of the
-    last chunk are kept for the backward pass, which begins there; those of the chunks before it are computed again. Within
-    a chunk, work goes on in place and a cache's size at a time. N positions, V columns of the vocabulary on this rank."""
+    Gradients: d log p(target) / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H).
+    The exponentials of the last chunk are kept for the backward pass, which begins there; those of
+    the chunks before it are computed again. Within a chunk, work goes on in place and a cache's
+    size at a time. N positions, V columns of the vocabulary on this rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, layer: OutputLayer, want_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        layer: OutputLayer,
+        want_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         size = max(1, layer.chunk_bytes // (4 * len(weight)))
         answers = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
@@ -143,23 +172,40 @@ class _OutputLogprobs(torch.autograd.Function):
         for rows in _slices(len(hidden), size):
             exponents = None  # not two chunks at a time
             exponents = linear(hidden[rows], weight).float()
-            _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows], logprobs[rows])
+            _soften(
+                exponents,
+                targets[rows],
+                scale[rows],
+                layer,
+                want_entropy,
+                answers[:, rows],
+                logprobs[rows],
+            )
         ctx.save_for_backward(hidden, weight, targets, scale, answers)
         ctx.layer, ctx.size = layer, size
-        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
+        # An entropy that is only reported has no gradient: None, not zeros
+        ctx.set_materialize_grads(False)
         ctx.kept = exponents if any(ctx.needs_input_grad) else None
         return logprobs, answers[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, answers = ctx.saved_tensors
-        of_logprob = torch.zeros(targets.shape, device=answers.device) if of_logprob is None else of_logprob
-        kept, ctx.kept = ctx.kept, None  # overwritten here; a second backward pass computes all chunks again
-        # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
+        of_logprob = (
+            torch.zeros(targets.shape, device=answers.device) if of_logprob is None else of_logprob
+        )
+        # Overwritten here; a second backward pass computes all chunks again
+        kept, ctx.kept = ctx.kept, None
+        # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no
+        # rounding between chunks.
         main_grad = getattr(weight, "main_grad", None)
         of_weight = None  # of a frozen layer
         if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+            of_weight = (
+                torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+            )
         of_hidden = torch.empty_like(hidden)
         for rows in reversed(_slices(len(hidden), ctx.size)):
             total = answers[2, rows]
@@ -167,7 +213,9 @@ class _OutputLogprobs(torch.autograd.Function):
                 kept, total = linear(hidden[rows], weight).float(), torch.ones_like(total)
                 _normalize(kept, scale[rows], answers[1, rows], ctx.layer)
             entropy = None if of_entropy is None else (answers[0, rows], of_entropy[rows])
-            _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
+            _differentiate(
+                kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy
+            )
             of_logits = kept.to(weight.dtype)
             kept = None
             of_hidden[rows] = linear(of_logits, weight.t())
@@ -187,8 +235,8 @@ def _soften(
     answers: Tensor,
     logprobs: Tensor,
 ) -> None:
-    """Turns logits (n, V) into exp(z - largest z) in place. `answers` (3, n) get H, log sum exp z, and the sum of the
-    exponentials; `logprobs` (n, m) log p of each target."""
+    """Turns logits (n, V) into exp(z - largest z) in place. `answers` (3, n) get H, log sum exp z,
+    and the sum of the exponentials; `logprobs` (n, m) log p of each target."""
     index, here, columns = _local(targets, layer, logits.shape[1])
     logits[:, columns:] = -torch.inf
     scale = scale.unsqueeze(1)
@@ -196,7 +244,8 @@ def _soften(
     if columns:
         peak = logits.amax(dim=1, keepdim=True).div_(scale)
     peak = _reduced(peak, layer.group, dist.ReduceOp.MAX)
-    sums = logits.new_zeros(2 + targets.shape[1], len(logits))  # sum exp z, sum z exp z, z of each target; z less its peak
+    # Sum exp z, sum z exp z, z of each target; z less its peak
+    sums = logits.new_zeros(2 + targets.shape[1], len(logits))
     for rows in _slices(len(logits), _cached(logits)):
         shifted = logits[rows].div_(scale[rows]).sub_(peak[rows])
         sums[2:, rows] = shifted.gather(1, index[rows]).masked_fill_(~here[rows], 0.0).t()
@@ -215,7 +264,8 @@ def _soften(
 
 
 def _normalize(logits: Tensor, scale: Tensor, normalizer: Tensor, layer: OutputLayer) -> None:
-    """Turns logits (n, V) into probabilities in place, with the log sum exp z that is known already."""
+    """Turns logits (n, V) into probabilities in place, with the log sum exp z that is known
+    already."""
     logits[:, _columns(layer, logits.shape[1]) :] = -torch.inf
     for rows in _slices(len(logits), _cached(logits)):
         logits[rows].div_(scale[rows].unsqueeze(1)).sub_(normalizer[rows].unsqueeze(1)).exp_()
@@ -230,7 +280,8 @@ def _differentiate(
     of_logprob: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Turns p * total (n, V) into the gradient of the logits in place. `entropy`: its value and its gradient."""
+    """Turns p * total (n, V) into the gradient of the logits in place. `entropy`: its value and its
+    gradient."""
     index, here, _ = _local(targets, layer, exponents.shape[1])
     share = -of_logprob.sum(dim=1) / total
     of_surprise = torch.zeros_like(share)
@@ -252,7 +303,8 @@ def _differentiate(
 
 
 def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tensor, int]:
-    """(n, m) column of each target on this rank (0 where it is elsewhere), (n, m) whether it is here, and `_columns`."""
+    """(n, m) column of each target on this rank (0 where it is elsewhere), (n, m) whether it is
+    here, and `_columns`."""
     columns = _columns(layer, part)
     index = targets - layer.group.rank() * part
     here = (index >= 0) & (index < columns)

@@ -1,9 +1,10 @@
-"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) beside Megatron's column- and row-parallel layers.
+"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) beside Megatron's column- and
+row-parallel layers.
 
-A layer fuses several projections (queries, keys and values; gate and up). Each has an adapter of its own, as in HuggingFace's
-model, so that what is trained is what the package peft calls q_proj, k_proj and so on. What crosses tensor-parallel ranks for an
-adapter is `rank` numbers per token, never the layer's width.
-"""
+A layer fuses several projections (queries, keys and values; gate and up). Each has an adapter of
+its own, as in HuggingFace's model, so that what is trained is what the package peft calls q_proj,
+k_proj and so on. What crosses tensor-parallel ranks for an adapter is `rank` numbers per token,
+never the layer's width."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ SPLITS = (Split.COLUMN, Split.QKV, Split.GATE_UP, Split.ROW)
 
 
 class LayerAdapter(torch.nn.Module):
-    """The adapters of one Megatron layer: W x becomes W x + alpha / rank * B (A x) for each of its projections that is a target.
+    """The adapters of one Megatron layer: W x becomes W x + alpha / rank * B (A x) for each of its
+    projections that is a target.
 
-    a[name] (rank, in), b[name] (out, rank) of this rank. In a column-parallel layer every rank has all of A and B's rows of
-    its own outputs, in a row-parallel one A's columns of its own inputs and all of B. What is whole on every rank has the same
-    gradient there; under sequence parallelism that of its own tokens, which Megatron sums as it does for norms."""
+    a[name] (rank, in), b[name] (out, rank) of this rank. In a column-parallel layer every rank has
+    all of A and B's rows of its own outputs, in a row-parallel one A's columns of its own inputs
+    and all of B. What is whole on every rank has the same gradient there; under sequence
+    parallelism that of its own tokens, which Megatron sums as it does for norms."""
 
     def __init__(
         self,
@@ -49,11 +52,19 @@ class LayerAdapter(torch.nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.world, self.rank, self.scale, self.switched_on = world, options.rank, options.scale, True
+        self.world, self.rank, self.scale, self.switched_on = (
+            world,
+            options.rank,
+            options.scale,
+            True,
+        )
         self.row, self.split = rule.split is Split.ROW, rule.split
         self.groups = model.groups // world.tensor_parallel
-        self.layers = {_projection(name): name.removesuffix(".weight") for name in rule.names(layer)}
-        self.shapes = dict(zip(self.layers, rule.shapes(model), strict=True))  # (out, in) over all ranks
+        self.layers = {
+            _projection(name): name.removesuffix(".weight") for name in rule.names(layer)
+        }
+        # (out, in) over all ranks
+        self.shapes = dict(zip(self.layers, rule.shapes(model), strict=True))
         self.a, self.b = ParameterDict(), ParameterDict()
         for name, (outputs, inputs) in self.shapes.items():
             if name not in options.targets:
@@ -64,22 +75,28 @@ class LayerAdapter(torch.nn.Module):
                 first = first.chunk(world.tensor_parallel, dim=1)[world.tensor_rank].contiguous()
             self.a[name], self.b[name] = Parameter(first.to(dtype)), Parameter(second.to(dtype))
             whole, part = (self.b, self.a) if self.row else (self.a, self.b)
-            # Marks of Megatron's: what is summed over tensor-parallel ranks, and what the gradient norm counts once.
+            # Marks of Megatron's: what is summed over tensor-parallel ranks, and what the gradient
+            # norm counts once.
             whole[name].sequence_parallel = world.layout.sequence_parallel
             whole[name].tensor_model_parallel = False
             part[name].tensor_model_parallel = True
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the layer's output: (tokens, rows, in) -> (tokens, rows, out), as the layer has them."""
+        """What is added to the layer's output: (tokens, rows, in) -> (tokens, rows, out), as the
+        layer has them."""
         group, split_tokens = self.world.tensor_group, self.world.layout.sequence_parallel
         narrow = F.linear(inputs, torch.cat(list(self.a.values()))) * self.scale
         if self.row:
             total = (
-                reduce_scatter_to_sequence_parallel_region if split_tokens else reduce_from_tensor_model_parallel_region
+                reduce_scatter_to_sequence_parallel_region
+                if split_tokens
+                else reduce_from_tensor_model_parallel_region
             )
             return F.linear(total(narrow, group=group), *self.b.values())
         if split_tokens:
-            narrow = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
+            narrow = gather_from_sequence_parallel_region(
+                narrow, tensor_parallel_output_grad=True, group=group
+            )
         else:
             narrow = copy_to_tensor_model_parallel_region(narrow, group=group)
         parts = dict(zip(self.a, narrow.split(self.rank, dim=-1), strict=True))
@@ -95,25 +112,29 @@ class LayerAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A new tensor: this rank's weight of the layer with the adapters in it, added in float32."""
+        """A new tensor: this rank's weight of the layer with the adapters in it, added in
+        float32."""
         changes = []
         for name, (outputs, _) in self.shapes.items():
             if name in self.a:
                 changes.append(self.scale * (self.b[name].float() @ self.a[name].float()))
             else:
-                changes.append(weight.new_zeros(self._share(outputs), weight.shape[1], dtype=torch.float32))
+                changes.append(
+                    weight.new_zeros(self._share(outputs), weight.shape[1], dtype=torch.float32)
+                )
         return (weight.float() + self._fused(changes, dim=0)).to(weight.dtype)
 
     def factors(self) -> Iterator[tuple[str, Parameter, int | None]]:
-        """(name as of `Trainer.adapter_weights`, this rank's part, the dimension along which it is split), in the order of
-        `factor_shapes`."""
+        """(name as of `Trainer.adapter_weights`, this rank's part, the dimension along which it is
+        split), in the order of `factor_shapes`."""
         for name, layer in self.layers.items():
             if name in self.a:
                 yield f"{layer}.{A}.weight", self.a[name], 1 if self.row else None
                 yield f"{layer}.{B}.weight", self.b[name], None if self.row else 0
 
     def entries(self) -> dict[int, ShardedTensor]:
-        """{id of a parameter: its place in a checkpoint}. Keys are HuggingFace's names, which no layout changes."""
+        """{id of a parameter: its place in a checkpoint}. Keys are HuggingFace's names, which no
+        layout changes."""
         found = {}
         for name, parameter, axis in self.factors():
             world, split = self.world, axis is not None
@@ -128,8 +149,8 @@ class LayerAdapter(torch.nn.Module):
         return size // self.world.tensor_parallel
 
     def _fused(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The projections' outputs, or rows of their weights, along `dim` in the order of the layer's own, which
-        `rlflow.models.sharding.shard` has."""
+        """The projections' outputs, or rows of their weights, along `dim` in the order of the
+        layer's own, which `rlflow.models.sharding.shard` has."""
         if self.split is Split.QKV:
             grouped = [part.unflatten(dim, (self.groups, -1)) for part in parts]
             return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
@@ -140,13 +161,16 @@ def wanted(rule: Rule, options: LoraOptions) -> bool:
     """Whether a rule's layer has adapters. Rules of biases and of experts have none."""
     if rule.split not in SPLITS or not rule.per_layer or rule.per_expert:
         return False
-    return any(name.endswith(".weight") and _projection(name) in options.targets for name in rule.names())
+    return any(
+        name.endswith(".weight") and _projection(name) in options.targets for name in rule.names()
+    )
 
 
 def factor_shapes(
     rule: Rule, layer: int, model: Architecture, options: LoraOptions
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name as of `Trainer.adapter_weights`, shape over all ranks) of both factors of every target of a rule's layer."""
+    """(name as of `Trainer.adapter_weights`, shape over all ranks) of both factors of every target
+    of a rule's layer."""
     for name, (outputs, inputs) in zip(rule.names(layer), rule.shapes(model), strict=True):
         if _projection(name) in options.targets:
             yield f"{name.removesuffix('.weight')}.{A}.weight", (options.rank, inputs)

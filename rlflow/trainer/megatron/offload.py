@@ -1,4 +1,5 @@
-"""What can leave the GPU: Adam's state and its update, gradient buffers between updates, the weights of snapshots."""
+"""What can leave the GPU: Adam's state and its update, gradient buffers between updates, the
+weights of snapshots."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from torch import Tensor
 
 
 class HostAdamW(torch.optim.AdamW):
-    """torch's AdamW with its moments in host memory: gradients go there, the fused kernel of the CPU updates a copy of the
-    parameter, and that comes back. Saves 8 bytes per parameter of GPU memory, for the time of the transfers.
+    """torch's AdamW with its moments in host memory: gradients go there, the fused kernel of the
+    CPU updates a copy of the parameter, and that comes back. Saves 8 bytes per parameter of GPU
+    memory, for the time of the transfers.
 
-    One parameter is in flight at a time. (megatron-core's HybridDeviceOptimizer overlaps transfers with the update, but
-    keeps its state where neither its checkpoints nor a machine without CUDA reach it.)"""
+    One parameter is in flight at a time. (megatron-core's HybridDeviceOptimizer overlaps transfers
+    with the update, but keeps its state where neither its checkpoints nor a machine without CUDA
+    reach it.)"""
 
     @classmethod
     def instead_of(cls, optimizer: torch.optim.Optimizer) -> HostAdamW:
-        """Takes over another Adam's groups as they are: torch would refuse Megatron's views of its buffers as parameters."""
+        """Takes over another Adam's groups as they are: torch would refuse Megatron's views of its
+        buffers as parameters."""
         made = cls([torch.zeros(())])
         made.param_groups = optimizer.param_groups
         return made
@@ -75,4 +79,8 @@ def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:
 def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory, page-locked where there is a GPU that they are to be read from."""
     copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
-    return {name: value.pin_memory() for name, value in copies.items()} if torch.cuda.is_available() else copies
+    return (
+        {name: value.pin_memory() for name, value in copies.items()}
+        if torch.cuda.is_available()
+        else copies
+    )

@@ -1,4 +1,5 @@
-"""Megatron's DDP wrapper and Adam, with the state filled from the start so that it saves and loads at any step."""
+"""Megatron's DDP wrapper and Adam, with the state filled from the start so that it saves and loads
+at any step."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
@@ -16,9 +21,12 @@ from rlflow.trainer.optimizers import AdamW
 
 
 def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[DistributedDataParallel]:
-    """The model chunks with gradient buffers in float32 that are summed over data-parallel ranks; `distributed`: each rank gets
-    the sum of its own part only, and the parameters live in buffers of which each rank updates its part."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    """The model chunks with gradient buffers in float32 that are summed over data-parallel ranks;
+    `distributed`: each rank gets the sum of its own part only, and the parameters live in buffers
+    of which each rank updates its part."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+    )
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
@@ -27,8 +35,8 @@ def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[Distribu
 def make_optimizer(
     model: Sequence[DistributedDataParallel], options: AdamW, lr: float, max_gradient_norm: float
 ) -> MegatronOptimizer:
-    """Megatron's AdamW over the wrapped chunks; where they were wrapped so, its state is split over data-parallel ranks.
-    max_gradient_norm: 0 does not clip."""
+    """Megatron's AdamW over the wrapped chunks; where they were wrapped so, its state is split over
+    data-parallel ranks. max_gradient_norm: 0 does not clip."""
     dtype = model[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
@@ -48,7 +56,8 @@ def make_optimizer(
             inner.optimizer = HostAdamW.instead_of(inner.optimizer)
     for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
-        if isinstance(optimizer.optimizer, torch.optim.AdamW):  # one pass over the state instead of about ten
+        # One pass over the state instead of about ten
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
             group["fused"], group["foreach"] = True, False
     for chunk in model:
         chunk.config.grad_scale_func = optimizer.scale_loss
@@ -57,10 +66,11 @@ def make_optimizer(
 
 
 def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
-    """Gives every parameter its moments (zero where there are none yet) and its own count of updates.
+    """Gives every parameter its moments (zero where there are none yet) and its own count of
+    updates.
 
-    Checkpoints hold one count for all parameters. It must not become one shared tensor: every parameter's step would
-    increment it, and training would diverge silently."""
+    Checkpoints hold one count for all parameters. It must not become one shared tensor: every
+    parameter's step would increment it, and training would diverge silently."""
     inner = optimizer.optimizer
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -72,17 +82,19 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
 
 
 def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Empties the gradient buffers. Both calls are needed: the optimizer leaves every `grad` aliasing its buffer, and the
-    next backward pass would add to the buffer twice."""
+    """Empties the gradient buffers. Both calls are needed: the optimizer leaves every `grad`
+    aliasing its buffer, and the next backward pass would add to the buffer twice."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 
 def step(optimizer: MegatronOptimizer, lr: float) -> float:
-    """Clips and applies the accumulated gradients; returns their norm before clipping, over all ranks.
+    """Clips and applies the accumulated gradients; returns their norm before clipping, over all
+    ranks.
 
-    Where the norm is 0, nothing is applied: the moments alone would move the weights, and nothing asked for that.
+    Where the norm is 0, nothing is applied: the moments alone would move the weights, and nothing
+    asked for that.
 
     Raises RLFlowError, and leaves the weights alone, where the norm is not finite."""
     for group in optimizer.param_groups:

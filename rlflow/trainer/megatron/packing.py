@@ -1,4 +1,5 @@
-"""What a rank's model is fed of a batch: padded rows or rows end to end, its share of their tokens, and the way back."""
+"""What a rank's model is fed of a batch: padded rows or rows end to end, its share of their tokens,
+and the way back."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from rlflow.types import Batch
 
 @dataclass(frozen=True)
 class Feed:
-    """`tokens` (rows, tokens): what the model gets. `places` (B, T): the index of each of the batch's tokens in the hidden
-    states that come out, (tokens * rows, hidden), or -1 where there are none: padding, another context-parallel rank's.
+    """`tokens` (rows, tokens): what the model gets. `places` (B, T): the index of each of the
+    batch's tokens in the hidden states that come out, (tokens * rows, hidden), or -1 where there
+    are none: padding, another context-parallel rank's.
 
-    `segments`: where each row starts and ends on all ranks together, for attention and for positions that begin at 0 in
-    every row; None for padded rows. `width`: tokens of a row, those of all context-parallel ranks together."""
+    `segments`: where each row starts and ends on all ranks together, for attention and for
+    positions that begin at 0 in every row; None for padded rows. `width`: tokens of a row, those of
+    all context-parallel ranks together."""
 
     tokens: Tensor
     places: Tensor
@@ -31,8 +34,8 @@ class Feed:
 
 @dataclass(frozen=True)
 class Share:
-    """How tokens are split: over `ranks` context-parallel ranks, of which this is `rank`, and evenly over `slices`
-    sequence-parallel ranks after that."""
+    """How tokens are split: over `ranks` context-parallel ranks, of which this is `rank`, and
+    evenly over `slices` sequence-parallel ranks after that."""
 
     ranks: int = 1
     rank: int = 0
@@ -61,13 +64,16 @@ def pad(batch: Batch, share: Share = Share()) -> Feed:
     tokens = F.pad(batch.tokens, (0, -width % share.multiple))
     held, inverse = _split([tokens.shape[1]], share, tokens.device)
     columns = inverse[:width].unsqueeze(0)
-    places = torch.where(columns >= 0, columns * rows + torch.arange(rows, device=tokens.device).unsqueeze(1), -1)
+    places = torch.where(
+        columns >= 0, columns * rows + torch.arange(rows, device=tokens.device).unsqueeze(1), -1
+    )
     whole = tokens.shape[1]
     return Feed(tokens if share.ranks == 1 else tokens[:, held], places.expand(rows, width), whole)
 
 
 def pack(batch: Batch, share: Share = Share(), least: int = 0) -> Feed:
-    """The batch's rows end to end without their padding. An empty row keeps one token, as no segment can have none.
+    """The batch's rows end to end without their padding. An empty row keeps one token, as no
+    segment can have none.
 
     A last segment of zeros fills the tokens up to a number that can be split, at least `least`."""
     lengths = batch.lengths.clamp(min=1)
@@ -75,7 +81,8 @@ def pack(batch: Batch, share: Share = Share(), least: int = 0) -> Feed:
     real = positions < lengths.unsqueeze(1)
     sizes = lengths + -lengths % share.row_multiple
     starts = F.pad(sizes.cumsum(0), (1, 0))
-    whole = torch.where(real, starts[:-1].unsqueeze(1) + positions, -1)  # places if there was one rank
+    # Places if there was one rank
+    whole = torch.where(real, starts[:-1].unsqueeze(1) + positions, -1)
     used = int(starts[-1])
     width = max(used, least)
     width += -width % share.multiple
@@ -85,11 +92,14 @@ def pack(batch: Batch, share: Share = Share(), least: int = 0) -> Feed:
     tokens[whole[real]] = batch.tokens[real]
     held, inverse = _split(sizes.tolist(), share, tokens.device)
     places = torch.where(real, inverse[whole.clamp(min=0)], -1)
-    return Feed((tokens if share.ranks == 1 else tokens[held]).unsqueeze(0), places, width, _segments(sizes))
+    return Feed(
+        (tokens if share.ranks == 1 else tokens[held]).unsqueeze(0), places, width, _segments(sizes)
+    )
 
 
 def _split(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(places of this rank's tokens among the segments, of every token its index on this rank or -1)."""
+    """(places of this rank's tokens among the segments, of every token its index on this rank or
+    -1)."""
     total = sum(lengths)
     if share.ranks == 1:
         everything = torch.arange(total, device=device)

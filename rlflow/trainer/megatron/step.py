@@ -33,7 +33,8 @@ Head = OutputLayer | ValueHead
 
 @dataclass
 class Microbatch:
-    """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step.
+    """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that
+    only keeps ranks in step.
 
     `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`."""
 
@@ -44,8 +45,8 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class MicrobatchLimits:
-    """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are `packed` without any.
-    `granule`: what a rank's tokens are filled up to a multiple of."""
+    """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are
+    `packed` without any. `granule`: what a rank's tokens are filled up to a multiple of."""
 
     tokens_per_microbatch: int
     packed: bool = False
@@ -55,9 +56,10 @@ class MicrobatchLimits:
 def plan(batch: Batch, limits: MicrobatchLimits, world: World) -> list[Microbatch]:
     """This data-parallel rank's micro-batches; every rank gets equally many.
 
-    Where model chunks take turns, Megatron's schedule passes micro-batches on in groups of as many as there are pipeline
-    ranks, and all of one shape (it can exchange shapes, but two ranks that do so in turns wait for each other forever): so
-    their rows lie end to end, packed or not, and are filled up to the longest."""
+    Where model chunks take turns, Megatron's schedule passes micro-batches on in groups of as many
+    as there are pipeline ranks, and all of one shape (it can exchange shapes, but two ranks that do
+    so in turns wait for each other forever): so their rows lie end to end, packed or not, and are
+    filled up to the longest."""
     interleaved = world.layout.virtual_pipeline > 1
     groups = world.pipeline_parallel if interleaved else 1
     packed = limits.packed or interleaved
@@ -80,25 +82,35 @@ def forward_backward(
     loss: Loss,
     total_tokens: int,
 ) -> dict[str, float]:
-    """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and the metrics as they stand
-    before `finish_metrics`.
+    """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and
+    the metrics as they stand before `finish_metrics`.
 
-    The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own tokens' number; Megatron
-    divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`). Context-parallel ranks see the
-    same loss of the same whole rows, each backpropagates through its own tokens, and the first of them counts the tokens."""
+    The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own
+    tokens' number; Megatron divides the gradients by the all-reduced number, which is N
+    (`calculate_per_token_loss`). Context-parallel ranks see the same loss of the same whole rows,
+    each backpropagates through its own tokens, and the first of them counts the tokens."""
 
-    def reduce(microbatch: Microbatch, hidden: Tensor, layer: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def reduce(
+        microbatch: Microbatch, hidden: Tensor, layer: Head
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(hidden, microbatch, layer, world.context_group, loss.needs, wanted=batch.trained)
+        output = _policy_output(
+            hidden, microbatch, layer, world.context_group, loss.needs, wanted=batch.trained
+        )
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
         sums = {
-            name: reduce_tokens(metric.detach(), batch, loss.reductions.get(name, "mean")) for name, metric in metrics.items()
+            name: reduce_tokens(metric.detach(), batch, loss.reductions.get(name, "mean"))
+            for name, metric in metrics.items()
         }
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
         tokens = int(batch.lengths.sum()) if microbatch.rows and world.context_rank == 0 else 0
-        return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=hidden.device), sums
+        return (
+            share * total_tokens,
+            torch.tensor(tokens, dtype=torch.int, device=hidden.device),
+            sums,
+        )
 
     parts = _run(model, microbatches, reduce, forward_only=False)
     return _combined(parts, world, loss.reductions)
@@ -114,8 +126,8 @@ def score(
     top_k: int = 0,
     below: int = 0,
 ) -> dict[str, Tensor]:
-    """{name: (B, T) float32 on the CPU} for what is wanted, the same on all ranks; with `top_k` also
-    `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
+    """{name: (B, T) float32 on the CPU} for what is wanted, the same on all ranks; with `top_k`
+    also `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
     microbatches = plan(batch, limits, world)
 
     def collect(
@@ -123,7 +135,9 @@ def score(
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
         values: dict[str, Tensor] = {}
         if top_k:
-            values["top_ids"] = _top_ids(hidden, microbatch, layer, world.context_group, top_k, below)
+            values["top_ids"] = _top_ids(
+                hidden, microbatch, layer, world.context_group, top_k, below
+            )
             microbatch.batch.extras[TEACHER_TOP_IDS] = values["top_ids"]
         needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
         output = _policy_output(hidden, microbatch, layer, world.context_group, needs)
@@ -167,11 +181,17 @@ def _policy_output(
     want: frozenset[str],
     wanted: Tensor | None = None,
 ) -> PolicyOutput:
-    """What the head on the last hidden states gives: a critic's values, else log-probs and what is wanted besides."""
+    """What the head on the last hidden states gives: a critic's values, else log-probs and what is
+    wanted besides."""
     batch, places = microbatch.batch, microbatch.feed.places
     if isinstance(layer, ValueHead):
         values = token_values(
-            hidden, batch.lengths, head=layer, places=places, context_group=context_group, wanted=wanted
+            hidden,
+            batch.lengths,
+            head=layer,
+            places=places,
+            context_group=context_group,
+            wanted=wanted,
         )
         return PolicyOutput(logprobs=torch.full_like(values, torch.nan), values=values)
     logprobs, entropy, top_logprobs = token_logprobs(
@@ -190,12 +210,20 @@ def _policy_output(
 
 
 def _top_ids(
-    hidden: Tensor, microbatch: Microbatch, layer: Head, context_group: ProcessGroup, count: int, below: int
+    hidden: Tensor,
+    microbatch: Microbatch,
+    layer: Head,
+    context_group: ProcessGroup,
+    count: int,
+    below: int,
 ) -> Tensor:
-    """(B, T, count) as `top_tokens` has it. For their log-probs the output layer runs once more: they go the way of all."""
+    """(B, T, count) as `top_tokens` has it. For their log-probs the output layer runs once more:
+    they go the way of all."""
     assert isinstance(layer, OutputLayer)  # a critic is never asked for tokens
     lengths, places = microbatch.batch.lengths, microbatch.feed.places
-    return top_tokens(hidden, lengths, count, layer=layer, places=places, context_group=context_group, below=below)
+    return top_tokens(
+        hidden, lengths, count, layer=layer, places=places, context_group=context_group, below=below
+    )
 
 
 def _run(
@@ -204,14 +232,19 @@ def _run(
     reduce: Callable[[Microbatch, Tensor, Head], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
-    """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline stage."""
+    """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline
+    stage."""
 
     @native
     def forward(iterator: Iterator[Microbatch], module: MegatronModule) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
         feed = microbatch.feed
-        output = module(feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments)
-        return output, native(lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head()))
+        output = module(
+            feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments
+        )
+        return output, native(
+            lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head())
+        )
 
     widest = max(microbatch.feed.width for microbatch in microbatches)
     return get_forward_backward_func()(
@@ -219,20 +252,28 @@ def _run(
         data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
         model=list(model),
         num_microbatches=len(microbatches),
-        seq_length=widest,  # of all where chunks interleave; else only a hint, the stages tell each other their shapes
+        # Of all where chunks interleave; else only a hint, the stages tell each other their shapes
+        seq_length=widest,
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
-def _combined(parts: list[dict[str, Tensor]], world: World, reductions: Mapping[str, Reduction]) -> dict[str, float]:
-    """Metrics over micro-batches and data-parallel ranks, known to every pipeline stage: maxima, and sums of all others."""
+def _combined(
+    parts: list[dict[str, Tensor]], world: World, reductions: Mapping[str, Reduction]
+) -> dict[str, float]:
+    """Metrics over micro-batches and data-parallel ranks, known to every pipeline stage: maxima,
+    and sums of all others."""
     names = sorted(parts[0]) if parts else []
-    largest = torch.tensor([reductions.get(name) == "max" for name in names], dtype=torch.bool, device=device())
+    largest = torch.tensor(
+        [reductions.get(name) == "max" for name in names], dtype=torch.bool, device=device()
+    )
     values = torch.where(largest, -torch.inf, 0.0).double()
     for part in parts:
         if sorted(part) != names:
-            raise RLFlowError(f"loss: metrics differ between micro-batches, {names} and {sorted(part)}.")
+            raise RLFlowError(
+                f"loss: metrics differ between micro-batches, {names} and {sorted(part)}."
+            )
         found = torch.stack([part[name].double() for name in names])
         values = torch.where(largest, torch.maximum(values, found), values + found)
     if world.data_parallel > 1 and world.last_stage:
@@ -243,14 +284,19 @@ def _combined(parts: list[dict[str, Tensor]], world: World, reductions: Mapping[
             values = torch.where(largest, maxima, values)
     result = [dict(zip(names, values.tolist(), strict=True))]
     if world.pipeline_parallel > 1:
-        dist.broadcast_object_list(result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group)
+        dist.broadcast_object_list(
+            result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group
+        )
     return result[0]
 
 
 def _everywhere(values: Tensor, world: World) -> Tensor:
-    """Puts together the rows of all data-parallel ranks (0 where another rank's) and shows them to every stage."""
+    """Puts together the rows of all data-parallel ranks (0 where another rank's) and shows them to
+    every stage."""
     if world.data_parallel > 1 and world.last_stage:
         dist.all_reduce(values, group=world.data_group)
     if world.pipeline_parallel > 1:
-        dist.broadcast(values, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group)
+        dist.broadcast(
+            values, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group
+        )
     return values

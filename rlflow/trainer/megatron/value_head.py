@@ -31,10 +31,14 @@ def token_values(
     context_group: ProcessGroup,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """(B, T) float32: position t is the value of what stands before token t. Arguments as of `token_logprobs`."""
+    """(B, T) float32: position t is the value of what stands before token t. Arguments as of
+    `token_logprobs`."""
     weight, bias = head.layer.weight.float(), head.layer.bias.float()
     values = F.linear(hidden.float(), weight, bias).squeeze(-1)
-    if head.sequence_parallel:  # numbers cross ranks, not hidden states; each rank's gradient is that of its own tokens
-        values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=head.group)
+    # Numbers cross ranks, not hidden states; each rank's gradient is that of its own tokens
+    if head.sequence_parallel:
+        values = gather_from_sequence_parallel_region(
+            values, tensor_parallel_output_grad=False, group=head.group
+        )
     valid = predicted_here(lengths, places, wanted)
     return at_tokens(values.flatten().index_select(0, places[:, :-1][valid]), valid, context_group)

@@ -1,4 +1,5 @@
-"""The ranks: which of them share a model (tensor x pipeline x context parallel), which replicate it (data parallel)."""
+"""The ranks: which of them share a model (tensor x pipeline x context parallel), which replicate it
+(data parallel)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place in a layout: a trainer's, until it `leave`s. Every trainer of a process has its own."""
+    """This rank's place in a layout: a trainer's, until it `leave`s. Every trainer of a process has
+    its own."""
 
     layout: ParallelLayout
     data_parallel: int
@@ -55,7 +57,8 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Which of the ranks with the same part of the model this is: context- and data-parallel ranks together."""
+        """Which of the ranks with the same part of the model this is: context- and data-parallel
+        ranks together."""
         return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     @property
@@ -73,8 +76,8 @@ class World:
 
 @dataclass
 class _Groups:
-    """The groups of this process, which torch and megatron-core hold once for all: whether `join` made them (what a caller made
-    is his to end), and the worlds that stand on them."""
+    """The groups of this process, which torch and megatron-core hold once for all: whether `join`
+    made them (what a caller made is his to end), and the worlds that stand on them."""
 
     process_group: bool = False
     model_parallel: bool = False
@@ -85,9 +88,11 @@ _GROUPS = _Groups()
 
 
 def join(layout: ParallelLayout, seed: int) -> World:
-    """Lays the model-parallel groups over the ranks of torch.distributed; where there are none, over this process alone.
+    """Lays the model-parallel groups over the ranks of torch.distributed; where there are none,
+    over this process alone.
 
-    Raises ConfigError where the ranks cannot be divided so, or another trainer of this process divided them otherwise."""
+    Raises ConfigError where the ranks cannot be divided so, or another trainer of this process
+    divided them otherwise."""
     data_parallel = layout.data_parallel(dist.get_world_size() if dist.is_initialized() else 1)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -98,13 +103,16 @@ def join(layout: ParallelLayout, seed: int) -> World:
             parallel_state.initialize_model_parallel(
                 layout.tensor_parallel,
                 layout.pipeline_parallel,
-                virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+                virtual_pipeline_model_parallel_size=layout.virtual_pipeline
+                if layout.virtual_pipeline > 1
+                else None,
                 context_parallel_size=layout.context_parallel,
                 create_gloo_process_groups=False,
             )
         _GROUPS.model_parallel = True
     _check_groups(layout)
-    with adapted(), torch.random.fork_rng(devices=[]):  # seeding Megatron's generators must not touch the caller's
+    # Seeding Megatron's generators must not touch the caller's
+    with adapted(), torch.random.fork_rng(devices=[]):
         model_parallel_cuda_manual_seed(seed)
     world = World(
         layout=layout,
@@ -147,7 +155,11 @@ def leave(world: World) -> None:
     made_groups, _GROUPS.model_parallel = _GROUPS.model_parallel, False
     made_process_group, _GROUPS.process_group = _GROUPS.process_group, False
     if made_groups and parallel_state.model_parallel_is_initialized():
-        groups = {group for group in parallel_state._global_process_group_list if isinstance(group, ProcessGroup)}
+        groups = {
+            group
+            for group in parallel_state._global_process_group_list
+            if isinstance(group, ProcessGroup)
+        }
         parallel_state.destroy_model_parallel()  # forgets them only
         for group in groups:
             dist.destroy_process_group(group)

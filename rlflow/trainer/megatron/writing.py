@@ -1,9 +1,9 @@
 """The torch_dist format written by torch's own writer, in a thread of this process if wished.
 
-Megatron's writer starts a `spawn` process, which imports `__main__` again: a script without a main guard would hang, and
-every save would pay for an import of torch. Here the ranks agree on who writes what (`begin`), each writes its own file
-without talking to the others, and together they finish (`OngoingWrite.finish`): training may go on in between.
-"""
+Megatron's writer starts a `spawn` process, which imports `__main__` again: a script without a main
+guard would hang, and every save would pay for an import of torch. Here the ranks agree on who
+writes what (`begin`), each writes its own file without talking to the others, and together they
+finish (`OngoingWrite.finish`): training may go on in between."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from rlflow.trainer.megatron.cpu import device
 logger = logging.getLogger(__name__)
 
 FAILURES = (OSError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
-"""What torch's writer raises: the system's errors, and its own zip writer's RuntimeError on a full disk."""
+"""What torch's writer raises: the system's errors, and its own zip writer's RuntimeError on a full
+disk."""
 
 
 class PlannedWriter(FileSystemWriter):
-    """torch's writer (one file per rank, synced to disk) that keeps the plan until it is told to write."""
+    """torch's writer (one file per rank, synced to disk) that keeps the plan until it is told to
+    write."""
 
     plan: SavePlan
     planner: SavePlanner
@@ -46,14 +48,18 @@ class PlannedWriter(FileSystemWriter):
         self.plan, self.planner = plan, planner
 
     def write(self) -> tuple[list[Any], dict[str, Fingerprint]]:
-        """Writes this rank's file; returns what torch wants to know about it, and its fingerprint."""
+        """Writes this rank's file; returns what torch wants to know about it, and its
+        fingerprint."""
         results = self.write_data(self.plan, self.planner).wait()
         prefix = self.plan.storage_data.prefix
-        return results, {file.name: fingerprint(file) for file in Path(self.path).glob(f"{prefix}*")}
+        return results, {
+            file.name: fingerprint(file) for file in Path(self.path).glob(f"{prefix}*")
+        }
 
 
 class OngoingWrite:
-    """A checkpoint that this rank is writing its part of. With `background`, in a thread that no exit waits for."""
+    """A checkpoint that this rank is writing its part of. With `background`, in a thread that no
+    exit waits for."""
 
     def __init__(self, path: Path, writer: PlannedWriter, metadata: Any, background: bool) -> None:
         self.path, self._writer, self._metadata = path, writer, metadata
@@ -79,24 +85,35 @@ class OngoingWrite:
         return bool(finished)
 
     def finish(self, seal: Callable[[dict[str, Fingerprint]], object]) -> None:
-        """Waits for all ranks; then the first one writes the tables and calls `seal` with every file's fingerprint.
+        """Waits for all ranks; then the first one writes the tables and calls `seal` with every
+        file's fingerprint.
 
         A collective. Raises StorageError on all ranks where any of them failed."""
         if self._thread.ident is not None:
             self._thread.join()
-        # torch's writer fails in ways of its own on every rank; only the first one's tables make the checkpoint.
-        outcome = self._outcome if self._outcome is not None else f"rank {dist.get_rank()}: {self._failure}"
+        # torch's writer fails in ways of its own on every rank; only the first one's tables make
+        # the checkpoint.
+        outcome = (
+            self._outcome
+            if self._outcome is not None
+            else f"rank {dist.get_rank()}: {self._failure}"
+        )
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, outcome)
         failures = [outcome for outcome in gathered if isinstance(outcome, str)]
         if not failures and dist.get_rank() == 0:
-            failures = self._write_tables([results for results, _ in gathered], _merged(gathered), seal)
+            failures = self._write_tables(
+                [results for results, _ in gathered], _merged(gathered), seal
+            )
         _raise_everywhere(self.path, failures)
 
-    def _write_tables(self, results: list[Any], files: dict[str, Fingerprint], seal: Callable) -> list[str]:
+    def _write_tables(
+        self, results: list[Any], files: dict[str, Fingerprint], seal: Callable
+    ) -> list[str]:
         try:
             self._writer.finish(self._metadata, results)
-            torch.save({}, self.path / "common.pt")  # part of the format; nothing here is common and not sharded
+            # Part of the format; nothing here is common and not sharded
+            torch.save({}, self.path / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
             for name in (".metadata", "common.pt", "metadata.json"):
                 files[name] = fingerprint(self.path / name)
@@ -107,23 +124,32 @@ class OngoingWrite:
 
 
 def begin(path: Path, content: ShardedStateDict, background: bool) -> OngoingWrite:
-    """Starts writing what the ranks hold. A collective; without `background` every rank has written when it returns.
+    """Starts writing what the ranks hold. A collective; without `background` every rank has written
+    when it returns.
 
     With it, the tensors are copied to host memory first: training may change them at once."""
     sharded, common = save_preprocess(content)
     assert not common, f"not sharded: {sorted(common)}"
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     if background:
-        for entry in (entry for entries in flat.values() for entry in entries if isinstance(entry, ShardedTensor)):
+        for entry in (
+            entry
+            for entries in flat.values()
+            for entry in entries
+            if isinstance(entry, ShardedTensor)
+        ):
             entry.data = entry.data.detach().to("cpu", copy=True)
     writer = PlannedWriter(path)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planned = save_state_dict_async_plan(mcore_to_pyt_state_dict(flat, False), writer, planner=planner)
+    planned = save_state_dict_async_plan(
+        mcore_to_pyt_state_dict(flat, False), writer, planner=planner
+    )
     return OngoingWrite(path, writer, metadata=planned[0][1], background=background)
 
 
 def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
-    """Makes the folder and removes what an earlier save left in it. A collective; raises StorageError on all ranks."""
+    """Makes the folder and removes what an earlier save left in it. A collective; raises
+    StorageError on all ranks."""
     failures = []
     if dist.get_rank() == 0:
         try:
