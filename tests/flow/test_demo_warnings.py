@@ -76,7 +76,8 @@ def test_a_reward_that_ignores_the_evidence(world: Path, tmp_path: Path) -> None
 
 def test_an_engine_with_old_weights(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(rollout: Rollout, weights: object, version: int, probe: object = None) -> None:
-        rollout.version = version
+        """The engine takes the version for the weights."""
+        rollout.version = rollout.engines[0]._scheduler.version = version
 
     monkeypatch.setattr(Rollout, "load_weights", load)
     assert told(world, tmp_path, "run.steps=6") == [DRIFT]
