@@ -242,7 +242,7 @@ class Chaos:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def unaware(self, within_s: float = 120.0) -> list[str]:
+    def unaware(self, within_s: float = PEACE_S) -> list[str]:
         """What is wrong with the ends of the runs that lost their directory: each ends by itself
         with an error, that the directory is lost or what else it met (tools that were out, a rank
         that had died). That it wrote nothing, the witnesses say."""

@@ -26,6 +26,7 @@ from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.timer import highest
+from rlflow.rollout.calls import RunningTime
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.types import Batch, Loss
@@ -223,11 +224,12 @@ class RayTrainer(Trainer):
         waiting = list(pending)
         failure: RLFlowError | None = None
         deadline: float | None = None
-        phase, started = self._phase, time.monotonic()
+        phase, running = self._phase, RunningTime(LOOK_EVERY_S)
         stillness = Stillness(self._deadlines.of(phase))
         while waiting:
             left = LOOK_EVERY_S if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            running.look()  # often: what a stopped driver sleeps through makes no later call patient
             if not done and deadline is None:
                 failure = self._look([pending.index(call) for call in waiting], stillness)
             if not done and (deadline is not None or failure is not None):
@@ -238,7 +240,7 @@ class RayTrainer(Trainer):
                 failure = error
                 deadline = time.monotonic() + (0.0 if died else OTHERS_GRACE_S)
         if failure is None:
-            self._deadlines.took(phase, time.monotonic() - started)
+            self._deadlines.took(phase, running.look())
             return ray.get(pending)
         if waiting or isinstance(failure, (RankDied, RankStuck)):
             logger.warning("ranks are lost or out of step: ending all of them")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlflow.cluster.trainer import RayTrainer
 from rlflow.cluster.watching import Doing, StallLimits, Stillness, Work, culprits, native_stack, verdict
 from rlflow.rollout.calls import RunningTime
 
@@ -108,6 +111,22 @@ def test_a_deadline_grows_with_what_a_call_took_and_never_falls_below_its_floor(
     deadlines.took("save", 50)
     deadlines.took("save", 40)
     assert deadlines.of("save") == 150 and deadlines.of("update") == 100
+
+
+def test_a_call_through_which_the_driver_was_stopped_makes_later_ones_no_more_patient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(pending: list[int], **options: object) -> tuple[list[int], list[int]]:
+        time.sleep(1.0)  # in which a stopped driver looks at nothing
+        return pending, []
+
+    # The rank's answer is its call.
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, get=lambda calls: calls))
+    monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.05)
+    trainer = RayTrainer.__new__(RayTrainer)
+    trainer._phase, trainer._deadlines = "update", StallLimits(floor_s=0.0)
+    assert trainer._gather([1]) == [1]
+    assert trainer._deadlines.of("update") == pytest.approx(3 * 2 * 0.05, abs=0.2)
 
 
 def test_py_spy_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
