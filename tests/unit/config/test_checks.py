@@ -83,7 +83,7 @@ def test_components_are_checked_against_their_constructors() -> None:
         check_config(load_config(None, ["rollout.engine.max_concurency=3"]))
     with pytest.raises(ConfigError, match=r"rollout.engine.max_concurrency: expected a whole number, found 'lots' \(text\)"):
         check_config(load_config(None, ["rollout.engine.max_concurrency=lots"]))
-    with pytest.raises(ConfigError, match=r"environment.top_k: expected a whole number, found 'many' \(text\)"):
+    with pytest.raises(ConfigError, match=r"environment.top_k: expected a whole number above 0, found 'many' \(text\)"):
         check_config(load_config(None, ["environment.name=search", "environment.top_k=many"]))
 
 
