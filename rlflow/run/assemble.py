@@ -181,7 +181,13 @@ def make_trainer(config: RunConfig) -> Trainer:
         return Trainer.from_pretrained(config.model.path, **options)
     places = {
         name: getattr(config.cluster, name)
-        for name in ("address", "services", "threads_per_rank", "gpus_per_rank")
+        for name in (
+            "address",
+            "services",
+            "threads_per_rank",
+            "gpus_per_rank",
+            "stall_timeout_s",
+        )
     }
     return RayTrainer(config.model.path, ranks=ranks, **places, **options)
 
