@@ -39,12 +39,12 @@ FAULTS = {
     "game": "{call_s: 4, episode_s: 20, max_aborted_share: 0.5}",
     "search": "{call_s: 20, episode_s: 45, max_aborted_share: 0.5}",
 }
+"""Deadlines of the environment's calls, and of a worker's answers: short, so that minutes hold many losses; long enough for
+the demo's retrieval service to come back."""
 LIMITS_S = {"game": 24.0, "search": 65.0}
 """Of both together: a driver that is suspended for longer must not take its episodes as late."""
 OUT = "tools_are_out"
 """A file in the witnesses' folder: while it is there every tool fails."""
-"""Deadlines of the environment's calls, and of a worker's answers: short, so that minutes hold many losses; long enough for
-the demo's retrieval service to come back."""
 STALL_S = 15.0
 """In which trainer ranks that do not move are given up."""
 SIGNIFICANT = 0.001

@@ -1,7 +1,7 @@
 """Makes the pictures of the docs from a run: python docs/screenshots.py runs/searchr1-demo
 
-The run's own picture, and its page as headless Chromium shows it (Debian: apt install chromium):
-opened by `rlflow view`, and as the run's report. Each is a PNG in docs/images.
+The run's own picture, and the page of `rlflow view` as headless Chromium shows it (Debian:
+apt install chromium). Each is a PNG in docs/images.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ LIMIT_S = 120
 def main() -> None:
     """Makes them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="the directory of a finished run with metrics.page=true")
+    parser.add_argument("run", metavar="RUN", help="the directory of a finished run")
     run = RunFiles.open(parser.parse_args().run)
-    report = (run.path / "report.html").absolute()
-    if not report.is_file():
-        raise SystemExit(f"docs/screenshots.py: {report} is missing; train with metrics.page=true.")
     shutil.copyfile(run.path / "progress.png", IMAGES / "searchr1_demo.png")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "view.html"
@@ -39,7 +36,6 @@ def main() -> None:
         with page.open("a") as file:  # a group whose attempts differ: the policy is not sure of its words yet
             file.write("<script>setTimeout(() => { setStep(2); $('outcome').value = 'mixed'; list(); }, 500)</script>\n")
         take(page.as_uri(), IMAGES / "view.png", 1400, 900)
-    take(report.as_uri(), IMAGES / "report.png", 1000, 1050)
 
 
 def take(url: str, out: Path, width: int, height: int) -> None:

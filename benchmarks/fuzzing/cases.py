@@ -16,7 +16,9 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import yaml
 
 STACKS_S = 5.0  # for a process that hangs to write where
 MOST_MIB = 1024  # that a case of a few kilobytes may take beyond what it was forked with
@@ -58,6 +60,13 @@ class Ended:
         if self.extra_mib > MOST_MIB:
             raise Wrong(f"{self.extra_mib:.0f} MiB for one small case")
         return self.code == 0
+
+
+def trained(values: dict[str, Any], folder: Path, deadline_s: float, *flags: str) -> Ended:
+    """How `rlflow train` ended over a configuration, which is written into the folder."""
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return forked(command(["train", "--config", str(config), *flags]), folder, deadline_s)
 
 
 def forked(work: Callable[[], int], folder: Path, deadline_s: float) -> Ended:

@@ -6,11 +6,8 @@ import json
 import math
 import random
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from fuzzing.cases import Ended, Wrong, command, forked
+from fuzzing.cases import Wrong, trained
 from fuzzing.task import settings, write_model
 
 DEADLINE_S = 60.0
@@ -29,7 +26,7 @@ class Environments:
         options = {"seed": draw.randrange(10**6), "share": draw.choice([0.02, 0.1, 0.5]), "where": draw.choice(PLACES)}
         values["environment"] |= options
         values["checkpoint"]["asynchronous"] = draw.random() < 0.3
-        ended = self._train(values, folder)
+        ended = trained(values, folder, DEADLINE_S)
         try:
             finished = ended.check(
                 (0, 2, 130)
@@ -37,7 +34,7 @@ class Environments:
             self._in_order(folder / "fuzz", whole=finished)
             if (folder / "fuzz" / "checkpoints").is_dir() and not finished and draw.random() < 0.5:
                 values["environment"] |= {"share": 0.0}
-                self._train(values, folder, "--resume").check((0,))
+                trained(values, folder, DEADLINE_S, "--resume").check((0,))
                 self._in_order(folder / "fuzz", whole=True)
         except Wrong as found:
             raise Wrong(f"{options}: {found}") from None
@@ -45,11 +42,6 @@ class Environments:
 
     def close(self) -> dict[str, float]:
         return {}
-
-    def _train(self, values: dict[str, Any], folder: Path, *flags: str) -> Ended:
-        config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return forked(command(["train", "--config", str(config), *flags]), folder, DEADLINE_S)
 
     def _in_order(self, run: Path, whole: bool) -> None:
         """Raises Wrong where the metrics are no finite numbers, or hold a step of training twice, or lack one."""

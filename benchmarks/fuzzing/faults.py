@@ -16,9 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fuzzing.cases import Ended, Wrong, command, forked
+from fuzzing.cases import Wrong, trained
 from fuzzing.task import Letters, settings, write_model
 from rlflow.types import Episode, Step, Task
 
@@ -138,10 +136,10 @@ class Faults:
         values["rollout"]["faults"] = {"max_aborted_share": 0.25, "call_s": CALL_S, "episode_s": 30.0}
         values["run"]["max_minutes"] = 1.0
         try:
-            ended = self._train(values, folder)
+            ended = trained(values, folder, DEADLINE_S)
             if kind == "killed_pool" and ended.code == -signal.SIGKILL:  # by its own hand, so without a word
                 values["environment"]["kind"] = ""
-                return self._train(values, folder, "--overwrite").check((0,))  # the orphans do not hold the directory
+                return trained(values, folder, DEADLINE_S, "--overwrite").check((0,))  # the orphans do not hold the directory
             finished = ended.check(codes)
             if not re.search(said, ended.err):
                 raise Wrong(f"did not say {said!r}: {ended.err[-1500:]!r}")
@@ -151,8 +149,3 @@ class Faults:
 
     def close(self) -> dict[str, float]:
         return {}
-
-    def _train(self, values: dict[str, Any], folder: Path, *flags: str) -> Ended:
-        config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return forked(command(["train", "--config", str(config), *flags]), folder, DEADLINE_S)
