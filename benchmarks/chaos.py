@@ -26,6 +26,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,7 +142,8 @@ class Chaos:
         elif name == "tools out":
             self.take_tools(pause_s * (harm.seconds or 0.0))
         elif name == "directory stolen":
-            self.steal()
+            if not self.steal():
+                return
         elif name == "driver killed" and self.draw.random() < 0.5:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
@@ -167,12 +169,16 @@ class Chaos:
         time.sleep(seconds)
         out.unlink()
 
-    def steal(self) -> None:
-        """Another run takes the directory while the first one is stopped and its lock is gone, as on a file system without locks;
-        then the first one goes on."""
+    def steal(self) -> bool:
+        """Another run takes the directory while the first one is stopped and its lock is gone, as
+        on a file system without locks; then the first one goes on. Of no effect, and False, where
+        the first one does not have the directory yet."""
         first, log, lock = self.process, self.log, self.run.path / "run.lock"
         assert first is not None
         os.kill(first.pid, signal.SIGSTOP)
+        if not lock.is_file() or str(first.pid) not in lock.read_text():
+            os.kill(first.pid, signal.SIGCONT)  # still starting: it may get the directory later
+            return False
         lock.unlink(missing_ok=True)
         self.start()
         until = time.monotonic() + PEACE_S
@@ -182,6 +188,7 @@ class Chaos:
             time.sleep(0.2)
         os.kill(first.pid, signal.SIGCONT)
         self.robbed.append((first, log))
+        return True
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """The processes of the run that have the name in their command line."""
@@ -273,6 +280,17 @@ class Chaos:
 
 
 def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
+    """What came of both runs of a task; their files are kept where there are problems."""
+    folder = Path(tempfile.mkdtemp(prefix="rlflow-chaos-"))
+    told = play_in(folder, task, minutes, args)
+    if told["problems"]:
+        told["files"] = str(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return told
+
+
+def play_in(folder: Path, task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs of a task; what came of them, or `problems` alone where the run did not come to its end."""
     from tests.machines import Machines
 
@@ -283,11 +301,7 @@ def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
              "directory": not args.cuts, "peers": not args.cuts}  # fmt: skip
     names = [name for name in args.only or HARMS if there.get(name.split()[0], True)]
     harms = {name: HARMS[name] for name in names}
-    with (
-        tempfile.TemporaryDirectory(prefix="rlflow-chaos-") as name,
-        contextlib.ExitStack() as stack,
-    ):
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
         calm, calm_run = write_run(folder, "calm", calm_steps, workers=0, ranks=0, task=task)
         command = [sys.executable, "-m", "rlflow", "train", "--config", str(calm)]
         witnesses(calm_run).mkdir(parents=True)
@@ -352,13 +366,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, help="of a run (default: as many as the minutes allow)"
     )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=4.0,
-        metavar="S",
-        help="seconds between two harms, about (default 4)",
-    )
+    seconds = "seconds between two harms, about (default 4)"
+    parser.add_argument("--every", type=float, default=4.0, metavar="S", help=seconds)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
         "--ranks",

@@ -39,7 +39,7 @@ HARMS = {
     "directory stolen": Harm(1, None),
     "peers slow": Harm(1, None, seconds=10.0),
     "pool killed": Harm(2, "multiprocessing.spawn"),
-    "engine killed": Harm(2, "vllm.worker"),
+    "engine killed": Harm(2, "rlflow_vllm.start"),
     "cable cut": Harm(2, CABLE, seconds=12.0),
 }
 

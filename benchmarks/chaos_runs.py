@@ -177,7 +177,7 @@ def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
     ages = [record["rollout/staleness_max"] for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
     if not all(0 <= age <= STALENESS for age in ages):
         yield f"a trained token was {max(ages):g} updates old, at most {STALENESS} are allowed"
-    last = run.latest_checkpoint()
+    last = run.saved.latest()
     if last is None or last[0] != steps:
         yield f"the last checkpoint is {last}, not that of step {steps}"
         return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MIB = 2**20
 Figures = dict[str, float]
@@ -23,6 +23,7 @@ Figures = dict[str, float]
 class Shape:
     """A Qwen2 model with tied embeddings."""
 
+    experts: ClassVar[None] = None
     hidden: int
     layers: int
     heads: int

@@ -8,7 +8,7 @@ corpora         random rows: read as an independent reading says, or refused
 checkpoints     damaged torch_dist, legacy and safetensors files and checkpoints of runs: converted or resumed exactly, or refused
 configurations  random values, overrides and bytes of a configuration
 environments    exceptions, exits, delays, hangs and surrogates in an environment under `rlflow train`
-peers           silent and slow peers on every port: retrieval server, page, weights over TCP, swarm; an honest one is served
+peers           silent and slow peers on every port: retrieval server, page, swarm; an honest one is served
 faults          process pools, forks, calls without an end, few places, a held interpreter in an environment, one by one
 
 Each case runs in a process of its own with a deadline. Wrong are: a traceback, another end than a result or one line of why
@@ -45,11 +45,11 @@ TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.embedded_eng
 IMPORTED = {
     "server": SEARCH,
     "indices": SEARCH,
-    "corpora": ("rlflow_environments.retrieval.server.records",),
+    "corpora": ("rlflow_environments.retrieval.records",),
     "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.rollout.transfer.signed_tcp", "rlflow.report.page_server", "rlflow.swarm.tcp"),
+    "peers": ("rlflow.report.live", "rlflow.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

@@ -120,26 +120,29 @@ def measured_mib(case: Case, path: Path) -> list[float]:
 
 def measured_vllm_mib(case: Case, path: Path, python: str) -> list[float]:
     """The peak of vLLM's processes together while it starts, samples all rows and gets new weights."""
-    from rlflow.rollout.vllm.process_engines import VLLMEngine
+    import psutil
+
+    from rlflow.rollout.vllm.engines import make_vllm_engines
 
     config = configuration(case, path)
     options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
-    engine = VLLMEngine(path, python=python, dtype=config.model.dtype, max_tokens=case.length, **options)
     done, peaks = threading.Event(), [0.0]
 
     def watch() -> None:
         while not done.wait(0.3):
-            peaks[0] = max(peaks[0], proportional_mib(engine.pid))
+            peaks[0] = max(peaks[0], sum(proportional_mib(one.pid) for one in psutil.Process().children()))
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        engine.wait_until_ready()
+        (engine,) = make_vllm_engines(
+            path, python=python, dtype=config.model.dtype, max_tokens=case.length, **options
+        )
         asyncio.run(_sample_and_load(case, engine, path))
+        engine.kill()
     finally:
         done.set()
         watching.join()
-        engine.kill()
     return peaks
 
 

@@ -15,13 +15,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
 import torch
 
-from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index
-from rlflow_environments.retrieval.indices.torch_index import TorchIndex
+from rlflow_environments.retrieval.indices.dense import DenseIndex
+from rlflow_environments.retrieval.indices.faiss_index import new_index
 
 BASELINE = "faiss Flat"
 BATCHES = (1, 16, 64, 256)
@@ -44,7 +45,7 @@ def main() -> None:
     vectors = clustered(args.passages, args.dimensions, seed=0)
     queries = clustered(max(BATCHES), args.dimensions, seed=1)
     indices = build(vectors, hnsw=args.quick)
-    exact = rows_of(TorchIndex(vectors), queries)
+    exact = rows_of(indices[BASELINE], queries)
     recall = {name: overlap(rows_of(index, queries), exact) for name, index in indices.items()}
     seconds, read = measure(indices, queries, vectors, args.rounds)
     report(args, indices, recall, seconds, read, vectors.nbytes)
@@ -59,22 +60,21 @@ def clustered(count: int, dimensions: int, seed: int) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def build(vectors: np.ndarray, *, hnsw: bool) -> dict[str, FaissIndex | TorchIndex]:
+def build(vectors: np.ndarray, *, hnsw: bool) -> dict[str, DenseIndex]:
     """The indices by name. HNSW takes minutes to build for 200,000 vectors on two cores, and is left to --quick."""
     lists = 1024 if len(vectors) >= 100_000 else 128
-    made: dict[str, FaissIndex | TorchIndex] = {
-        BASELINE: FaissIndex(filled("Flat", vectors)),
-        "torch": TorchIndex(vectors),
-        "torch, bfloat16 scan": TorchIndex(vectors, dtype="bfloat16"),
-        "SQ8": FaissIndex(filled("SQ8", vectors)),
-        "SQfp16": FaissIndex(filled("SQfp16", vectors)),
+    encoder = SimpleNamespace(dimensions=vectors.shape[1])  # vectors are given
+    made: dict[str, DenseIndex] = {
+        BASELINE: DenseIndex(encoder, filled("Flat", vectors)),
+        "SQ8": DenseIndex(encoder, filled("SQ8", vectors)),
+        "SQfp16": DenseIndex(encoder, filled("SQfp16", vectors)),
     }
     ivf = filled(f"IVF{lists},SQ8", vectors)
-    made[f"IVF{lists},SQ8 nprobe {lists // 64}"] = FaissIndex(ivf, nprobe=lists // 64)
+    made[f"IVF{lists},SQ8 nprobe {lists // 64}"] = DenseIndex(encoder, ivf, nprobe=lists // 64)
     ivf = filled(f"IVF{lists},Flat", vectors)
-    made[f"IVF{lists},Flat nprobe {lists // 16}"] = FaissIndex(ivf, nprobe=lists // 16)
+    made[f"IVF{lists},Flat nprobe {lists // 16}"] = DenseIndex(encoder, ivf, nprobe=lists // 16)
     if hnsw:
-        made["HNSW32 ef 128"] = FaissIndex(filled("HNSW32", vectors), ef_search=128)
+        made["HNSW32 ef 128"] = DenseIndex(encoder, filled("HNSW32", vectors), ef_search=128)
     return made
 
 
@@ -87,7 +87,7 @@ def filled(factory: str, vectors: np.ndarray) -> faiss.Index:
     return index
 
 
-def rows_of(index: FaissIndex | TorchIndex, queries: np.ndarray) -> list[set[int]]:
+def rows_of(index: DenseIndex, queries: np.ndarray) -> list[set[int]]:
     """The rows found for each query."""
     return [{row for row, _ in ranking} for ranking in index.rank_vectors(queries, TOP_K)]
 
@@ -98,7 +98,7 @@ def overlap(found: list[set[int]], exact: list[set[int]]) -> float:
 
 
 def measure(
-    indices: dict[str, FaissIndex | TorchIndex], queries: np.ndarray, vectors: np.ndarray, rounds: int
+    indices: dict[str, DenseIndex], queries: np.ndarray, vectors: np.ndarray, rounds: int
 ) -> tuple[dict[str, dict[int, list[float]]], list[float]]:
     """(seconds per search by index and batch, one per round; seconds of the fastest read of all vectors, one per round)."""
     seconds: dict[str, dict[int, list[float]]] = {name: {batch: [] for batch in BATCHES} for name in indices}
@@ -129,7 +129,7 @@ def timed(action: Callable[[], object]) -> float:
 
 def report(
     args: argparse.Namespace,
-    indices: dict[str, FaissIndex | TorchIndex],
+    indices: dict[str, DenseIndex],
     recall: dict[str, float],
     seconds: dict[str, dict[int, list[float]]],
     read: list[float],
@@ -151,7 +151,7 @@ def report(
         of_bound = statistics.median(bound / took for bound, took in zip(read, seconds[name][1], strict=True))
         ratio = qps[64] / (64 / min(seconds[BASELINE][64]))
         rows[name] = {"recall": recall[name], "qps": qps, "of_bound_alone": of_bound, "vs_baseline_at_64": ratio}
-        shown = f"{of_bound:>10.0%}" if name in (BASELINE, "torch") else f"{'':>10}"
+        shown = f"{of_bound:>10.0%}" if name == BASELINE else f"{'':>10}"
         numbers = "".join(f"{qps[batch]:>12.1f}" for batch in BATCHES)
         print(f"{name:42}{recall[name]:>10.3f}{numbers}{shown}{ratio:>21.1f}x")
     figures = {

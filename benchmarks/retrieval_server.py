@@ -4,8 +4,8 @@
 
 Both servers have the same index and encoder (built-in, 384 dimensions) and no cache; every query is sent once. The usual design
 is what the field's servers are: FastAPI, a pydantic body, one request at a time under a lock, faiss' own search of an IVF index
-that was read into memory, documents from a list in memory. (For the flat index it has our torch scan, which is faster than faiss'
-for single queries; and it runs on uvloop and httptools, which the field does not install.) The rounds of the two are interleaved.
+that was read into memory, documents from a list in memory. (For the flat index it has our retriever; and it runs on uvloop and
+httptools, which the field does not install.) The rounds of the two are interleaved.
 The client is a process of its own, raw asyncio, and shares the cores with the server under test; `--processes N` adds a third
 server to the rounds, ours with N processes behind one port.
 """
@@ -110,16 +110,17 @@ def queries(seed: int):
 
 
 def make_indices(directory: Path, corpus: Path, size: int) -> dict[str, dict]:
-    """Retriever components by kind of index, over one folder that `rlflow search build` makes once."""
-    folder = directory / "index"
-    if not (folder / "meta.json").is_file():
-        lists = min(1024, max(16, size // 64))
-        kind = ["--index", f"IVF{lists},Flat", "--keep-embeddings", "--set", f"dimensions={DIMENSIONS}"]
-        command = [sys.executable, "-m", "rlflow_environments.retrieval", "build", "--corpus", str(corpus), "--out", str(folder)]
-        subprocess.run([*command, *kind], check=True, stdout=subprocess.DEVNULL, env=child_environment())
+    """Retriever components by kind of index, over folders that `rlflow search build` makes once."""
+    lists = min(1024, max(16, size // 64))
+    for name, kind in (("flat", "Flat"), ("ivf", f"IVF{lists},Flat")):
+        folder = directory / name
+        if not (folder / "meta.json").is_file():
+            command = [sys.executable, "-m", "rlflow_environments.retrieval", "build", "--corpus", str(corpus)]
+            options = ["--out", str(folder), "--index", kind, "--set", f"dimensions={DIMENSIONS}"]
+            subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, env=child_environment())
     return {
-        "flat": {"name": "torch", "path": str(folder)},
-        "ivf": {"name": "faiss", "path": str(folder), "nprobe": NPROBE},
+        "flat": {"name": "faiss", "path": str(directory / "flat")},
+        "ivf": {"name": "faiss", "path": str(directory / "ivf"), "nprobe": NPROBE},
     }
 
 
@@ -175,7 +176,7 @@ def usual_search(retriever: dict, corpus: str) -> Callable[[list[str], int], lis
 
     passages = Corpus(corpus)
     documents = [{"id": p.id, "contents": p.contents, "url": p.url} for p in passages]
-    if retriever["name"] == "faiss":
+    if "nprobe" in retriever:
         import faiss
 
         index = faiss.read_index(f"{retriever['path']}/index.faiss")

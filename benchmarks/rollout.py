@@ -192,24 +192,24 @@ class VllmSide:
     """rlflow's vLLM engine, over the vLLM of another python. New weights come before each play, as in training."""
 
     def __init__(self, python: str, path: Path, workload: Workload, dtype: str) -> None:
-        from rlflow.rollout.vllm.process_engines import VLLMEngine
+        from rlflow.rollout.vllm.engines import make_vllm_engines
 
         self._path, self._workload = path, workload
-        self._engine = VLLMEngine(
-            path, python=python, max_concurrency=len(workload.prompts), max_tokens=workload.longest + 8, dtype=dtype, kv_gib=2
-        )
-        self.version = self._engine.wait_until_ready()
+        options = {"max_concurrency": len(workload.prompts), "max_tokens": workload.longest + 8}
+        (self._engine,) = make_vllm_engines(path, python=python, dtype=dtype, kv_gib=2, **options)
+        self.version = self._engine.facts.version
 
     def run(self) -> dict[str, float]:
         """{wall_s, cpu_s, prefilled} of one play; the CPU time is that of vLLM's processes too."""
         from rlflow.models.huggingface import iterate_weights
 
         asyncio.run(self._engine.load_weights(iterate_weights(self._path), self._engine.version + 1))
-        before, counts, start = cpu_s(self._engine.pid), dataclasses.replace(self._engine.counts), time.perf_counter()
+        pid, counts = self._engine.server.served.child.pid, dataclasses.replace(self._engine.counts)
+        before, start = cpu_s(pid), time.perf_counter()
         play_episodes(self._engine, self._workload)
         assert self._engine.counts.decoded - counts.decoded == self._workload.generated
         wall_s, prefilled = time.perf_counter() - start, self._engine.counts.prefilled - counts.prefilled
-        return {"wall_s": wall_s, "cpu_s": cpu_s(self._engine.pid) - before, "prefilled": prefilled}
+        return {"wall_s": wall_s, "cpu_s": cpu_s(pid) - before, "prefilled": prefilled}
 
     def close(self) -> None:
         asyncio.run(self._engine.close())

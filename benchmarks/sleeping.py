@@ -295,7 +295,7 @@ class FakeTrainer(Trainer):
     def load_frozen(self, name: str, path: str | Path) -> None:
         """Scores as the policy does."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
         return iterate_weights(self.path)
 
     def save(self, path: str | Path, step: int) -> None:

@@ -1,1 +1,1 @@
-"""Environments that come with rlflow, each in a folder of its own. Outside the core: they are found by entry points."""
+"""Environments that come with rlflow, a folder each, outside the core: found by entry points."""

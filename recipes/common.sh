@@ -82,7 +82,7 @@ rlflow_extras() {
     case $1 in
         run) echo search ;;
         cluster) echo search,ray ;;
-        test) echo search,data,qdrant,onnx,ray,tensorboard,browser,dev ;;
+        test) echo search,data,qdrant,ray,tensorboard,browser,dev ;;
     esac
 }
 
@@ -100,12 +100,11 @@ def found(name):
         return False
 
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
-names += ["faiss", "bm25s", "aiohttp", "uvicorn", "rlflow_environments"]
+names += ["orjson", "faiss", "bm25s", "aiohttp", "uvicorn", "rlflow_environments"]
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
-    names += ["uvloop", "httptools", "orjson", "prometheus_client"]
-    names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx"]
+    names += ["uvloop", "httptools", "prometheus_client", "qdrant_client"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:

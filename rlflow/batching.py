@@ -22,6 +22,10 @@ from rlflow.types import (
     Trajectory,
 )
 
+ROUTES, ROUTED = "routes", "routed"
+"""Of `Batch.extras`: the experts of each token when it was sampled, and of how many of a row's
+first tokens they are known."""
+
 
 def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
     """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights
@@ -41,7 +45,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
         if not len(segment):
             owner = trajectories[index]
             raise DataError(
-                f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} has no tokens, "
+                f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} "
+                "has no tokens, "
                 "expected one or more; leave it out."
             )
     width = max([min_width, *(len(segment) for _, _, segment in rows)])
@@ -68,7 +73,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
         segment=torch.tensor([part for _, part, _ in rows], dtype=torch.int64),
         **_facts(owners),
         **_turns(rows, trajectories, tokens.shape),
-        extras=_named_rewards(owners),
+        extras={**_named_rewards(owners), **_routes(segments, tokens.shape)},
     )
 
 
@@ -99,7 +104,8 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
     for owner in owners:
         if owner.source not in SOURCES:
             raise DataError(
-                f"trajectory of task '{owner.task_id}': expected a source out of {', '.join(SOURCES)}, found '{owner.source}'."
+                f"trajectory of task '{owner.task_id}': expected a source out of "
+                f"{', '.join(SOURCES)}, found '{owner.source}'."
             )
     return {
         "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float64),
@@ -144,6 +150,20 @@ def _turns(
                 rewards[row, turn.start : turn.stop] = turn.reward
                 durations_s[row, turn.start : turn.stop] = turn.duration_s
     return {"turn": number, "turn_rewards": rewards, "turn_durations_s": durations_s}
+
+
+def _routes(segments: Sequence[Segment], shape: torch.Size) -> dict[str, Tensor]:
+    """ROUTES (B, T, layers, k) and ROUTED (B,), of how many tokens of each row; nothing where no
+    row has any."""
+    known = [segment.routes for segment in segments if segment.routes is not None]
+    if not known:
+        return {}
+    routes = torch.zeros(*shape, *known[0].shape[1:], dtype=known[0].dtype)
+    counts = [0 if segment.routes is None else len(segment.routes) for segment in segments]
+    for row, segment, count in zip(routes, segments, counts):
+        if segment.routes is not None:
+            row[:count] = segment.routes
+    return {ROUTES: routes, ROUTED: torch.tensor(counts)}
 
 
 def lengthened(batch: Batch) -> Batch:
@@ -213,7 +233,8 @@ def plan_microbatches(
     `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix."""
     if tokens_per_microbatch < 1 or shards < 1:
         raise ConfigError(
-            f"micro-batch plan: tokens_per_microbatch {tokens_per_microbatch} and shards {shards} must be at least 1"
+            f"micro-batch plan: tokens_per_microbatch {tokens_per_microbatch} and shards {shards} "
+            "must be at least 1"
         )
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))

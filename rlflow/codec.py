@@ -29,8 +29,10 @@ PER_TOKEN = {
     "loss_mask": (np.bool_, np.bool_),
     "logprobs": (np.float32, np.float32),
     "versions": (np.int32, np.int64),
+    "routes": (None, None),
 }
-"""The fields of a segment that have a row per token, or are None: types in bytes, in memory."""
+"""The fields of a segment that have a row per token, or are None: types in bytes, in memory; None:
+as it is."""
 COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset, bytes)}
 
 
@@ -91,7 +93,7 @@ def _checksum(body: bytes) -> bytes:
 def _arrays(segment: Segment) -> dict[str, np.ndarray]:
     values = {name: getattr(segment, name) for name in PER_TOKEN}
     return {
-        name: value.numpy().astype(PER_TOKEN[name][0])
+        name: value.numpy().astype(PER_TOKEN[name][0] or value.numpy().dtype)
         for name, value in values.items()
         if value is not None
     }
@@ -114,7 +116,9 @@ def _trajectory(row: dict[str, Any], arrays: Iterator[dict[str, np.ndarray]]) ->
 
 def _segment(arrays: dict[str, np.ndarray], others: dict[str, Any]) -> Segment:
     values = {
-        name: torch.from_numpy(arrays[name].astype(kind)) if name in arrays else None
+        name: torch.from_numpy(arrays[name].astype(kind or arrays[name].dtype))
+        if name in arrays
+        else None
         for name, (_, kind) in PER_TOKEN.items()
     }
     return Segment(**values, **others)  # type: ignore[arg-type]

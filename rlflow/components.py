@@ -66,7 +66,8 @@ class Kind(Named):
         found = self._built_in().get(name) or self._installed().get(name)
         if found is None:
             raise ConfigError(
-                f"{where}: unknown name '{name}'.{did_you_mean(name, self.names())} Known: {self._known()}, or "
+                f"{where}: unknown name '{name}'.{did_you_mean(name, self.names())} Known: "
+                f"{self._known()}, or "
                 "package.module:Name, or file.py:Name."
             )
         return found
@@ -87,7 +88,8 @@ class Kind(Named):
             return {"name": component}
         if not isinstance(component, Mapping) or "name" not in component:
             raise ConfigError(
-                f"{where or self.name}: expected a name or a mapping with 'name', found {show(component)}. "
+                f"{where or self.name}: expected a name or a mapping with 'name', found "
+                f"{show(component)}. "
                 f"Known names: {self._known()}."
             )
         return {str(key): value for key, value in component.items()}
@@ -104,7 +106,8 @@ class Kind(Named):
         constructed.
 
         Raises:
-            ConfigError: no or unknown name, a keyword that the signature does not have, one of another type, a required one
+            ConfigError: no or unknown name, a keyword that the signature does not have, one of
+            another type, a required one
                 missing.
         """
         where = where or self.name
@@ -112,7 +115,8 @@ class Kind(Named):
         name, given = self._shorthand(keywords.pop("name"), where)
         if given.keys() & keywords.keys():
             raise ConfigError(
-                f"{where}: '{name}:{''.join(given.values())}' gives '{''.join(given)}', which stands there too."
+                f"{where}: '{name}:{''.join(given.values())}' gives '{''.join(given)}', which "
+                "stands there too."
             )
         keywords.update(given)
         target = self.resolve(name, where)
@@ -197,7 +201,7 @@ TEACHER = Kind("teacher", "rlflow.algorithms.teachers")
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
 TRANSPORT = Kind("transport", "rlflow.swarm", reserved=("peer",))
-WEIGHT_TRANSFER = Kind("weight_transfer", "rlflow.rollout.transfer")
+WEIGHT_TRANSFER = Kind("weight_transfer", "rlflow.rollout.weights", reserved=("put",))
 SINK = Kind("sink", "rlflow.report", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 
@@ -278,7 +282,8 @@ def _checked_keywords(
     for key in keywords:
         if key not in known and (not any_key or key in fixed):
             raise ConfigError(
-                f"{label}: unknown keyword '{key}'.{did_you_mean(key, known)} It takes: {', '.join(known) or 'nothing'}."
+                f"{label}: unknown keyword '{key}'.{did_you_mean(key, known)} It takes: "
+                f"{', '.join(known) or 'nothing'}."
             )
     needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
     missing = [key for key in needed if key not in keywords and key not in offered]
@@ -328,7 +333,8 @@ def _load(where: str, reference: str) -> Any:
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
             raise ConfigError(
-                f"{where}: '{reference}': {module_name} has no '{part}'.{did_you_mean(part, public)}"
+                f"{where}: '{reference}': {module_name} has no "
+                f"'{part}'.{did_you_mean(part, public)}"
             )
         found = getattr(found, part)
     return found
@@ -340,7 +346,8 @@ def _import(where: str, module_name: str, reference: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"{where}: '{reference}': no module '{error.name}'; install the package or start in the "
+                f"{where}: '{reference}': no module '{error.name}'; install the package or start "
+                "in the "
                 "directory that holds it."
             ) from None
         raise ConfigError(

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError, EnvironmentContractError, RLFlowError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 
@@ -58,7 +58,8 @@ class Environment(ABC):
         Raises ConfigError where such an environment takes no data.
         """
         raise ConfigError(
-            f"--data: the environment {cls.__name__} takes no data (it has no evaluation_options), found {path}; leave --data "
+            f"--data: the environment {cls.__name__} takes no data (it has no evaluation_options), "
+            f"found {path}; leave --data "
             "out, and set what the environment takes with environment.KEY=VALUE."
         )
 
@@ -80,7 +81,8 @@ class Environment(ABC):
 
         Raises ConfigError where the environment makes no task of a text."""
         raise ConfigError(
-            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found '{text[:60]}'; give it one "
+            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found "
+            f"'{text[:60]}'; give it one "
             "that returns a Task, or ask in an environment of questions."
         )
 
@@ -113,6 +115,37 @@ class Environment(ABC):
     def shutdown(self) -> None:
         """Called when the rollout that used it is closed: frees what outlives episodes (processes,
         connections)."""
+
+
+def check_answer(environment: Environment, method: str, answer: Any, expected: type) -> None:
+    """Raises EnvironmentContractError where what a method answered is of another type."""
+    if not isinstance(answer, expected):
+        article = "an" if expected.__name__[0] in "AEIOU" else "a"
+        raise EnvironmentContractError(
+            f"{type(environment).__name__}.{method}: expected {article} {expected.__name__} as its "
+            f"result, found {type(answer).__name__}."
+        )
+
+
+def check_step(environment: Environment, step: Any, answered: int) -> None:
+    """Raises EnvironmentContractError where `step` answered no Step, a reward that is none, or one
+    that replaces anything but texts of the `answered` turns before."""
+    check_answer(environment, "step", step, Step)
+    where = f"{type(environment).__name__}.step"
+    named = {f"rewards['{name}']": value for name, value in step.rewards.items()}
+    for name, reward in {"reward": step.reward, **named}.items():
+        if not abs(reward) <= MAX_REWARD:  # NaN included
+            raise EnvironmentContractError(
+                f"{where}: expected a finite {name}, found {reward}; at most {MAX_REWARD:g} either "
+                "way."
+            )
+    for turn, text in (step.replace or {}).items():
+        known = isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < answered
+        if not known or not isinstance(text, str):
+            raise EnvironmentContractError(
+                f"{where}: replace: expected {{turn: text}} of the {answered} turns before, "
+                f"counted from 0, found {turn!r}: {type(text).__name__}."
+            )
 
 
 async def awaited(answer: Any) -> Any:

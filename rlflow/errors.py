@@ -171,12 +171,31 @@ def needing(where: str, command: str) -> Iterator[None]:
 def install_command(extra: str = "") -> str:
     """`pip install 'SOURCE[extra]'` with the source that this rlflow comes from: its checkout, else
     the URL it was installed from. Never the bare name: in the public package index it belongs to
-    another project."""
+    another project. For `gpu` with what Transformer Engine needs to be built (docs/gpu.md)."""
     checkout = Path(__file__).resolve().parents[1]
     wanted = f"[{extra}]" if extra else ""
-    if (checkout / "setup.py").is_file():
-        return f"pip install -e '{checkout}{wanted}'"
-    return f"pip install 'rlflow{wanted} @ {_installed_from()}'"
+    pip = BUILDING if extra == "gpu" else "pip install"
+    if not (checkout / "setup.py").is_file():
+        return f"{pip} 'rlflow{wanted} @ {_installed_from()}'"
+    versions = f" -c '{checkout}/constraints/gpu.txt'" if extra == "gpu" else ""
+    return f"{pip} -e '{checkout}{wanted}'{versions}"
+
+
+def imports_triton() -> bool:
+    """Whether the installed megatron-core imports triton: from 0.18 on it does, without declaring
+    it, and CPU builds of torch do not bring it."""
+    try:
+        major, minor = metadata.version("megatron-core").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (0, 18)
+
+
+BUILDING = (
+    "pip install 'cuda-toolkit[crt,cccl]' setuptools wheel ninja && "
+    "NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation"
+)
+"""Installs what is compiled against the installed torch and the headers of its CUDA wheels."""
 
 
 def _installed_from() -> str:

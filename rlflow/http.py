@@ -187,12 +187,14 @@ class Session:
         timeout_s: float | None = None,
         keepalive_s: float = KEEPALIVE_S,
         proxies: bool = False,
+        socket_path: str | None = None,
     ) -> None:
         """connections: open at a time. timeout_s: of a request, where that has none of its own.
         keepalive_s: how long an unused connection is kept, 0 for not at all. proxies: of the
-        environment variables (HTTPS_PROXY, NO_PROXY, ...)."""
+        environment variables (HTTPS_PROXY, NO_PROXY, ...). socket_path: of this machine, by which
+        every address is reached."""
         self._headers, self._connections, self._timeout_s = headers, connections, timeout_s
-        self._keepalive_s, self._proxies = keepalive_s, proxies
+        self._keepalive_s, self._proxies, self._socket = keepalive_s, proxies, socket_path
         self._opened: aiohttp.ClientSession | None = None
 
     async def ask(
@@ -205,18 +207,20 @@ class Session:
         timeout_s: float | None = None,
         where: str = "",
     ) -> Reply:
-        """The answer, whatever its status. body: bytes, or what is sent as JSON. where: begins the
-        error's text. Raises Retryable where there is none, or not in time."""
+        """The answer, whatever its status; a redirection is one, and not followed: keys go where
+        they were meant to. body: bytes, or what is sent as JSON. where: begins the error's text.
+        Raises Retryable where there is none, or not in time."""
         import aiohttp
 
         opened = self._opened or self._open()
         data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         sent = {"Content-Type": "application/json", **(headers or {})} if data else headers
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        proxy = self._proxy(url) if self._proxies else {}
+        options: dict[str, Any] = self._proxy(url) if self._proxies else {}
+        options |= {"data": data, "headers": sent, "allow_redirects": False}
         try:
             async with asyncio.timeout(limit_s):
-                async with opened.request(method, url, data=data, headers=sent, **proxy) as answer:
+                async with opened.request(method, url, **options) as answer:
                     return Reply(answer.status, answer.headers, await _content(answer, where))
         except TimeoutError:
             told = "no connection" if limit_s is None else f"no answer within {limit_s:.1f} s"
@@ -240,8 +244,14 @@ class Session:
         kept = (
             {"keepalive_timeout": self._keepalive_s} if self._keepalive_s else {"force_close": True}
         )
+        limit = self._connections
+        connector = (
+            aiohttp.TCPConnector(limit=limit, **kept)
+            if self._socket is None
+            else aiohttp.UnixConnector(self._socket, limit=limit, **kept)
+        )
         self._opened = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, **kept),
+            connector=connector,
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
@@ -318,8 +328,11 @@ def _end(loop: asyncio.AbstractEventLoop, session: Session) -> None:
     """Closes the connections and ends the client's thread."""
 
     async def end() -> None:
-        for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
+        others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+        for task in others:
             task.cancel()
+        if others:  # who waits for them hears of it
+            await asyncio.wait(others, timeout=CLOSE_S / 2)
         await session.close()
         loop.call_soon(loop.stop)
 

@@ -69,7 +69,8 @@ def training_step(
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     if not usable:
         raise RolloutError(
-            f"step {step}: all {len(trajectories)} episodes were aborted; first: {trajectories[0].error}"
+            f"step {step}: all {len(trajectories)} episodes were aborted; first: "
+            f"{trajectories[0].error}"
         )
     batch = make_batch(usable)
     batch = batch.replace(trainer_version=torch.full_like(batch.lengths, step))
@@ -105,7 +106,8 @@ def training_step(
     if idle and not algorithm.told_of_idle_updates:
         algorithm.told_of_idle_updates = True
         told = (
-            "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there. Said "
+            "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed "
+            "as they were there. Said "
             "once; train/updates_skipped counts them"
         )
         logger.warning(told, step, idle, len(updates))
@@ -122,11 +124,12 @@ def shuffle_seed(seed: int, step: int, epoch: int) -> int:
 def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
     """The batch with what some component needs of the models before the step's first update:
     log-probs of the policy and of frozen ones, values of the critic."""
+    asked = batch.replace(wanted=batch.trained)
     if "proximal" in needs:
-        batch = batch.replace(proximal_logprobs=trainer.score(batch)["logprobs"])
+        batch = batch.replace(proximal_logprobs=trainer.score(asked)["logprobs"])
     if "reference" in needs and batch.reference_logprobs is None:
         batch = batch.replace(
-            reference_logprobs=trainer.score(batch, model="reference")["logprobs"]
+            reference_logprobs=trainer.score(asked, model="reference")["logprobs"]
         )
     if "values" in needs:
         # One token more: the value of the end
@@ -147,7 +150,7 @@ def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -
     ]
     if not want:
         return minibatch
-    scores = trainer.score(minibatch, want=want)
+    scores = trainer.score(minibatch.replace(wanted=minibatch.trained), want=want)
     return minibatch.replace(
         current_logprobs=scores.get("logprobs"), current_entropy=scores.get("entropy")
     )

@@ -39,6 +39,8 @@ BLOCKS = (4096, 2048, 1024, 512, 256, 128, 64)
 each): of rows whose number changes with each micro-batch, memory would grow for a thousand shapes.
 What is left of them is MKL's."""
 STEP = 16  # few rows, and few outputs, are filled up to a multiple of it, for the same reason
+WIDE = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""Whether this torch gives products of bfloat16 in float32 (from 2.8, on GPUs)."""
 FEWEST_ROWS = 8  # for fewer, filling up costs more than it saves
 
 
@@ -92,6 +94,14 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     for block in blocks:
         result[block] = (_onednn if _is_whole(block) else F.linear)(inputs[block], weight, bias)
     return result
+
+
+def linear_float32(inputs: Tensor, weight: Tensor) -> Tensor:
+    """As `linear` without a bias, in float32: on GPUs the sums of a product of bfloat16 as they are,
+    unrounded."""
+    if inputs.is_cuda and WIDE and inputs.dtype is not torch.float32:
+        return torch.mm(inputs, weight.t(), out_dtype=torch.float32)
+    return linear(inputs, weight).float()
 
 
 def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
@@ -171,7 +181,8 @@ def _from_environment() -> dict[str, Library] | None:
             return dict.fromkeys(CLASSES, library)
     if value not in ("auto", ""):
         raise ConfigError(
-            f"{VARIABLE}: expected {', '.join(LIBRARIES)} (where torch contains it) or auto, found '{value}'."
+            f"{VARIABLE}: expected {', '.join(LIBRARIES)} (where torch contains it) or auto, found "
+            f"'{value}'."
         )
     return None
 
@@ -198,6 +209,8 @@ def _onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _add(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
     if total.dtype == inputs.dtype:
         total.addmm_(gradient.t(), inputs)
+    elif total.is_cuda and WIDE:
+        torch.addmm(total, gradient.t(), inputs, out_dtype=total.dtype, out=total)
     else:
         total.add_(F.linear(gradient.t(), inputs.t()))
 

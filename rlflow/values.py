@@ -167,7 +167,8 @@ def show(value: Any) -> str:
         text = repr(value) if not isinstance(value, bool) else str(value).lower()
     except RecursionError:
         text = "nested too deeply"
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+    kind = kinds.get(type(value), type(value).__name__)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
 
 def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
@@ -195,12 +196,14 @@ def _checked_union(hint: Any, value: Any, where: str) -> Any:
 
 
 def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
-    origin, choices = typing.get_origin(hint), typing.get_args(hint)
-    hint_words = (
-        did_you_mean(value, map(str, choices))
-        if origin is Literal and isinstance(value, str)
-        else ""
-    )
+    choices = typing.get_args(hint)
+    words = [
+        str(choice)
+        for kind in (hint, *choices)
+        if typing.get_origin(kind) is Literal
+        for choice in typing.get_args(kind)
+    ]
+    hint_words = did_you_mean(value, words) if words and isinstance(value, str) else ""
     expected = describe(hint)
     if _is_number(value) and not math.isfinite(value):
         expected = " or ".join(

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,17 @@ if "XDG_STATE_HOME" not in os.environ:  # runs mark what they write with a key o
 # A shell starts background jobs with SIGINT ignored, which Python and its children inherit; the tests of Ctrl-C need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """What a test leaves in the place of Ctrl-C would end, or not end, the tests after it; it may give back what a fixture
+    of its module took."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in usual}
+    yield
+    left = {number: signal.getsignal(number) for number in usual}
+    assert all(left[number] in (before[number], usual[number]) for number in usual), (before, left)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

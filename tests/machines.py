@@ -102,21 +102,26 @@ class Machines:
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *role, "--block",
                f"--node-ip-address={self.addresses[machine]}", f"--num-cpus={cpus}", "--disable-usage-stats",
                f"--temp-dir={self._folder}", "--object-store-memory=100000000"]  # fmt: skip
+        until = time.monotonic() + START_S
+        node, said = self._start(machine, ray, log), ""
+        while "Ray runtime started" not in said:
+            time.sleep(0.1)
+            said = log.read_text(errors="replace")
+            assert time.monotonic() < until, f"Ray did not start on machine {machine}: {said[-2000:]}"
+            if node.poll() is not None:  # it gives up after 30 s of its own, on a busy machine too
+                node = self._start(machine, ray, log)
+        return node
+
+    def _start(self, machine: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         with open(log, "wb") as output:
             node = subprocess.Popen(
-                self.command(machine, ray),
+                self.command(machine, command),
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **CLEAN},
                 start_new_session=True,
             )
         self._started.append(node)
-        until = time.monotonic() + START_S
-        while "Ray runtime started" not in (said := log.read_text(errors="replace")):
-            assert node.poll() is None and time.monotonic() < until, (
-                f"Ray did not start on machine {machine}: {said[-2000:]}"
-            )
-            time.sleep(0.1)
         return node
 
     def end_ray(self, node: subprocess.Popen[bytes], how: signal.Signals = signal.SIGTERM) -> None:

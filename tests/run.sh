@@ -6,9 +6,10 @@
 #   (none)   every claim at its smallest size; under 10 minutes on two cores
 #   --full   also the slow matrices, kill tests and real engines; under 60 minutes
 #
-# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). --full makes environments with vLLM, TRL and what the adapters adapt, once, where
-# that can be (4.3 GB; RLFLOW_VLLM_PYTHON, RLFLOW_TRL_PACKAGES, RLFLOW_ADAPTERS: see environments.sh; `none` leaves one out). The adapters'
-# tests run when --full has no further arguments.
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). --full makes environments with vLLM, TRL, Transformer Engine's Python, what the
+# adapters adapt and another megatron-core, once, where that can be (5.1 GB; RLFLOW_VLLM_PYTHON and others: see environments.sh; `none`
+# leaves one out). The tests of adapters and of the other megatron-core run when --full has no further arguments.
+# All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
 #           bash tests/run.sh --full -x
@@ -38,10 +39,13 @@ status=0
 "$RLFLOW_PYTHON" -m ruff check --quiet --output-format concise . || status=1
 [ $status -eq 0 ] && echo "ruff: no findings" || echo "ruff: findings above"
 # Two processes, each with whole files in their order: the files of several ranks come first and take longest.
-"$RLFLOW_PYTHON" -m pytest -m "$select" -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
+pytest=(-m pytest -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder)
+"$RLFLOW_PYTHON" "${pytest[@]}" -m "$select" "$@" || status=$?
 if [ -n "${full:-}" ] && [ $# -eq 0 ]; then
     for python in $RLFLOW_ADAPTERS; do
         "$python" -m pytest -m "$select" tests/unit/environments/adapters || status=$?
     done
+    [ -z "$RLFLOW_MEGATRON" ] || "$RLFLOW_MEGATRON" "${pytest[@]}" -m 'not slow and not gpu' \
+        tests/dist/test_{layouts,resume_layouts,lora,critic,convert_layouts}.py tests/unit/{trainer,tools} || status=$?
 fi
 exit $status

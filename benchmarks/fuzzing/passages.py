@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fuzzing.cases import command, forked
 
-KINDS = ("Flat", "torch", "bm25", "IVF8,Flat", "IVF8,SQ8", "SQ8", "HNSW8", "IVF8,PQ8x4")
+KINDS = ("Flat", "bm25", "IVF8,Flat", "IVF8,SQ8", "SQ8", "HNSW8", "IVF8,PQ8x4")
 WORDS = [a + b + c for a in "bdkmnrst" for b in "aeiou" for c in ("lan", "vik", "dor", "mes")]
 QUESTIONS = 12
 

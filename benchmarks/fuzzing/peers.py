@@ -27,13 +27,10 @@ BEGINNINGS = (b"", b"G", b"POST /retrieve HTTP/1.1\r\nHost: h\r\nContent-Length:
 
 
 class Peers:
-    """The retrieval server as a process; the page of a run, weights over TCP and the swarm in threads of this one."""
+    """The retrieval server as a process; the page of a run and the swarm in threads of this one."""
 
     def prepare(self, folder: Path) -> None:
-        import torch
-
-        from rlflow.report.page_server import PageServer
-        from rlflow.rollout.transfer.signed_tcp import TcpPublisher
+        from rlflow.report.live import PageServer
         from rlflow.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]
@@ -41,13 +38,10 @@ class Peers:
         self._key.write_text("a key of this run alone", encoding="ascii")
         self._search, url = _search_server(folder)
         self._page = PageServer(lambda path, nonce: "the page")
-        self._weights = TcpPublisher(key_file=str(self._key), timeout_s=30.0, directory=str(folder / "memory"))
-        self._weights.publish([("a", torch.arange(1000))], 1)
         self._swarm = TcpTransport("server", "127.0.0.1:0", str(self._key), timeout_s=30.0)
         self._servers: dict[str, tuple[tuple[str, int], Callable[[], Any]]] = {
             "search": (_place(url), lambda: _fetch(f"{url}/retrieve", b'{"query": "%s"}' % self._question.encode())),
             "page": (_place(self._page.url), lambda: _fetch(self._page.url)),
-            "weights": (_place(self._weights.address), self._read_weights),
             "swarm": (self._swarm.address, self._send_to_the_swarm),
         }
         self._slowest = dict.fromkeys(self._servers, 0.0)
@@ -71,20 +65,12 @@ class Peers:
 
     def close(self) -> dict[str, float]:
         self._swarm.close()
-        self._weights.close()
         self._page.close()
         self._search.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._search.wait(15)
         self._search.kill()
         return {f"slowest_{name}_s": seconds for name, seconds in self._slowest.items()}
-
-    def _read_weights(self) -> None:
-        from rlflow.rollout.transfer.readers import open_reader
-
-        reader = open_reader(self._weights.address, self._weights.key, timeout_s=ANSWER_S)
-        list(reader.read(timeout_s=ANSWER_S))
-        reader.close()
 
     def _send_to_the_swarm(self) -> None:
         from rlflow.swarm.tcp import TcpTransport

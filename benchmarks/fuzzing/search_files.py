@@ -61,14 +61,14 @@ def _search(index: Path, corpus: Path, asked: list[str], served: bool) -> int:
     from rlflow.errors import RLFlowError
     from rlflow_environments.retrieval.commands.query import _print_passage
     from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
+    from rlflow_environments.retrieval.corpus import Corpus
     from rlflow_environments.retrieval.indices import make_retriever
-    from rlflow_environments.retrieval.server.records import StoredCorpus
 
     parser = argparse.ArgumentParser()
     add_source_arguments(parser)
     try:
         component, _ = read_source(parser.parse_args(["--index", str(index)]))
-        retriever = make_retriever(component, StoredCorpus(corpus))
+        retriever = make_retriever(component, Corpus(corpus))
         for question, found in zip(asked, retriever.search(asked, 3)):
             print(f"{question!r}: {len(found)} passages")
             for rank, passage in enumerate(found, start=1):
@@ -143,16 +143,15 @@ def _row(draw: random.Random) -> tuple[bytes, str, Any]:
 
 
 def _read(path: Path) -> int:
-    """Prints the corpus as both of its readers see it."""
+    """Prints the corpus as it is read for the first time, and from its offsets."""
     import sys
 
     from rlflow.errors import RLFlowError
     from rlflow_environments.retrieval.corpus import Corpus
-    from rlflow_environments.retrieval.server.records import StoredCorpus
 
     try:
-        for reader in (Corpus, StoredCorpus):
-            corpus = reader(path)
+        for _ in range(2):
+            corpus = Corpus(path)
             print(json.dumps([[corpus[row].id, corpus[row].contents] for row in range(len(corpus))]))
     except RLFlowError as error:
         print(f"rlflow: {type(error).__name__}: {error}", file=sys.stderr)

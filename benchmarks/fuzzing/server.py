@@ -27,7 +27,6 @@ PATHS = (
     "/ready",
     "/info",
     "/metrics",
-    "/status",
     "/retrieve",
     "/access",
     "/admin/reload",

@@ -43,7 +43,7 @@ class GymnasiumEnvironment(Environment):
         self._text = formatted(formatter, str)
         try:
             game = self._gymnasium.make(id, **self._options)
-        except Exception as error:  # noqa: BLE001 -- gymnasium's own errors have no common parent but this
+        except Exception as error:  # noqa: BLE001 -- gymnasium's errors share no other parent
             raise ConfigError(f"environment.id: gymnasium cannot make '{id}': {error}") from None
         space = game.action_space
         game.close()

@@ -1,4 +1,4 @@
-"""What an OpenEnv server plays: a session of its own, over a websocket, for every episode.
+"""Environments of an OpenEnv server: a session over a websocket for every episode.
 
 Source: the messages of openenv 0.10 (`openenv/core/env_server/http_server.py`), which 0.2 and 0.3
 speak too: `reset`, `step` and `close` to /ws, answered by `observation` or `error`; GET /schema has
@@ -137,9 +137,8 @@ class _Session:
         spare, OpenEnvError."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                with suppress(
-                    ConnectionError
-                ):  # it may have said why it closed: that is still to be read
+                # It may have said why it closed: that is still to be read
+                with suppress(ConnectionError):
                     await self._socket.send_str(json.dumps({"type": kind, "data": data}))
                 message = await self._socket.receive()
             answer = json.loads(message.data) if isinstance(message.data, str) else None
@@ -216,9 +215,8 @@ class _Sessions:
             return session, await session.ask("reset", data)
         except BaseException as failure:
             await (session or client).close()
-            if isinstance(
-                failure, (self._aiohttp.ClientError, OSError)
-            ):  # TimeoutError is one of them
+            # TimeoutError is one of them
+            if isinstance(failure, (self._aiohttp.ClientError, OSError)):
                 raise OpenEnvError(
                     f"{self._url}/ws: no connection: {described(failure)}."
                 ) from None
@@ -233,9 +231,17 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
         if reply.status != 200:
             raise Retryable(f"status {reply.status}")
         schema = reply.json()["action"]
-        told = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
-        fields = {name: {key: field[key] for key in SHOWN if key in field} for name, field in told.items()}
-        return fields, [name for name in schema.get("required", ()) if name in fields] or list(fields)
+        told = {
+            name: field
+            for name, field in schema.get("properties", {}).items()
+            if name != "metadata"
+        }
+        fields = {
+            name: {key: field[key] for key in SHOWN if key in field} for name, field in told.items()
+        }
+        return fields, [name for name in schema.get("required", ()) if name in fields] or list(
+            fields
+        )
     except (Retryable, ValueError, KeyError, TypeError, AttributeError) as failure:
         why = str(failure) if isinstance(failure, Retryable) else described(failure)
         raise ConfigError(

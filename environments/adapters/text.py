@@ -1,4 +1,4 @@
-"""What the adapters have in common: tasks that are seeds, and observations that become text."""
+"""Tasks that are seeds, and observations as text, for all adapters."""
 
 from __future__ import annotations
 

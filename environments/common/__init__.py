@@ -1,1 +1,1 @@
-"""What several environments share: an OpenAI-compatible endpoint, HTTP, JSON Lines, options."""
+"""Shared by several environments: an OpenAI-compatible endpoint, JSON Lines, options."""

@@ -52,8 +52,8 @@ def add_option(
     default: Any = None,
     kind: Callable[[str], Any] | None = None,
 ) -> None:
-    """Adds `--flag PLACE`, with further names of the flag in front of the place, or a switch: a flag
-    without one. kind: makes its value from text (None: the default's type)."""
+    """Adds `--flag PLACE`, with further names of the flag in front of the place, or a switch: a
+    flag without one. kind: makes its value from text (None: the default's type)."""
     *names, place = flags.split()
     if not names:
         parser.add_argument(place, action="store_true", help=help)

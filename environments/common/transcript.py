@@ -1,4 +1,4 @@
-"""What a reward is given: one episode as text, the policy's separate from the environment's."""
+"""An episode as a reward reads it: one text, the policy's parts told from the environment's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,12 @@ from rlflow_environments.retrieval.commands import COMMANDS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    return run_group("python -m rlflow_environments.retrieval", "Build, serve and try indices.", COMMANDS, arguments)
+    return run_group(
+        "python -m rlflow_environments.retrieval",
+        "Build, serve and try indices.",
+        COMMANDS,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -1,109 +1,106 @@
-"""Builds an index folder from a corpus, in stages that go on where a killed build stopped, in
-memory that does not grow with the corpus until the index itself must be in memory."""
+"""Builds an index folder from a corpus: resumes where a killed build stopped, in memory that does
+not grow with the corpus until the index itself must be in memory."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rlflow.errors import ConfigError, DataError
 from rlflow.storage.files import clear_partials, partial_path, replace_file, replacing, write_json
 from rlflow_environments.common.progress import StageProgress
-from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.common.text import load_json
+from rlflow_environments.retrieval.corpus import Corpus, Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.indices.dense import BLOCK, training_rows
-from rlflow_environments.retrieval.indices.faiss_index import import_faiss, new_index, read_index
+from rlflow_environments.retrieval.indices.faiss_index import (
+    measure_recall,
+    new_index,
+    read_index,
+    sample_queries,
+    write_index,
+)
 from rlflow_environments.retrieval.indices.folder import (
     BM25,
-    EMBEDDINGS,
     ENCODER,
     INDEX,
     META,
     PROGRESS,
     IndexMeta,
     check_corpus,
-    flat_header,
-    read_json,
     read_meta,
     stamp_corpus,
     write_meta,
 )
-from rlflow_environments.retrieval.indices.recall import measure_recall, sample_queries
 
-_COPIED = 32 << 20  # bytes of vectors moved at a time
+logger = logging.getLogger("rlflow.search.build")
+
+_COMPARED = 32 << 20  # bytes of vectors that recall is measured on at a time
+_FLAT_HEADER = np.dtype(
+    [
+        ("name", "S4"),
+        ("dimensions", "<i4"),
+        ("count", "<i8"),
+        ("unused", "<i8", 2),
+        ("trained", "?"),
+        ("metric", "<i4"),
+        ("size", "<u8"),
+    ]
+)
+"""How a file of IndexFlatIP begins (faiss/impl/index_write.cpp); the vectors follow as float32."""
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build. kind: torch, bm25 or a faiss index_factory string. encoder: a name or name and
-    options (not for bm25). dtype: of the embeddings file. keep_embeddings: beside a faiss index;
-    kind torch always has them. checkpoint_s: seconds between copies of a growing index. recall: see
-    measure_recall."""
+    """kind: bm25 or a faiss index_factory string. encoder: a name or name and options (not for
+    bm25). recall: see measure_recall."""
 
     kind: str = "Flat"
     encoder: str | Mapping[str, Any] = "hashed"
-    dtype: str = "float32"
-    keep_embeddings: bool = False
-    checkpoint_s: float = 600.0
     recall: float | None = None
 
 
 def build_index(
-    corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: StageProgress
+    corpus: Corpus, folder: Path, request: BuildRequest, report: StageProgress
 ) -> IndexMeta:
     """Builds `folder` and returns what it holds; a folder that is built already is left alone, and
-    a build that was killed goes on.
-
-    corpus: of a file, with its `path`. Raises ConfigError, DataError: the folder holds something
-    else, or its beginning; the disk is full.
-    """
-    if request.dtype not in EMBEDDINGS:
-        raise ConfigError(
-            f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'."
-        )
+    a build that was killed goes on. Raises ConfigError, DataError: the folder holds something else,
+    or its beginning; the disk is full."""
     if request.recall is not None and not 0 < request.recall <= 1:
         raise ConfigError(
             f"recall: expected a share above 0 and up to 1, found {request.recall:g}."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    report("hashing the corpus", 0, 1)
-    stamp = stamp_corpus(corpus.path)  # type: ignore[attr-defined]
+    stamp = stamp_corpus(corpus)
     if request.kind == "bm25":
-        meta = IndexMeta("bm25", "bm25", 0, len(corpus), stamp)
+        meta = IndexMeta("bm25", 0, len(corpus), stamp)
         if not _is_built(folder, meta, corpus):
             _write_bm25(corpus, folder, report)
             write_meta(folder, meta)
         return read_meta(folder)
-    encoder = _encoder(corpus, folder, request, stamp, report)
-    meta = IndexMeta(
-        kind=request.kind,
-        metric="cosine" if encoder.unit_vectors else "inner_product",
-        dimensions=encoder.dimensions,
-        count=len(corpus),
-        corpus=stamp,
-        encoder=encoder.description,
-        embeddings=request.dtype if request.kind == "torch" or request.keep_embeddings else None,
-    )
+    encoder = _encoder(corpus, folder, request, report)
+    meta = IndexMeta(request.kind, encoder.dimensions, len(corpus), stamp, encoder.description)
     if not _is_built(folder, meta, corpus):
         _DenseBuild(corpus, encoder, folder, request, report).run(meta)
     return read_meta(folder)
 
 
-def _write_bm25(corpus: Sequence[Passage], folder: Path, report: StageProgress) -> None:
+def _write_bm25(corpus: Corpus, folder: Path, report: StageProgress) -> None:
     from rlflow_environments.retrieval.indices.lexical import BM25Index
 
     def counted() -> Iterator[Passage]:
-        for row in range(len(corpus)):
+        for row, passage in enumerate(corpus):
             if row % BLOCK == 0:
                 report("counting words", row, len(corpus))
-            yield corpus[row]
+            yield passage
 
     index = BM25Index(counted())
     report("writing the index", 0, 1)
@@ -111,42 +108,32 @@ def _write_bm25(corpus: Sequence[Passage], folder: Path, report: StageProgress) 
     index.save(folder / BM25)
 
 
-def _encoder(
-    corpus: Sequence[Passage],
-    folder: Path,
-    request: BuildRequest,
-    stamp: Mapping[str, Any],
-    report: StageProgress,
-) -> Encoder:
+def _encoder(corpus: Corpus, folder: Path, request: BuildRequest, report: StageProgress) -> Encoder:
     """The encoder. A build of the same corpus leaves the word counts of the built-in one behind."""
-    given = request.encoder
+    given, path = request.encoder, folder / ENCODER
     component = {"name": given} if isinstance(given, str) else dict(given)
     if component.get("name") != "hashed":
         report("loading the encoder", 0, 1)
         return make_encoder(component)
     report("counting words", 0, 1)
-    path = folder / ENCODER
     options = {key: value for key, value in component.items() if key != "name"}
-    same = (stamp["sha256"], NgramEncoder([], **options).options)
+    same = (corpus.sha256, NgramEncoder([], **options).options)
     if path.is_file() and NgramEncoder.counted(path) == same:
         return NgramEncoder.load(path)
-    encoder = make_encoder(component, corpus)
-    # What is built already is compared with this encoder, not written over.
-    if isinstance(encoder, NgramEncoder) and not (folder / META).is_file():
-        encoder.save(path, stamp["sha256"])
+    encoder = NgramEncoder(corpus, **options)
+    if not (folder / META).is_file():  # what is built already is compared, not written over
+        encoder.save(path, corpus.sha256)
     return encoder
 
 
-def _is_built(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> bool:
+def _is_built(folder: Path, meta: IndexMeta, corpus: Corpus) -> bool:
     """Whether the folder holds this index. Raises DataError where it holds another one."""
     if not (folder / META).is_file():
         return False
     found = read_meta(folder)
     check_corpus(folder, found, corpus)
-    same = all(
-        getattr(found, key) == getattr(meta, key) for key in ("kind", "embeddings", "dimensions")
-    )
-    if not same or (found.encoder or {}).get("sha256") != (meta.encoder or {}).get("sha256"):
+    encoders = [(one.encoder or {}).get("sha256") for one in (found, meta)]
+    if found.kind != meta.kind or encoders[0] != encoders[1]:
         raise DataError(
             f"{folder}: holds another index ({found.kind}, {found.dimensions} dimensions). Give "
             "another folder, or delete it."
@@ -158,44 +145,42 @@ def _is_built(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> bool:
 class _DenseBuild:
     """A build of vectors, each stage of which finds what was done before."""
 
-    corpus: Sequence[Passage]
+    corpus: Corpus
     encoder: Encoder
     folder: Path
     request: BuildRequest
     report: StageProgress
 
+    @property
+    def vectors(self) -> Path:
+        """The vectors, row after row, as faiss' file of a flat index."""
+        return partial_path(self.folder / "vectors")
+
     def run(self, meta: IndexMeta) -> None:
         """Encodes, fills the index, measures it; meta.json comes last."""
-        kind, folder = self.request.kind, self.folder
-        if kind != "torch":
-            new_index(kind, self.encoder.dimensions)  # a mistake shows before hours of encoding
-        self._begin(meta)
-        embeddings = folder / EMBEDDINGS[self.request.dtype]
-        vectors = self._encode(embeddings)
-        if kind == "Flat":
-            self._write_flat(vectors)
-        elif kind != "torch":
-            if not (folder / INDEX).is_file():
-                self._fill(vectors)
-            meta = replace(meta, search=self._measure(vectors))
-        if meta.embeddings is not None:
-            replace_file(vectors.path, embeddings)
-        write_meta(folder, meta)
-        for left in (vectors.path, folder / PROGRESS):
-            left.unlink(missing_ok=True)
-        clear_partials(folder)
+        built, progress = self.folder / INDEX, self.folder / PROGRESS
+        index = new_index(meta.kind, meta.dimensions)  # a typo shows before hours of encoding
+        self._begin(meta, progress)
+        if meta.kind == "Flat" and built.is_file():  # stopped after the last step but one
+            built.replace(self.vectors)
+        self._encode(progress)
+        if meta.kind == "Flat":
+            replace_file(self.vectors, built)
+        else:
+            if not built.is_file():
+                self._fill(index, built)
+            meta = replace(meta, search=self._measure(built))
+        write_meta(self.folder, meta)
+        self.vectors.unlink(missing_ok=True)
+        progress.unlink()
+        clear_partials(self.folder)
 
-    def _begin(self, meta: IndexMeta) -> None:
+    def _begin(self, meta: IndexMeta, path: Path) -> None:
         """Notes what is built. Raises DataError where the beginning of something else is there."""
-        wanted = {
-            **asdict(meta),
-            "corpus": meta.corpus["sha256"],
-            "encoder": self.encoder.description["sha256"],
-            "dtype": self.request.dtype,
-        }
-        path = self.folder / PROGRESS
+        corpus, encoder = meta.corpus["sha256"], self.encoder.description["sha256"]
+        wanted = {**asdict(meta), "corpus": corpus, "encoder": encoder}
         if path.is_file():
-            found = read_json(path)["wanted"]
+            found = _read(path)["wanted"]
             differs = [key for key in wanted if found.get(key) != wanted[key]]
             if differs:
                 raise DataError(
@@ -203,123 +188,93 @@ class _DenseBuild:
                     f"{', '.join(differs)}). Give another folder, or delete it."
                 )
             return
-        held = (INDEX, *EMBEDDINGS.values())
-        strange = [name for name in held if (self.folder / name).exists()]
-        if strange:
+        if (self.folder / INDEX).exists():
             raise DataError(
-                f"{self.folder}: holds {', '.join(strange)} that no build here made. Give an empty "
-                "folder."
+                f"{self.folder}: holds {INDEX} that no build here made. Give an empty folder."
             )
         write_json(path, {"wanted": wanted, "encoded": 0})
 
-    def _encode(self, embeddings: Path) -> _Vectors:
+    def _encode(self, progress: Path) -> None:
         """Writes the vectors block by block; each is on disk before it is noted as done."""
-        path, count = partial_path(embeddings), len(self.corpus)
-        dtype = np.dtype(self.request.dtype).newbyteorder("<")
-        row_bytes = self.encoder.dimensions * dtype.itemsize
-        if embeddings.is_file():  # the last build was killed after its last step but one
-            embeddings.replace(path)
-        state = read_json(self.folder / PROGRESS)
-        found = path.stat().st_size // row_bytes if path.is_file() else 0
+        path, count, dimensions = self.vectors, len(self.corpus), self.encoder.dimensions
+        begin, width = _FLAT_HEADER.itemsize, 4 * dimensions
+        state = _read(progress)
+        found = max(0, path.stat().st_size - begin) // width if path.is_file() else 0
         done = state["encoded"] if found >= state["encoded"] else found // BLOCK * BLOCK
-        _check_space(path, (count - done) * row_bytes)
+        free = shutil.disk_usage(self.folder).free
+        if (needed := (count - done) * width) > free:
+            raise DataError(
+                f"{path}: needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free. Make "
+                "room."
+            )
+        header = (b"IxFI", dimensions, count, [1 << 20] * 2, True, 0, count * dimensions)
         with path.open("r+b" if path.is_file() else "w+b") as file:
-            file.truncate(done * row_bytes)
+            file.write(np.array(header, _FLAT_HEADER).tobytes())
+            file.truncate(begin + done * width)
             file.seek(0, os.SEEK_END)
             self.report("encoding", done, count)
             for start in range(done, count, BLOCK):
                 vectors = self.encoder.encode_passages(self.corpus[start : start + BLOCK])
-                file.write(vectors.astype(dtype, copy=False).data)
+                file.write(vectors.astype("<f4", copy=False).data)
                 file.flush()
                 os.fsync(file.fileno())
                 done = start + len(vectors)
-                write_json(self.folder / PROGRESS, {**state, "encoded": done})
+                write_json(progress, {**state, "encoded": done})
                 self.report("encoding", done, count)
-        return _Vectors(path, dtype, count, self.encoder.dimensions)
 
-    def _write_flat(self, vectors: _Vectors) -> None:
-        """The file that faiss would write for IndexFlatIP, without the index in memory."""
-        path = self.folder / INDEX
-        _check_space(path, 4 * vectors.count * vectors.dimensions)
-        with replacing(path) as aside, aside.open("wb") as file:
-            file.write(flat_header(vectors.count, vectors.dimensions))
-            for block in self._copied(vectors, "writing the index"):
-                file.write(block.astype("<f4", copy=False).data)
-
-    def _fill(self, vectors: _Vectors) -> None:
-        """Trains and fills an index in memory. A build that resumes reads its last copy back."""
-        aside = partial_path(self.folder / INDEX)
-        if aside.is_file():
-            index = read_index(aside, mmap=False)
-        else:
-            index = new_index(self.request.kind, vectors.dimensions)
-            if not index.is_trained:
-                self.report("training the index", 0, 1)
-                index.train(vectors.rows(training_rows(index, vectors.count)))
-        saved = time.monotonic()
-        for start, block in vectors.blocks(index.ntotal, BLOCK):
-            self.report("filling the index", start, vectors.count)
+    def _fill(self, index: Any, path: Path) -> None:
+        """Trains and fills an index in memory, and writes it."""
+        count = len(self.corpus)
+        needed, free = 2.0 * count * _code_size(index), psutil.virtual_memory().available
+        if needed > free:  # a vector that grows is there twice
+            logger.warning(
+                "%s may need %.1f GB of memory, %.1f GB are free: SQ8 takes a quarter of Flat, "
+                "and Flat is built in a few hundred megabytes",
+                self.request.kind,
+                needed / 1e9,
+                free / 1e9,
+            )
+        if not index.is_trained:
+            self.report("training the index", 0, 1)
+            shape = (count, self.encoder.dimensions)
+            mapped = np.memmap(self.vectors, "<f4", "r", _FLAT_HEADER.itemsize, shape)
+            index.train(mapped[training_rows(index, count)])
+        for block in self._blocks("filling the index", BLOCK):
             index.add(block)
-            if time.monotonic() - saved > self.request.checkpoint_s:
-                _save(index, aside)
-                saved = time.monotonic()
         self.report("writing the index", 0, 1)
-        _save(index, self.folder / INDEX)
-        aside.unlink(missing_ok=True)
+        with replacing(path) as aside:
+            write_index(index, aside)
 
-    def _measure(self, vectors: _Vectors) -> dict[str, Any] | None:
+    def _measure(self, path: Path) -> dict[str, Any] | None:
         """The recall of the index as written, against exact search of what it was filled with."""
         queries = self.encoder.encode_queries(sample_queries(self.corpus))
-        index = read_index(self.folder / INDEX, mmap=True)
-        exact = self._copied(vectors, "measuring recall")
-        return measure_recall(index, queries, exact, self.request.recall)
+        size = max(1, _COMPARED // (4 * self.encoder.dimensions))
+        exact = self._blocks("measuring recall", size)
+        return measure_recall(read_index(path, mmap=True), queries, exact, self.request.recall)
 
-    def _copied(self, vectors: _Vectors, stage: str) -> Iterator[np.ndarray]:
-        for start, block in vectors.blocks(0, max(1, _COPIED // (4 * vectors.dimensions))):
-            self.report(stage, start, vectors.count)
-            yield block
-
-
-@dataclass(frozen=True)
-class _Vectors:
-    """Vectors in a file, row after row: read, as mapped pages would count as the process's
-    memory."""
-
-    path: Path
-    dtype: np.dtype
-    count: int
-    dimensions: int
-
-    def blocks(self, start: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, (rows, dimensions) float32) of block after block from row `start`."""
-        width = self.dimensions * self.dtype.itemsize
-        with self.path.open("rb") as file:
-            file.seek(start * width)
-            for first in range(start, self.count, size):
-                block = np.frombuffer(file.read(size * width), self.dtype)
-                yield first, block.reshape(-1, self.dimensions).astype(np.float32, copy=False)
-
-    def rows(self, rows: Sequence[int]) -> np.ndarray:
-        """(len(rows), dimensions) float32."""
-        mapped = np.memmap(self.path, self.dtype, "r", shape=(self.count, self.dimensions))
-        return mapped[np.asarray(rows)].astype(np.float32)
+    def _blocks(self, stage: str, size: int) -> Iterator[np.ndarray]:
+        """(rows, dimensions) float32, read: mapped pages would count as the process's memory."""
+        with self.vectors.open("rb") as file:
+            file.seek(_FLAT_HEADER.itemsize)
+            for start in range(0, len(self.corpus), size):
+                self.report(stage, start, len(self.corpus))
+                block = np.fromfile(file, "<f4", size * self.encoder.dimensions)
+                yield block.reshape(-1, self.encoder.dimensions)
 
 
-def _check_space(path: Path, needed: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
+def _code_size(index: Any) -> float:
+    """Bytes that an index keeps of a vector, about."""
+    try:
+        return float(index.sa_code_size())
+    except RuntimeError:  # of kinds that faiss gives no size for
+        return 4.0 * index.d
+
+
+def _read(path: Path) -> Any:
+    """What a build that is under way notes. Raises DataError."""
+    try:
+        return load_json(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
         raise DataError(
-            f"{path}: needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free. Make room, "
-            "or use dtype float16."
-        )
-
-
-def _save(index: Any, path: Path) -> None:
-    with replacing(path) as aside:
-        try:
-            import_faiss().write_index(index, str(aside))
-        except RuntimeError as problem:
-            reason = str(problem).rpartition(": ")[2][:200]
-            raise DataError(
-                f"{path}: the index cannot be written ({reason}). Is the disk full?"
-            ) from None
+            f"{path}: cannot be read ({problem}). Delete the folder and build again."
+        ) from None

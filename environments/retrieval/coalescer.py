@@ -18,9 +18,7 @@ from rlflow_environments.retrieval.errors import QueueFullError
 
 Hit = TypeVar("Hit")
 _AT_A_TURN = 8  # queries of one request that are searched before the next request has its turn
-_CONSIDERATE = (
-    8  # batches of one turn each after one with a small request: its client probably asks again
-)
+_CONSIDERATE = 8  # batches of one turn each after a small request: its client will ask again
 _BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
 _HERE_BATCH = 16  # queries that an event loop searches itself before it looks around
 _TIMED = 9  # batches whose median time decides: the machine may interrupt one of them
@@ -134,6 +132,15 @@ class CoalescedSearch(Generic[Hit]):
         """How many searches wait for their batch."""
         return self._waiting_count
 
+    @property
+    def seconds_to_empty(self) -> float:
+        """For what waits now, in full batches that take as long as the latest."""
+        return self._waiting_count / self._max_batch * self._usual_s
+
+    @property
+    def _usual_s(self) -> float:
+        return sorted(self._seconds)[_TIMED // 2]
+
     async def search(self, query: str, top_k: int) -> list[Hit]:
         """At most `top_k` hits, best first. What the retriever raises for this query is raised
         here."""
@@ -170,7 +177,7 @@ class CoalescedSearch(Generic[Hit]):
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         """Searches what waits: in a thread, or in the loop when all that it has read is in."""
-        if sorted(self._seconds)[_TIMED // 2] < self._here_s:
+        if self._usual_s < self._here_s:
             loop.call_soon(self._drain_here, loop)
         else:
             self._owner.submit(self._drain)
@@ -205,18 +212,12 @@ class CoalescedSearch(Generic[Hit]):
         batch: list[_Lookup[Hit]] = []
         now = time.perf_counter()
         with self._lock:
-            while (
-                self._waiting and not batch
-            ):  # a queue may hold only searches whose callers went away
+            while self._waiting and not batch:  # a queue may hold only searches that nobody wants
                 top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0])
-                queue = self._waiting[top_k]
-                characters = 0
-                while (
-                    queue
-                    and len(batch) < min(most, self._max_batch)
-                    and characters < _BATCH_CHARACTERS
-                ):
-                    if batch and queue[0].turn > batch[-1].turn and self._considerate:
+                queue, characters = self._waiting[top_k], 0
+                while queue and len(batch) < min(most, self._max_batch):
+                    later = batch and queue[0].turn > batch[-1].turn
+                    if characters >= _BATCH_CHARACTERS or (later and self._considerate):
                         break
                     lookup = heapq.heappop(queue)
                     characters += len(lookup.query)

@@ -1,24 +1,21 @@
 """Readers and writers of the field's corpora and pages, one JSON object per line.
 
-    corpus.jsonl   {"id", "contents": "\"Title\"\ntext", "title"?, "url"?}, or {"title", "text"}
-    pages.jsonl    {"url", "contents"}
-    questions      see `questions`
-
-A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines
-are skipped.
+corpus.jsonl   {"id", "contents": "\"Title\"\ntext", "title"?, "url"?}, or {"title", "text"}
+pages.jsonl    {"url", "contents"}
+questions      see `questions`
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
-import mmap
-import os
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
+
+import numpy as np
+import orjson
 
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
@@ -31,8 +28,16 @@ from rlflow_environments.common.jsonl import (
     refuse,
     text_of,
 )
-
-logger = logging.getLogger("rlflow.search.corpus")  # under `rlflow`, so that a run's log has it
+from rlflow_environments.retrieval.records import (
+    EMPTY,
+    PARTIAL,
+    WHOLE,
+    Records,
+    ShareProgress,
+    dump_json,
+    load_record,
+    logger,
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,24 @@ class Passage:
         return {"id": self.id, "title": self.title, "contents": self.contents, "url": self.url}
 
 
-class PassageSequence(Sequence[Passage]):
-    """Passages by row, from the end and by slice, for a class that has `__len__` and `passage`."""
+class Corpus(Sequence[Passage]):
+    """The passages of a corpus.jsonl, also of one that is larger than memory.
 
-    def passage(self, row: int) -> Passage:
-        """The passage of a row from 0 to the length less 1."""
-        raise NotImplementedError
+    empty: the rows without text, which have a number, a vector even, and are never found. sha256:
+    of the file."""
+
+    def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
+        """Maps the file; the first time every row is checked. Raises DataError: missing or empty
+        file, bad rows (all are counted)."""
+        self._records = Records(path, "corpus", kind_of_row, progress)
+        self.path, self.sha256 = self._records.path, self._records.sha256
+        self.empty = self._records.rows_of(EMPTY)
+        if self.empty:
+            told = "%s: %d of %d rows have no text and are never found; the first is row %d"
+            logger.warning(told, self.path, len(self.empty), len(self), min(self.empty))
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     @overload
     def __getitem__(self, index: int) -> Passage: ...
@@ -74,94 +91,98 @@ class PassageSequence(Sequence[Passage]):
     def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        return self.passage(range(len(self))[index])
-
-
-class Corpus(PassageSequence):
-    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets
-    stay in memory.
-
-    empty: the rows without text, which have a number, a vector even, and are never found."""
-
-    def __init__(self, path: str | Path, *, skip_bad_rows: bool = False) -> None:
-        """Maps the file and checks every row once. Raises DataError: missing or empty file, bad
-        rows (all are counted); with `skip_bad_rows` only where no row is good."""
-        self.path = existing(path, "corpus")
-        with self.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
-            self._map: mmap.mmap | bytes = b""
-            if size:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._starts, self._ends = array("q"), array("q")
-        bad: list[tuple[str, str]] = []
-        rows = RowCheck(self.path)
-        for start, end, _ in _good_rows(self._map, rows, bad):
-            self._starts.append(start)
-            self._ends.append(end)
-        self.empty = frozenset(rows.empty)
-        good = len(self._starts) - len(self.empty)
-        refuse(self.path, "corpus", bad, good, skip=skip_bad_rows)
-        rows.report()
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def passage(self, row: int) -> Passage:
-        return _passage(self.record(row), row)
+        row = range(len(self))[index]
+        try:
+            return passage_of(self.record(row), row)
+        except BadRow as problem:  # the file was written into since it was checked
+            raise DataError(f"{self.path}: row {row}: {problem}. Fix or remove it.") from None
 
     def record(self, row: int) -> dict[str, Any]:
         """The whole record of a row, as it stands in the file."""
-        return parse_object(self._map[self._starts[row] : self._ends[row]])
+        return parse_object(self._records[row][0])
 
-    def with_text(self) -> Iterator[Passage]:
-        """The passages that can be found, in their order."""
-        return (self[row] for row in range(len(self)) if row not in self.empty)
-
-
-class RowCheck:
-    """What is to be said of a corpus as a whole. number: of the next row, by which rows without an
-    id are named. empty: the rows without text."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.number = 0
-        self.empty = array("q")
-        self._ids = array("q")
-
-    def add(self, name: str, empty: bool = False) -> None:
-        """The next row is not bad. empty: it has no text."""
-        if empty:
-            self.empty.append(self.number)
-        else:
-            self._ids.append(hash(name))
-        self.number += 1
-
-    def report(self) -> None:
-        """Says in one line each what was left out and which ids are not unique."""
-        import numpy as np
-
-        if self.empty:
-            text = "%s: %d of %d rows have no text and are never found; the first is row %d"
-            logger.warning(text, self._path, len(self.empty), self.number, self.empty[0])
-        ids = np.frombuffer(self._ids, np.int64)
-        repeated = len(ids) - len(np.unique(ids))
-        if repeated:
-            text = (
-                "%s: %d of %d rows have the id of an earlier row; results tell them apart by their "
-                "text only"
-            )
-            logger.warning(text, self._path, repeated, len(ids))
+    def document(self, row: int) -> bytes:
+        """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has
+        them, else completed."""
+        record, kind = self._records[row]
+        if kind == WHOLE:
+            return record
+        found = self[row]
+        completed = {"id": found.id, "contents": found.contents, "url": found.url}
+        return dump_json({**self.record(row), **completed})
 
 
-def make_passage(record: Mapping[str, Any], row: int) -> Passage:
-    """The passage of a corpus record. Raises DataError for a record without text."""
-    try:
-        passage = _passage(dict(record), row)
-        if not passage.contents:
-            raise BadRow("expected text, found empty text")
-    except BadRow as problem:
-        raise DataError(f"record {row}: {problem}. Build the index again.") from None
-    return passage
+class Pages:
+    """The pages of a pages.jsonl by their URL, for `POST /access`."""
+
+    def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
+        """Maps the file and hashes every URL. Raises DataError: no such file, a page without URL or
+        contents."""
+        self._records = Records(path, "pages", _kind_of_page, lambda share: progress(share / 2))
+        self.path, self.sha256 = self._records.path, self._records.sha256
+        hashes = np.empty(len(self), np.uint64)
+        for row in range(len(self)):
+            hashes[row] = _hash(self._url(row))
+            if row % 65536 == 0:
+                progress(0.5 + row / len(self) / 2)
+        self._rows = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._rows]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def page(self, url: str) -> bytes | None:
+        """The whole record of a page as JSON, None for an unknown one.
+
+        A URL is looked up as it stands; one that is not known and contains `index.php/` once more
+        as `index.php?title=`, the only rewriting that the field knows. Of several records of one
+        URL the last counts, as in a dictionary."""
+        found = self._find(url)
+        if found is None and "index.php/" in url:
+            found = self._find(url.replace("index.php/", "index.php?title="))
+        return found
+
+    def _find(self, url: str) -> bytes | None:
+        wanted = np.uint64(_hash(url))
+        place = int(np.searchsorted(self._hashes, wanted, side="right")) - 1
+        while place >= 0 and self._hashes[place] == wanted:
+            row = int(self._rows[place])
+            if self._url(row) == url:
+                record, kind = self._records[row]
+                return record if kind == WHOLE else dump_json(load_record(record))
+            place -= 1
+        return None
+
+    def _url(self, row: int) -> str:
+        return load_record(self._records[row][0])["url"]
+
+
+def passage_of(row: Mapping[str, Any], number: int) -> Passage:
+    """The passage of a record. number: its row, which is its name where it has none. Raises
+    BadRow."""
+    name = str(number if row.get("id") is None else row["id"])
+    url = str(row.get("url") or f"doc://{name}")
+    written = row.get("text") if row.get("contents") is None else row["contents"]
+    if isinstance(written, str) and not written.strip():
+        return Passage(name, "", "", url)
+    if row.get("contents") is not None:
+        contents = text_of(row, "contents")
+        title = row.get("title") or title_of(contents)
+    elif row.get("text") is not None:
+        title = text_of(row, "title")
+        contents = make_contents(title, text_of(row, "text"))
+    else:
+        raise BadRow("no 'contents' (nor 'title' and 'text')")
+    if not isinstance(title, str):
+        raise BadRow(f"'title': expected text, found {kind_of(title)}")
+    return Passage(name, title, contents, url)
+
+
+def kind_of_row(record: bytes, row: int) -> int:
+    """Whether a record of a corpus can be sent as it is, see `Records`. Raises BadRow."""
+    if _is_whole(record, "id", "contents", "url"):
+        return WHOLE
+    return PARTIAL if passage_of(parse_object(record), row).contents else EMPTY
 
 
 def check_beginning(path: str | Path, most_bytes: int) -> None:
@@ -170,37 +191,13 @@ def check_beginning(path: str | Path, most_bytes: int) -> None:
     file = existing(path, "corpus")
     with file.open("rb") as opened:
         data = opened.read(most_bytes)
-    data = data[: data.rfind(b"\n") + 1] or data
-    bad: list[tuple[str, str]] = []
-    good = sum(bool(passage.contents) for _, _, passage in _good_rows(data, RowCheck(file), bad))
-    refuse(file, "corpus", bad, good)
-
-
-def _good_rows(
-    data: mmap.mmap | bytes, rows: RowCheck, bad: list[tuple[str, str]]
-) -> Iterator[tuple[int, int, Passage]]:
-    """Start, end and passage of every row that is not bad; tells `rows` of all and `bad` of the
-    others.
-
-    Rows without an id are named by their number among the rows that are not bad, as if the bad ones
-    had been deleted."""
-    for line, start, record in records(data):
+    good, bad = 0, []
+    for line, _, record in records(data[: data.rfind(b"\n") + 1] or data):
         try:
-            passage = _passage(parse_object(record), rows.number - len(bad))
+            good += kind_of_row(record, line) != EMPTY
         except BadRow as problem:
-            rows.number += 1
             bad.append((f"line {line}", str(problem)))
-        else:
-            rows.add(passage.id, empty=not passage.contents)
-            yield start, start + len(record), passage
-
-
-def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
-    """The passage of one record of a corpus. Raises DataError that names the row (from 0)."""
-    try:
-        return _passage(parse_object(record), row)
-    except BadRow as problem:
-        raise DataError(f"{path}: row {row}: {problem}. Fix or remove it.") from None
+    refuse(file, "corpus", bad, good)
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -209,9 +206,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     with replacing(path, durable=False) as aside, aside.open("wb") as file:
         for row in rows:
             text = json.dumps(row, ensure_ascii=False) + "\n"
-            file.write(
-                text.encode(errors="backslashreplace")
-            )  # lone surrogates as JSON escapes them
+            file.write(text.encode(errors="backslashreplace"))  # lone surrogates as JSON escapes
     return Path(path)
 
 
@@ -230,20 +225,32 @@ def make_contents(title: str, text: str) -> str:
     return f'"{title}"\n{text}'
 
 
-def _passage(row: dict[str, Any], number: int) -> Passage:
-    name = str(number if row.get("id") is None else row["id"])
-    url = str(row.get("url") or f"doc://{name}")
-    written = row.get("text") if row.get("contents") is None else row["contents"]
-    if isinstance(written, str) and not written.strip():
-        return Passage(name, "", "", url)
-    if row.get("contents") is not None:
-        contents = text_of(row, "contents")
-        title = row.get("title") or contents.partition("\n")[0].strip().strip('"')
-    elif row.get("text") is not None:
-        title = text_of(row, "title")
-        contents = make_contents(title, text_of(row, "text"))
-    else:
-        raise BadRow("no 'contents' (nor 'title' and 'text')")
-    if not isinstance(title, str):
-        raise BadRow(f"'title': expected text, found {kind_of(title)}")
-    return Passage(name, title, contents, url)
+def title_of(contents: str) -> str:
+    """The first line, without quotes."""
+    return contents.partition("\n")[0].strip().strip('"')
+
+
+def _kind_of_page(record: bytes, row: int) -> int:
+    if _is_whole(record, "url", "contents"):
+        return WHOLE
+    page = parse_object(record)
+    if not isinstance(page.get("url"), str) or not isinstance(page.get("contents"), str):
+        raise BadRow("expected 'url' and 'contents' as text")
+    return PARTIAL
+
+
+def _is_whole(record: bytes, *keys: str) -> bool:
+    """Whether every reader of JSON can read a record, and its keys are texts that are not blank."""
+    try:
+        row = orjson.loads(record)
+    except orjson.JSONDecodeError:
+        return False
+    texts = [row.get(key) for key in keys] if isinstance(row, dict) else [None]
+    return all(isinstance(text, str) and text.strip() for text in texts) and isinstance(
+        row.get("title") or "", str
+    )
+
+
+def _hash(url: str) -> int:
+    digest = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

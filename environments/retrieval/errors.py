@@ -1,4 +1,4 @@
-"""What can go wrong between a query and its passages."""
+"""Errors between a query and its passages."""
 
 from __future__ import annotations
 

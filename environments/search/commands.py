@@ -1,5 +1,4 @@
-"""`rlflow search ...`: the commands of retrieval, and those of questions and one's own
-documents."""
+"""`rlflow search ...`: the commands of retrieval, and that of one's own documents."""
 
 from __future__ import annotations
 
@@ -10,14 +9,6 @@ from rlflow_environments.retrieval.commands import COMMANDS as RETRIEVAL
 
 COMMANDS = {
     **{name: RETRIEVAL[name] for name in ("build", "serve", "query")},
-    "data": (
-        "what a file of questions or passages is; write it in one form",
-        "rlflow_environments.search.questions.command",
-    ),
-    "check-questions": (
-        "which questions a corpus can answer",
-        "rlflow_environments.search.answerability.command",
-    ),
     "qa": (
         "questions and answers from your own documents",
         "rlflow_environments.search.own_documents.command",

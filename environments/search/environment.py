@@ -16,7 +16,6 @@ from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.common.transcript import as_text
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
-from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
 from rlflow_environments.search.metrics import METRICS
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
@@ -30,13 +29,7 @@ from rlflow_environments.search.rewards import (
     scoring,
 )
 from rlflow_environments.search.rewards.judge import Judge
-from rlflow_environments.search.sources import (
-    load_tasks,
-    open_retriever,
-    questions_of,
-    task_of,
-    world_files,
-)
+from rlflow_environments.search.sources import load_tasks, open_retriever, task_of, world_files
 
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
@@ -50,12 +43,22 @@ class SearchEnvironment(Environment):
     """Questions over a corpus. The policy asks for searches, is shown what they find, and answers;
     how it does so is the protocol's matter (docs/search_protocols.md).
 
-    Metrics: exact_match, f1, answered, searches and accesses (executed), invalid_actions,
-    gold_in_results (1 once a gold answer stood in what the policy was shown),
-    rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule that can
-    reward, and `hops` where the question's row has it. The scores read the policy's own text only.
-    A failing retriever aborts the episode; its error never becomes text.
-    """
+    Metrics: see `metrics.METRICS`. The scores read the policy's own text only. A failing retriever
+    aborts the episode; its error never becomes text.
+
+    corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of evaluation
+    sets (see `questions`); either may be missing as long as its tasks are not asked for. world:
+    keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it
+    wins. retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed).
+    top_k: passages per search. pages: a .jsonl file for the tool access (None: those of the world,
+    or of the server); a managed service serves it. tools: search, and access where the protocol has
+    it. max_turns: in the sense of the protocol's original; it takes the place of
+    rollout.max_turns. prompt_template: for rows that have a `question` and no `prompt` (None: the
+    protocol's). valid_inst_ratio: of the asearcher protocol. max_document_characters: of one
+    passage's contents. max_searches: per episode; further searches are refused. managed: search in
+    a service of its own that is started here and ends with the run; its options: see `managed`.
+    network_host: what other machines with rollout workers call this one: the service listens there
+    (None: 127.0.0.1)."""
 
     metrics = METRICS
     harmless_options = (
@@ -100,27 +103,11 @@ class SearchEnvironment(Environment):
         valid_inst_ratio: Share = 0.3,
         max_document_characters: PositiveInt | None = None,
         max_searches: NonNegativeInt | None = None,
-        disturbances: Mapping[str, Any] | None = None,
         managed: bool | Mapping[str, Any] = False,
         network_host: str | None = None,
     ) -> None:
-        """Reads the files and builds the index.
-
-        corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of
-        evaluation sets (see `questions`); either may be missing as long as its tasks are not asked
-        for. world: keywords of `world.ensure_world`, which makes the embedded world's files; a file
-        given beside it wins. retriever: a name, {name, options...}, or a Retriever (then `corpus`
-        is not needed). top_k: passages per search. pages: a .jsonl file for the tool access (None:
-        those of the world, or of the server); a managed service serves it. tools: search, and
-        access where the protocol has it. max_turns: in the sense of the protocol's original; it
-        takes the place of rollout.max_turns. prompt_template: for rows that have a `question` and
-        no `prompt` (None: the protocol's). valid_inst_ratio: of the asearcher protocol.
-        max_document_characters: of one passage's contents. max_searches: per episode; further
-        searches are refused. disturbances: options of `Disturbances`. managed: search in a service
-        of its own that is started here and ends with the run; its options: see `managed`.
-        network_host: what other machines with rollout workers call this one: the service listens
-        there (None: 127.0.0.1). Raises ConfigError, DataError, MissingPackageError.
-        """
+        """Reads the files and builds the index. Raises ConfigError, DataError,
+        MissingPackageError."""
         self._protocol = make_protocol(protocol, tools, max_document_characters)
         self._score = make_reward(reward)
         self.stop, self.frame = self._protocol.stop, self._protocol.frame
@@ -130,7 +117,6 @@ class SearchEnvironment(Environment):
             check_prompt_template(prompt_template)
         self._prompt_template = prompt_template
         self._max_searches = max_searches
-        self._disturbances = make_disturbances(disturbances)
         files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
         given = {split: path for split, path in questions.items() if path is not None}
@@ -141,19 +127,14 @@ class SearchEnvironment(Environment):
         if managed:
             from rlflow_environments.search.managed import start_managed
 
-            tasks, pages = next(iter(self._tasks.values()), []), pages or of_world
-            self._service = start_managed(
-                retriever, corpus, managed, tasks, top_k, pages, network_host
-            )
+            pages = pages or of_world
+            self._service = start_managed(retriever, corpus, managed, pages, network_host)
             self.retriever, pages = self._service.retriever, None
         else:
             self.retriever = open_retriever(retriever, corpus)
             if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
                 pages = pages or of_world
-        asked = questions_of(self._tasks.get("train", []))
-        self._lookups = Lookups(
-            self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked
-        )
+        self._lookups = Lookups(self.retriever, top_k, pages)
         self._lookups.check_tools(self._protocol.enabled)
 
     def worker_options(self) -> dict[str, Any]:
@@ -179,9 +160,6 @@ class SearchEnvironment(Environment):
         """Takes these questions, by split, in place of those that it has. unread: what is raised
         where others are asked for."""
         self._tasks, self._unread = tasks, dict(unread or {})
-        # By identity: ids of tasks are unique within a split only, and the rollout hands back these
-        # very objects.
-        self._split_of = {id(task): split for split, asked in tasks.items() for task in asked}
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The questions of "train" or "val" in file order. Raises ConfigError where no such file
@@ -216,13 +194,11 @@ class SearchEnvironment(Environment):
             "gold_in_results": 0.0,
             "responses": [],
             "observations": [],
-            "queries": {},
+            "queries": set(),
             "stop": self.stop,
             "pending": deque(),
             "shown": None,
         }
-        if self._disturbances is not None:
-            state["disturbed"] = 0
         return Episode(task, scratch=state)
 
     async def step(self, episode: Episode, response: str) -> Step:
@@ -260,9 +236,7 @@ class SearchEnvironment(Environment):
         state = episode.scratch
         results = []
         for call in calls:
-            results.append(
-                await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task)))
-            )
+            results.append(await self._lookups.carry_out(call, episode))
             state["searches" if call.tool == "search" else "accesses"] += len(call.inputs)
         texts = [text for result in results for text in self._texts(result)]
 
@@ -323,7 +297,7 @@ class SearchEnvironment(Environment):
             for name in REPORTED_METADATA
             if isinstance(metadata.get(name), (int, float))
         }
-        counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
+        counts = {name: state[name] for name in COUNTS}
         unscored = dict.fromkeys(
             ("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0
         )

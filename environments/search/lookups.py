@@ -11,22 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.types import Episode
 from rlflow_environments.common.threads import beside_the_loop
-from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
-from rlflow_environments.retrieval.client.trace import trace_id
+from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, trace_id
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
-from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.corpus import Pages, Passage
 from rlflow_environments.retrieval.indices import Retriever
-from rlflow_environments.search.disturbances import Disturbances
 from rlflow_environments.search.protocols import Call, Result
 from rlflow_environments.search.rewards import scoring
-
-if TYPE_CHECKING:
-    from rlflow_environments.retrieval.server.records import Pages
 
 logger = logging.getLogger("rlflow.search.lookups")  # under `rlflow`, so that a run's log has it
 
@@ -35,23 +29,12 @@ class Lookups:
     """Carries out the calls of episodes. Whatever the retriever raises escapes: the episode is
     aborted."""
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        top_k: int,
-        *,
-        pages: str | Path | None = None,
-        disturbances: Disturbances | None = None,
-        questions: Sequence[str] = (),
-    ) -> None:
-        """pages: a pages.jsonl; without one a server is asked. questions: what noise is searched
-        with."""
+    def __init__(self, retriever: Retriever, top_k: int, pages: str | Path | None = None) -> None:
+        """pages: a pages.jsonl; without one a server is asked."""
         self._retriever = retriever
         self._remote = retriever if isinstance(retriever, AsyncRetriever) else None
         self._top_k = top_k
-        self._pages = None if pages is None else _open_pages(pages)
-        self._disturbances = disturbances
-        self._questions = questions
+        self._pages = None if pages is None else Pages(pages)
         self._coalesced: CoalescedSearch[Passage] = CoalescedSearch(retriever)
         self._account = _Account()
 
@@ -70,56 +53,38 @@ class Lookups:
                 "{url, contents}, or search in a server that has them (retriever http)."
             )
 
-    async def carry_out(self, call: Call, episode: Episode, split: str | None) -> Result:
-        """What a call brings. split: of the episode's task, for the disturbances."""
+    async def carry_out(self, call: Call, episode: Episode) -> Result:
+        """What a call brings."""
         trace = trace_id(episode.task.id, episode.scratch["responses"])
         with self._account.under_way():
             if call.tool == "access":
                 return Result(call, pages=[await self._page(url, trace) for url in call.inputs])
-            searches = [self._search(query, episode, split, trace) for query in call.inputs]
+            searches = [self._search(query, episode, trace) for query in call.inputs]
             return Result(call, passages=await asyncio.gather(*searches))
 
     def report(self) -> dict[str, float]:
         """The metrics of the searches since the last call."""
         taken = self._account.take()
-        counts = self._remote.cache_counts if self._remote is not None else None
-        looked_up, held = counts.take() if counts is not None else (0, 0)
+        looked_up, held = (0, 0) if self._remote is None else self._remote.take_cache_counts()
         if looked_up:
             taken["search/hit_rate"] = held / looked_up
         return taken
 
-    async def _search(
-        self, query: str, episode: Episode, split: str | None, trace: str
-    ) -> list[Passage]:
-        state, golds = episode.scratch, episode.task.answer
-        asked_before = state["queries"].get(query, 0)
-        state["queries"][query] = asked_before + 1
-
-        async def find(text: str, top_k: int) -> list[Passage]:
-            if self._remote is not None:
-                return await self._remote.find(text, top_k, trace=trace)
-            return await self._coalesced.search(text, top_k)
-
-        disturbances = self._disturbances
-        if disturbances is not None and split in disturbances.splits:
-            passages, changed = await disturbances.search(
-                find,
-                query,
-                self._top_k,
-                task_id=episode.task.id,
-                asked_before=asked_before,
-                others=self._questions,
-            )
-            state["disturbed"] += changed
+    async def _search(self, query: str, episode: Episode, trace: str) -> list[Passage]:
+        asked, golds = episode.scratch["queries"], episode.task.answer
+        repeated = query in asked
+        asked.add(query)
+        if self._remote is not None:
+            passages = await self._remote.find(query, self._top_k, trace=trace)
         else:
-            passages = await find(query, self._top_k)
+            passages = await self._coalesced.search(query, self._top_k)
 
         def has_gold() -> bool:
             return any(scoring.contains_gold(passage.contents, golds) for passage in passages)
 
         length = sum(len(passage.contents) for passage in passages)
         gold = await beside_the_loop(length, has_gold)
-        self._account.book(empty=not passages, repeated=asked_before > 0, gold=gold)
+        self._account.book(empty=not passages, repeated=repeated, gold=gold)
         return passages
 
     async def _page(self, url: str, trace: str) -> str | None:
@@ -186,9 +151,3 @@ class _Account:
                 taken["search/gold_in_top_k"] = self._gold / self._searches
             self._reset()
         return taken
-
-
-def _open_pages(path: str | Path) -> Pages:
-    from rlflow_environments.retrieval.server.records import Pages
-
-    return Pages(path)

@@ -1,4 +1,4 @@
-"""What the numbers of the search environment are, and which of them are its scores."""
+"""Numbers that the search environment reports, its scores among them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ METRICS = {
         "share",
         "of episodes with a reward above 0 that were shown no passage with a gold answer",
         alarm=0.2,
-        advice="Answers are rewarded without evidence: the policy may know or guess them. Evaluate with "
-        "environment.retriever.name=random; if the score stays, take other questions, or a reward "
-        "that asks for evidence.",
+        advice="Answers are rewarded without evidence: the policy may know or guess them. Evaluate "
+        "with environment.retriever.name=random; if the score stays, take other questions, or a "
+        "reward that asks for evidence.",
     ),
-    "disturbed": Metric("per episode", "searches that `disturbances` changed; only with them"),
     "hops": Metric("count", "`hops` of the question's row; only where it has them"),
     "judge_asked": Metric(
         "share", "of answers that the judge was asked about; only with that reward, as the next two"
@@ -49,7 +48,8 @@ METRICS = {
         "share",
         "of searches that found nothing",
         alarm=0.5,
-        advice="Check that the retriever answers (rlflow search query) and that the index is that of the corpus.",
+        advice="Check that the retriever answers (rlflow search query) and that the index is that "
+        "of the corpus.",
     ),
     "search/duplicate_rate": Metric("share", "of searches that their episode had made before"),
     "search/gold_in_top_k": Metric("share", "of searches that found a passage with a gold answer"),

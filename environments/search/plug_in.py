@@ -1,5 +1,5 @@
-"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor,
-and tables of the field's configurations. Imports nothing heavy."""
+"""What the search plug-in adds to the core's commands: options of train and eval, jobs of
+doctor, and tables of the field's configurations. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OPTIONS = (
 JOBS = (
     Job(
         "search environment",
-        ("faiss-cpu|faiss-gpu", "bm25s"),
+        ("faiss-cpu|faiss-gpu-cu12", "bm25s"),
         install_command("search"),
         tested={"faiss-cpu": "1.15.1", "bm25s": "0.3.16"},
     ),
     Job(
         "retrieval server",
-        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        ("faiss-cpu|faiss-gpu-cu12", "bm25s", "aiohttp", "uvicorn", "uvloop", "prometheus-client"),
         install_command("search"),
         tested={"aiohttp": "3.14.5", "uvicorn": "0.54.0"},
     ),
-    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), install_command("qdrant")),
+    Job("search with Qdrant", ("qdrant-client",), install_command("qdrant")),
 )
 
 FOREIGN_CONFIGS = sorted((Path(__file__).parent / "foreign_configs").glob("*.yaml"))

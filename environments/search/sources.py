@@ -1,4 +1,4 @@
-"""What a search environment is made from: files, a world, a retriever, a service."""
+"""The parts of a search environment: files, a world, a retriever."""
 
 from __future__ import annotations
 
@@ -95,9 +95,3 @@ def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:
     if isinstance(prompt, str) and protocol.speaks_messages:
         prompt = [{"role": "user", "content": prompt}]
     return task if prompt == task.prompt else dataclasses.replace(task, prompt=prompt)
-
-
-def questions_of(tasks: Sequence[Task]) -> list[str]:
-    """The questions alone, of the tasks whose rows have them."""
-    found = [task.metadata.get("question") for task in tasks]
-    return [question for question in found if isinstance(question, str)]

@@ -153,7 +153,7 @@ class Annotator:
     def _tell(self, problems: list[BaseException], *, none: bool) -> None:
         self.failed += len(problems)
         if none and not self._failing:
-            told = "the annotator's endpoint gives no labels, captions without one are rewarded 0 until it does: %s"
+            told = "the annotator gives no labels; captions without one are rewarded 0 for now: %s"
             logger.warning(told, problems[0])
 
     def _save_if(self, wanted: bool) -> None:

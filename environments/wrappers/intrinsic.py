@@ -24,7 +24,8 @@ MAX_REPLY_TOKENS = 512
 
 
 class IntrinsicRewards(Wrapper):
-    """reward = extrinsic * base reward + intrinsic * r(caption) / N(caption)^beta    (ONI, arXiv 2410.23022)
+    """reward = extrinsic * base reward + intrinsic * r(caption) / N(caption)^beta    (ONI, arXiv
+    2410.23022)
 
     The caption is what the base's observation says; N counts it within the episode, this time
     included. r is a reward model's, which learns from labels of a language model: see

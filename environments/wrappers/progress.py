@@ -22,7 +22,8 @@ from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
 
 
 class ProgressRewards(Wrapper):
-    """reward = outcome * base reward + progress * c(o_t, o_t+1), c in [-1, 1]      (VLAC, arXiv 2509.15937)
+    """reward = outcome * base reward + progress * c(o_t, o_t+1), c in [-1, 1]      (VLAC, arXiv
+    2509.15937)
 
     o_0 is the prompt, later ones the base's observations. A step that shows nothing, or the same
     again, is not asked about: c is 0. The critic's `done` ends the episode, as the base's own end

@@ -70,9 +70,8 @@ class RevisitFailures(Wrapper):
         text = episode.task.prompt
         for response in way:
             episode.turns += 1
-            step = await awaited(
-                await asyncio.to_thread(self.base.step, episode, response)
-            )  # a plain one may take its time
+            # A plain one may take its time
+            step = await awaited(await asyncio.to_thread(self.base.step, episode, response))
             if step.terminated or step.replace or not isinstance(step.observation, str):
                 await awaited(self.base.close(episode))
                 return await super().reset(task)

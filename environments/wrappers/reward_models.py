@@ -252,8 +252,8 @@ class _Serving:
 
 
 def bradley_terry(first: Tensor, second: Tensor, label: Tensor) -> Tensor:
-    """-(1 - y) log P(first) - y log P(second), P(first) = e^first / (e^first + e^second), in nats; y: 0 where the first is
-    preferred, 1 the second, 1/2 neither."""
+    """-(1 - y) log P(first) - y log P(second), P(first) = e^first / (e^first + e^second), in nats;
+    y: 0 where the first is preferred, 1 the second, 1/2 neither."""
     logs = torch.log_softmax(torch.stack([first, second], dim=-1), dim=-1)
     return -(1 - label) * logs[..., 0] - label * logs[..., 1]
 

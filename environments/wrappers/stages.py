@@ -37,7 +37,8 @@ class StageRewards(Wrapper):
     """Rewards of an episode by how far it came (RL for machine-learning-engineering agents, arXiv
     2509.01684, instrumentation).
 
-        no valid result, k stages: failure + per_stage * k        a valid result: the base's return, and nothing added
+        no valid result, k stages: failure + per_stage * k        a valid result: the base's return,
+        and nothing added
 
     After each step the return is what the episode so far is worth, so that it is right wherever a
     limit ends the episode: the first step brings `failure`, each stage reached `per_stage` once, in

@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# Trains with the three processes of AstraFlow, each a command of its own, joined by addresses; `--help` explains it.
+# Trains on a Ray cluster of its own, whose processes may die; `--help` explains it.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Train with three processes that know each other by address: dataflow (tasks and checkpoints), rollout service, trainer.
+Train on a Ray cluster apart from the run: trainer ranks and rollout workers are its processes, and may be on other machines.
 
   bash recipes/asearcher/run_processes.sh [OPTIONS of run_train.sh] [section.key=value ...]
 
-Starts a Ray cluster on this machine (loopback only) and on it
-  rollout    rlflow serve rollout --cluster ADDRESS --run NAME     cluster.rollout_workers processes with engine and environment
-  trainer    rlflow serve trainer --cluster ADDRESS --run NAME     cluster.ranks trainer ranks
-  dataflow   rlflow train --config ... cluster.address=ADDRESS cluster.services=NAME
-and ends all of them when the dataflow has ended or Ctrl-C comes. Each is started again when it dies, whoever killed it: a lost rollout
-worker's attempts are issued again; after the death of trainer or dataflow the run goes on from its last checkpoint.
-Their process ids are in RUN.processes/NAME.pid, what they say in RUN.processes/NAME.log.
+Starts
+  cluster    ray start --head      on this machine (loopback only)
+  train      rlflow train --config ... cluster.address=ADDRESS
+and ends both when the run has ended or Ctrl-C comes. Each is started again when it dies, whoever killed it. A lost rollout worker
+is replaced and its attempts are issued again; after the death of a trainer rank or of `rlflow train` the run goes on from its last
+checkpoint. Their process ids are in RUN.processes/NAME.pid, what they say in RUN.processes/NAME.log.
 
-Options are those of run_train.sh (--help there); without data it is the demo. On several machines start the same three commands by
-hand: docs/asynchronous.md.
+Options are those of run_train.sh (--help there); without data it is the demo. On several machines start Ray by hand:
+docs/clusters.md.
 
   --workers N           rollout workers (default: the recipe's)
   --ranks N             trainer ranks (default: the recipe's, at least 1)
@@ -54,16 +53,15 @@ cd "$RLFLOW_ROOT"
 [ -z "$workers" ] || overrides+=("cluster.rollout_workers=$workers")
 [ -z "$ranks" ] || overrides+=("cluster.ranks=$ranks")
 
-# What the configuration says of the run: its directory, workers, ranks, threads and GPUs of each.
-read -r directory workers ranks threads gpus < <("$RLFLOW_PYTHON" -c '
+# What the configuration says of the run: its directory, workers, ranks, threads of each.
+read -r directory workers ranks threads < <("$RLFLOW_PYTHON" -c '
 import sys
 from rlflow.config.schema import load_config
 from rlflow.run.preflight import run_path
 config = load_config(sys.argv[1], sys.argv[2:])
 cluster = config.cluster
-print(run_path(config).absolute(), cluster.rollout_workers or 1, cluster.ranks or 1, cluster.threads_per_rank, cluster.gpus_per_rank)
+print(run_path(config).absolute(), cluster.rollout_workers or 1, cluster.ranks or 1, cluster.threads_per_rank)
 ' "$config" ${overrides[@]+"${overrides[@]}"}) || rlflow_fail "the configuration could not be read"
-name=$(basename "$directory")-$$
 places=$directory.processes
 first='' kept=()
 for argument in ${arguments[@]+"${arguments[@]}"}; do
@@ -134,17 +132,13 @@ print(first.getsockname()[1], second.getsockname()[1])')
     done
     grep -q "Ray runtime started" "$places/cluster.log" || rlflow_fail "Ray did not start within 60 s; see $places/cluster.log"
 fi
-rlflow_say "cluster $address, run '$name', processes in $places"
-service=("--cluster" "$address" "--run" "$name" "--threads" "$threads" "--gpus" "$gpus")
-keep rollout '' '' "$RLFLOW_PYTHON" -m rlflow serve rollout "${service[@]}" --processes "$workers"
-keep trainer '' '' "$RLFLOW_PYTHON" -m rlflow serve trainer "${service[@]}" --processes "$ranks"
-keep dataflow "$first" --resume "$RLFLOW_PYTHON" -m rlflow train --config "$config" ${kept[@]+"${kept[@]}"} \
-    ${overrides[@]+"${overrides[@]}"} "cluster.address=$address" "cluster.services=$name" "cluster.rollout_workers=$workers" \
-    "cluster.ranks=$ranks"
-dataflow=${keepers[-1]}
-tail -n +1 -F --pid="$dataflow" "$places/dataflow.log" 2>/dev/null & # what the run says
+rlflow_say "cluster $address, processes in $places"
+keep train "$first" --resume "$RLFLOW_PYTHON" -m rlflow train --config "$config" ${kept[@]+"${kept[@]}"} \
+    ${overrides[@]+"${overrides[@]}"} "cluster.address=$address" "cluster.rollout_workers=$workers" "cluster.ranks=$ranks"
+train=${keepers[-1]}
+tail -n +1 -F --pid="$train" "$places/train.log" 2>/dev/null & # what the run says
 keepers+=($!)
 status=0
-wait "$dataflow" || status=$?
+wait "$train" || status=$?
 sleep 1
 exit "$status"

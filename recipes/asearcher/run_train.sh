@@ -14,7 +14,7 @@ encyclopedia. No GPU, account or download of a model is needed.
 
 Options
   --recipe NAME         m2po_delta (default): weights travel as the bits that changed, all of them every tenth time; or m2po_full: all of
-                        them every time. Nothing else differs. In the demo all bits change (float32): it sends whole weights with both
+                        them every time. Nothing else differs
   --short               the recipe at the size of two CPU cores, also where data files are given
   CONFIG_NAME           a configuration beside this script: config/CONFIG_NAME.yaml
   --config FILE         another run configuration (YAML); every key: docs/configuration.md

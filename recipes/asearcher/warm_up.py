@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.warming import parser_of, warm_up
-from rlflow_environments.search.world.browsing import HASTY, Haste, Part, browse
+from rlflow_environments.search.world.demonstrations import Part, Slips, demonstrate
 
+HASTY = Slips(guess=0.15, early=0.3, give_up=0.6)
 START = Path("recipes/searchr1/starting_policy")
 HASTY_FROM = 0.6  # share of the steps after which the demonstrations go wrong, which spoils the behaviour and not the skill
 
 
 def row(generator: random.Random, done: float) -> Sequence[Part]:
     """One segment of a demonstration, as a rollout of the protocol makes them."""
-    shown = browse(generator, Haste() if done < HASTY_FROM else HASTY, generator.choice([2, 3, 3]))
+    slips = Slips() if done < HASTY_FROM else HASTY
+    shown = demonstrate(generator, slips, generator.choice([2, 3, 3]), pages=True)
     return generator.choice(shown.segments())
 
 

@@ -4,8 +4,8 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Build the index of a corpus, with the flags of the field's index_builder.py. It prints the memory that it needs first, goes on where it was
-stopped when it is given again, and takes corpora larger than memory (faiss_type Flat).
+Build the index of a corpus, with the flags of the field's index_builder.py. It goes on where it was stopped when it is given again, and takes
+corpora larger than memory (faiss_type Flat).
 
   bash recipes/searchr1/build_index.sh [--corpus_path FILE] [OPTIONS]
 
@@ -20,7 +20,6 @@ Options (more: rlflow search build --help, whose options are taken too)
   --batch_size N            passages per pass of the model
   --pooling_method NAME     instead of the family's
   --use_fp16                the encoder's weights in float16 (on a GPU)
-  --save_embedding          keep the embeddings beside the index
   --device NAME             cuda (default where there is a GPU) or cpu
 
 Environment variable
@@ -44,9 +43,8 @@ while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) usage; exit 0 ;;
     --use_fp16) half=1; shift; continue ;;
-    --save_embedding) options+=(--keep-embeddings); shift; continue ;;
+    --save_embedding) rlflow_say "--save_embedding: Flat is the embeddings; for other types add ,RFlat to --faiss_type"; shift; continue ;;
     --faiss_gpu) rlflow_say "--faiss_gpu: indices are filled on the CPU; encoding, which takes the time, uses --device"; shift; continue ;;
-    --plan | --keep-embeddings) options+=("$1"); shift; continue ;;
     esac
     [ $# -ge 2 ] || rlflow_fail "$1: expected a value; see --help"
     case $1 in

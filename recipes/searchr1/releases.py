@@ -85,7 +85,8 @@ def select(names: Sequence[str]) -> dict[str, Release]:
             chosen[name] = RELEASES[name]
         else:
             raise ConfigError(
-                f"expected releases among {', '.join(RELEASES)}, or OWNER/NAME, found '{name}'.{did_you_mean(name, RELEASES)}"
+                f"expected releases among {', '.join(RELEASES)}, or OWNER/NAME, found "
+                f"'{name}'.{did_you_mean(name, RELEASES)}"
             )
     return chosen
 
@@ -135,7 +136,8 @@ class _Hub:
             import huggingface_hub
         except ImportError:
             raise MissingPackageError(
-                "downloads need the package huggingface_hub. Install it with: pip install huggingface_hub"
+                "downloads need the package huggingface_hub. Install it with: pip install "
+                "huggingface_hub"
             ) from None
         self._hub = huggingface_hub
         self._repo, self._kind, self._revision, self._endpoint = repo, kind, revision, endpoint
@@ -186,7 +188,8 @@ class _Hub:
         except transport as problem:
             reason = " ".join(str(problem).split())[:300] or type(problem).__name__
             raise DownloadError(
-                f"{self._repo}: {reason}. Check the name, the network, HF_ENDPOINT and HF_TOKEN; the same command goes on later."
+                f"{self._repo}: {reason}. Check the name, the network, HF_ENDPOINT and HF_TOKEN; "
+                "the same command goes on later."
             ) from None
 
 
@@ -283,7 +286,8 @@ def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, rel
     free = shutil.disk_usage(folder).free
     if missing + made > free:
         raise StorageError(
-            f"{folder}: {(missing + made) / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Give another --save_path."
+            f"{folder}: {(missing + made) / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. "
+            "Give another --save_path."
         )
 
 

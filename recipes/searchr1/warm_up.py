@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from recipes.warming import parser_of, warm_up
 from rlflow.models.tiny import write_random_model, write_tokenizer
-from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
-from rlflow_environments.search.world.warm_up import Curriculum
+from rlflow_environments.search.world.warm_up import LEARNED_ON, TAGS, VOCABULARY, Curriculum, tokenizer_texts
 
 
 def main() -> None:

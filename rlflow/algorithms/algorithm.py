@@ -32,23 +32,16 @@ from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset(
     {
-        "entropy",
-        "top_logprobs",
-        "values",
-        "proximal",
-        "reference",
-        "teacher",
-        "current",
-        "current_entropy",
+        *("entropy", "top_logprobs", "values", "proximal", "reference"),
+        *("teacher", "current", "current_entropy"),
     }
 )
-"""What the training step and the trainers fill where a part `needs` it."""
+"""The needs of parts that the training step and the trainers fill."""
 
 
 @dataclass
 class Algorithm:
-    """What the training step asks, in this order: filters, advantage, aggregate, transforms,
-    loss."""
+    """The parts, which a training step asks as filters, advantage, aggregate, transforms, loss."""
 
     advantage: Advantage
     loss: Loss
@@ -61,50 +54,43 @@ class Algorithm:
     seed: int = 0  # of the split into minibatches
     # What scores rows before their step
     early: EarlyScores | None = field(default=None, init=False)
-    told_of_idle_updates: bool = field(default=False, init=False)  # once a run is enough
+    # Once a run is enough
+    told_of_idle_updates: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        unknown = sorted(self.needs - FILLED)
-        if unknown:
-            raise ConfigError(
-                f"algorithm: a part needs '{unknown[0]}', which nothing fills; expected {', '.join(sorted(FILLED))}."
-                f"{did_you_mean(unknown[0], FILLED)}"
-            )
+        for unknown in sorted(self.needs - FILLED):
+            expected, hint = ", ".join(sorted(FILLED)), did_you_mean(unknown, FILLED)
+            told = f"a part needs '{unknown}', which nothing fills; expected {expected}"
+            raise ConfigError(f"algorithm: {told}.{hint}")
         if "values" in self.needs - self.loss.needs:
             raise ConfigError(
-                "algorithm.losses: the advantage reads a critic that no loss trains; expected the loss 'value' among them, found "
-                "none that needs values."
+                "algorithm.losses: the advantage reads a critic that no loss trains; expected the "
+                "loss 'value' among them, found none that needs values."
             )
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
         check_teacher(self.teacher, self.needs)
-        check_combination(self.loss.terms, self.transforms, before=(self.advantage, *self.filters))
+        check_combination(
+            self.loss.terms, self.transforms, before=(self.advantage, *self.filters)
+        )
 
     @classmethod
-    def from_config(cls, config: RunConfig, response_budget: int, **offered: Any) -> Algorithm:
+    def from_config(
+        cls, config: RunConfig, response_budget: int, **offered: Any
+    ) -> Algorithm:
         """The parts that the configuration names. response_budget: the most tokens that an attempt
-        may generate. offered: what filters may name in their signatures (`rollout`), beside
-        `seed`."""
-        section = config.algorithm
+        may generate. offered: keywords that filters may name (`rollout`), beside `seed`."""
+        section, budget = config.algorithm, {"tokens": response_budget}
         offered["seed"] = config.run.seed
+        filters = _all(FILTER, section.filters, "algorithm.filters", **offered)
         made = cls(
             advantage=make_advantage(section.advantage),
             loss=Monitored(make_loss(section.losses)),
             aggregate=AGGREGATE.build(
-                section.aggregate, "algorithm.aggregate", tokens=response_budget
+                section.aggregate, "algorithm.aggregate", **budget
             ),
-            filters=[
-                as_part(made)
-                for made in _all(FILTER, section.filters, "algorithm.filters", **offered)
-            ],
-            transforms=[
-                as_part(made)
-                for made in _all(
-                    TRANSFORM, section.transforms, "algorithm.transforms", tokens=response_budget
-                )
-            ],
-            teacher=TEACHER.build(section.teacher, "algorithm.teacher")
-            if section.teacher
-            else None,
+            filters=[as_part(one) for one in filters],
+            transforms=_transforms(config, response_budget),
+            teacher=_teacher(config),
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
@@ -114,60 +100,60 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the training step puts into the batch beyond what trajectories know: the union over
-        all parts, less what transforms fill themselves."""
-        needs = frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
+        """The union of all parts' needs, less those that transforms fill."""
+        needs = frozenset().union(
+            self.loss.needs, *(part.needs for part in self._others())
+        )
         return needs - _filled_by(self.transforms)
 
     @property
     def max_rounds(self) -> int:
         """Rounds of fresh groups that a step may ask for."""
-        return min(
-            [part.max_rounds for part in self.filters if not part.whole_step],
-            default=Filter.max_rounds,
-        )
+        rounds = [part.max_rounds for part in self.filters if not part.whole_step]
+        return min(rounds, default=Filter.max_rounds)
 
     def admit(self, groups: list[Group]) -> list[Group]:
-        """The groups of one round that every filter but those of whole steps lets through, in
-        order."""
+        """The groups of one round that all filters but those of whole steps let through."""
         for keep in self.filters:
             groups = groups if keep.whole_step else keep(groups)
         return groups
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """What a step trains on, of all the groups that were admitted: the filters of whole steps,
-        in order."""
+        """The groups that a step trains on: the admitted ones after the filters of whole steps."""
         for keep in self.filters:
             groups = keep(groups) if keep.whole_step else groups
         return groups
 
     @torch.no_grad()
     def credit(self, batch: Batch) -> Batch:
-        """The step's batch with its advantages, (B, T) float32, the returns for a critic, and the
-        rewards behind them."""
+        """The step's batch with advantages, (B, T) float32, a critic's returns, and rewards."""
         batch = self._changed(batch, "rewards")
         found = self.advantage(batch)
-        advantages, returns = found if isinstance(found, tuple) else (found, batch.returns)
-        spread = advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages
+        advantages, returns = (
+            found if isinstance(found, tuple) else (found, batch.returns)
+        )
+        spread = (
+            advantages[:, None] * batch.loss_mask
+            if advantages.dim() == 1
+            else advantages
+        )
         batch = batch.replace(advantages=spread.float(), returns=returns)
         return self._changed(batch, "advantages")
 
     @torch.no_grad()
     def transform(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The minibatch after every transform, in order, and what they report: their own metrics,
-        the share of trained tokens that they kept in the kernels, the mean of their coefficients
-        and of their clip range."""
+        """The minibatch after every transform, and their metrics: their own, the share of trained
+        tokens that they kept, the means of coefficients and clip range."""
         batch = self._changed(batch, "minibatch")
         reported = dict(batch.metrics)
         if batch.coefficients is not None:
-            reported |= {
-                "kept": (batch.coefficients != 0).float(),
-                "coefficient": batch.coefficients,
-            }
+            kept = (batch.coefficients != 0).float()
+            reported |= {"kept": kept, "coefficient": batch.coefficients}
         if batch.ratio_low is not None and batch.ratio_high is not None:
             reported |= {"ratio_low": batch.ratio_low, "ratio_high": batch.ratio_high}
         sums = {
-            name: float(reduce_tokens(value, batch, "mean")) for name, value in reported.items()
+            name: float(reduce_tokens(one, batch, "mean"))
+            for name, one in reported.items()
         }
         return dataclasses.replace(batch, metrics={}), finish_metrics(sums, {}, batch)
 
@@ -184,29 +170,29 @@ class Algorithm:
             loss.observe(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the parts remember, by their place in the section; parts that remember nothing are
-        left out."""
-        return {place: state for place, part in self._parts() if (state := part.state_dict())}
+        """The states of parts that remember something, by their place in the section."""
+        return {
+            place: state
+            for place, part in self._parts()
+            if (state := part.state_dict())
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Raises CheckpointError where a part of the checkpoint is not in
-        this algorithm."""
+        """Restores `state_dict`. Raises CheckpointError for a part that this algorithm has not."""
         parts = dict(self._parts())
-        unknown = sorted(set(state) - set(parts))
-        if unknown:
+        for unknown in sorted(set(state) - set(parts)):
             raise CheckpointError(
-                f"the checkpoint holds the memory of {unknown[0]}, which this configuration does not have; resume with the "
-                "algorithm section that the run was started with."
+                f"the checkpoint holds the memory of {unknown}, which this configuration does not "
+                "have; resume with the algorithm section that the run was started with."
             )
         for place, remembered in state.items():
             parts[place].load_state_dict(remembered)
 
     def report(self) -> dict[str, float]:
-        """What the parts report about the step, as `train/<name>`."""
+        """The parts' numbers about the step, as `train/<name>`."""
+        reports = [part.report() for part in self._others()]
         return {
-            f"train/{name}": value
-            for part in self._others()
-            for name, value in part.report().items()
+            f"train/{name}": value for one in reports for name, value in one.items()
         }
 
     def close(self) -> None:
@@ -232,16 +218,15 @@ class Algorithm:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Returns when the parts that the configuration names go together, teacher and critic included;
-    before anything else is made of it. Raises ConfigError."""
+    """Raises ConfigError where a configuration's parts, teacher and critic do not go together."""
     section = config.algorithm
-    losses, transforms = make_loss(section.losses).terms, _transforms(config)
+    losses, transforms = make_loss(section.losses).terms, _planned_transforms(config)
     check_combination(losses, transforms)
     if config.asynchrony.on:
         check_staleness(losses, transforms)
     needs = config_needs(config)
     check_critic(needs, section.critic)
-    teacher = TEACHER.build(section.teacher, "algorithm.teacher") if section.teacher else None
+    teacher = _teacher(config)
     try:
         check_teacher(teacher, needs)
     finally:
@@ -250,67 +235,55 @@ def check_parts(config: RunConfig) -> None:
 
 
 def config_needs(config: RunConfig) -> frozenset[str]:
-    """`Algorithm.needs` of a configuration, before a rollout is there to make its filters with: of
-    those, what their classes say."""
-    section, transforms = config.algorithm, _transforms(config)
-    classes = [
-        FILTER.check(component, ("tokens",), f"algorithm.filters[{place}]")[0]
-        for place, component in enumerate(section.filters)
-    ]
-    declared = [
-        needs for part in classes if isinstance(needs := getattr(part, "needs", None), frozenset)
-    ]
-    others = [
-        make_loss(section.losses).needs,
-        make_advantage(section.advantage).needs,
-        *(part.needs for part in transforms),
-    ]
-    return frozenset().union(*declared, *others) - _filled_by(transforms)
+    """`Algorithm.needs` of a configuration; of filters, which need a rollout, by their classes."""
+    section, transforms = config.algorithm, _planned_transforms(config)
+    parts = [make_loss(section.losses), make_advantage(section.advantage), *transforms]
+    needs = [part.needs for part in parts]
+    for place, component in enumerate(section.filters):
+        target, _ = FILTER.check(component, ("tokens",), f"algorithm.filters[{place}]")
+        declared = getattr(target, "needs", None)
+        needs += [declared] if isinstance(declared, frozenset) else []
+    return frozenset().union(*needs) - _filled_by(transforms)
 
 
-def _transforms(config: RunConfig) -> list[Any]:
-    budget = config.rollout.max_turns * config.rollout.max_response_tokens
-    return [
-        as_part(made)
-        for made in _all(
-            TRANSFORM, config.algorithm.transforms, "algorithm.transforms", tokens=budget
-        )
-    ]
+def _planned_transforms(config: RunConfig) -> list[Any]:
+    return _transforms(
+        config, config.rollout.max_turns * config.rollout.max_response_tokens
+    )
+
+
+def _transforms(config: RunConfig, budget: int) -> list[Any]:
+    named, where = config.algorithm.transforms, "algorithm.transforms"
+    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=budget)]
+
+
+def _teacher(config: RunConfig) -> Teacher | None:
+    named = config.algorithm.teacher
+    return TEACHER.build(named, "algorithm.teacher") if named else None
 
 
 def check_critic(needs: frozenset[str], critic: CriticOptions | None) -> None:
-    """Raises ConfigError where the parts need a critic and there is none, or the other way
-    round."""
-    if ("values" in needs) == (critic is not None):
+    """Raises ConfigError where a critic is needed and not there, or there and not needed."""
+    if "values" in needs and critic is None:
+        told = "expect a critic, as one of them needs values; found none"
+        hint = "set algorithm.critic={lr: 1e-5}"
+    elif "values" not in needs and critic is not None:
+        told = "expect null, as none of them needs values; found one"
+        hint = "remove it, or set algorithm.advantage=gae"
+    else:
         return
-    expected = (
-        "null, as none of them needs values"
-        if critic is not None
-        else "a critic, as one of them needs values"
-    )
-    hint = (
-        "remove it, or set algorithm.advantage=gae"
-        if critic is not None
-        else "set algorithm.critic={lr: 1e-5}"
-    )
-    raise ConfigError(
-        f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else 'one'}: {hint}."
-    )
+    raise ConfigError(f"algorithm.critic: the other parts {told}: {hint}.")
 
 
 def _filled_by(transforms: Sequence[Any]) -> frozenset[str]:
-    """What transforms fill themselves."""
-    return frozenset().union(
-        *(change.fills for change in transforms if isinstance(change, Transform))
-    )
+    fills = (change.fills for change in transforms if isinstance(change, Transform))
+    return frozenset().union(*fills)
 
 
 def make_loss(components: Sequence[Any]) -> Loss:
-    """The sum of the named losses, or the only one alone: [{name: ppo_clip, clip_high: 0.28},
-    {name: kl, coefficient: 1}].
+    """The sum of the named losses, or the only one: [{name: ppo_clip, clip_high: 0.28}, kl].
 
-    Raises ConfigError for an unknown name or keyword, or a value out of range.
-    """
+    Raises ConfigError for an unknown name or keyword, or a value out of range."""
     if not components:
         raise ConfigError(
             "algorithm.losses: expected at least one loss, found none; try [ppo_clip]"
@@ -325,7 +298,8 @@ def make_advantage(component: Any) -> Advantage:
 
 
 def _all(kind: Any, components: Sequence[Any], where: str, **offered: Any) -> list[Any]:
+    numbered = enumerate(components)
     return [
         kind.build(component, f"{where}[{place}]", **offered)
-        for place, component in enumerate(components)
+        for place, component in numbered
     ]

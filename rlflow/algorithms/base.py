@@ -1,7 +1,6 @@
-"""What the parts of an algorithm are: the seams at which a method is added in a small file of its
-own.
+"""The parts of an algorithm: seams at which a method is added in a small file of its own.
 
-    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
+    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the
 training step fills exactly the union: `proximal`, `reference` and `teacher` (log-probs, once per
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -37,17 +37,15 @@ from rlflow.types import (
 # Nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 MAX_LOG_RATIO = 20.0
 Anchor = Literal["rollout", "proximal"]
-"""The log-probs that an importance ratio is taken against: the behaviour policy's own, as the
-engine reported them, or those that the trainer computes for the same tokens before the step's first
-update."""
+"""The log-probs that an importance ratio is taken against: the engine's, of the behaviour policy,
+or the trainer's for the same tokens before the step's first update."""
 Level = Literal["token", "sequence", "geometric", "max"]
-"""Of what a ratio is taken: of each token, or of a row, as the product, the geometric mean or the
-largest of its tokens'. A row is a segment: of a trajectory with several, each has a ratio of its
-own."""
+"""The unit of a ratio: a token, or a row (a segment), by the product, the geometric mean or the
+largest of its tokens' ratios."""
 
 
 class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
-    """What every part of an algorithm other than a loss has; each has a default."""
+    """Base of every part of an algorithm other than a loss; everything has a default."""
 
     needs: frozenset[str] = frozenset()
     # Snapshots that are taken anew, and after how many steps each, as of a Loss
@@ -56,9 +54,10 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     """Names of its state: what JSON can say, in attributes of these names behind an underscore."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON-able values and tensors: by default what it
-        `remembers`."""
-        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers}
+        """The state of a resumed run, as JSON-able values and tensors: by default `remembers`."""
+        return {
+            name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
@@ -66,8 +65,7 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
             setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def report(self) -> dict[str, float]:
-        """Numbers about what the part did since the last call, by name: logged as `train/<name>`,
-        once per step."""
+        """Numbers about the time since the last call: logged as `train/<name>`, once per step."""
         return {}
 
     def close(self) -> None:
@@ -76,8 +74,7 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
 
 @dataclass(frozen=True)
 class FunctionPart(Part):
-    """A plain function as a part that needs nothing further and remembers nothing; as a transform,
-    one of minibatches."""
+    """A function as a part that remembers nothing; as a transform, one of minibatches."""
 
     function: Callable[[Any], Any]
     stage = "minibatch"
@@ -98,37 +95,33 @@ def compares_attempts(function: Function) -> Function:
 
 
 def as_part(part: Any) -> Any:
-    """The part itself; a plain function wrapped. Raises ConfigError for `needs` that are no set of
-    names."""
+    """The part, wrapped if it is a function. Raises ConfigError as `check_needs` does."""
     made = part if isinstance(part, Part) else FunctionPart(part)
     check_needs(made)
     return made
 
 
 class Filter(Part):
-    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far
-    as the step allows: it is asked again about those, in at most `max_rounds` rounds in all."""
+    """[groups] -> those of them to train on. Fresh groups replace the others, and are asked about
+    again, in at most `max_rounds` rounds in all."""
 
     whole_step: bool = False
-    """Asked once per step, about all groups that the filters before it have let through in any
-    round: for what may add or leave out groups without asking for more. Such filters come after all
-    others."""
+    """Asked once per step, after all others, about the groups that they let through in any round;
+    it may add or leave out groups without asking for more."""
 
     max_rounds: int = 10
     """Rounds of fresh groups in a step at the most; among several filters the least one holds."""
 
     unscored: bool = False
-    """It may bring attempts that come without the log-probs of the policy that sampled them:
-    kernels need `anchor: proximal`."""
+    """It may bring attempts without behaviour log-probs: kernels need `anchor: proximal`."""
 
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...
 
 
 class Curator(Part):
-    """The source of a run's training tasks: made from (tasks, seed), asked for the next ones
-    whenever places are free, told what came of them. Its position is state of its own: a filter
-    that refuses groups makes a step take more tasks than another."""
+    """The source of a run's training tasks, made from (tasks, seed). Its position is state of its
+    own: a filter that refuses groups makes a step take more tasks than another."""
 
     @property
     @abstractmethod
@@ -145,40 +138,33 @@ class Curator(Part):
 
 class Advantage(Part):
     """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is
-    spread over the row's trained tokens. One that is made with a critic gives a pair: the
-    advantages, and (B, T) returns for the critic to learn."""
+    spread over the row's trained tokens. With a critic: also (B, T) returns for it to learn."""
 
     compares_attempts: bool = False
-    """Attempts at the same task are compared: one attempt per task teaches nothing, and is refused
-    at the start."""
+    """Attempts at a task are compared: one attempt per task is refused at the start."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class Transform(Part):
-    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the
-    whole step, so that what it decides does not depend on micro-batches and ranks. On the
-    minibatch, importance corrections and keep-masks go to `coefficients`, row weights to `weights`,
-    what a user should know of it to `metrics`. `rlflow/algorithms/combinations.py` reads what it
-    says of itself."""
+    """Batch -> Batch, without gradients, on a whole minibatch or step: independent of
+    micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to
+    `coefficients`, row weights to `weights`, numbers for the user to `metrics`. Its attributes are
+    for `rlflow/algorithms/combinations.py`."""
 
     stage: Literal["rewards", "advantages", "minibatch"] = "minibatch"
-    """When it runs: on the step's batch before the advantage is made of the rewards, on it
-    afterwards, or on each minibatch."""
+    """Its input: the step's batch before or after the advantage is made, or each minibatch."""
     fills: frozenset[str] = frozenset()
-    """Of what parts may need, what this one puts into the batch itself; the transforms after it and
-    the losses find it."""
+    """Needs of later parts that this one puts into the batch."""
     level: Level | None = None
-    """`token`: its coefficients may differ between the tokens of a row; None: it does not say."""
+    """`token`: its coefficients may differ between the tokens of a row; None: not said."""
     weighs: bool = False
     """Its coefficients are ratios of the proximal to the rollout policy."""
     centres: bool = False
-    """It is made for a kernel with a clip range, which the proximal policy is to be in the middle
-    of."""
+    """It is for kernels with a clip range, to centre on the proximal policy."""
     trusts: bool = False
-    """It decides how far the policy may go from the one that sampled: a trust region of which there
-    can be one."""
+    """It is a trust region around the policy that sampled; there can be one."""
     bounds: bool = False
     """It sets the clip range (`ratio_low`, `ratio_high`) of a ratio to the rollout policy."""
 
@@ -187,26 +173,25 @@ class Transform(Part):
 
 
 class RewardTerm(Transform):
-    """Adds to the rewards before the advantage is made of them. Group statistics are taken again
-    over the sums."""
+    """Adds to the rewards before the advantage is made; group statistics are taken again."""
 
     stage = "rewards"
 
     @abstractmethod
     def term(self, batch: Batch) -> Tensor:
-        """(B,) to add to each trajectory's return (all rows of a trajectory have the same), or (B,
-        T) to add to single tokens."""
+        """(B,) to add to returns (all rows of a trajectory have the same), or (B, T) to tokens."""
 
     def __call__(self, batch: Batch) -> Batch:
-        return add_reward_term(batch, self.term(batch), f"transform {type(self).__name__}")
+        return add_reward_term(
+            batch, self.term(batch), f"transform {type(self).__name__}"
+        )
 
 
 class Kernel(Loss):
-    """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it, and no
-    other term of the loss."""
+    """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it alone."""
 
     anchor: Anchor | None = None
-    """Whose policy its ratio is taken against; None: it has no ratio."""
+    """The policy that its ratio is taken against; None: it has no ratio."""
     level: Level = "token"
     """Other than `token`: tokens of a row share their gradient."""
     clips: bool = False
@@ -220,20 +205,24 @@ class Kernel(Loss):
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss, metrics = self.kernel(output, batch)
-        return loss if batch.coefficients is None else loss * batch.coefficients, metrics
+        return (
+            loss if batch.coefficients is None else loss * batch.coefficients,
+            metrics,
+        )
 
 
 @dataclass(frozen=True)
 class SumLoss(Loss):
-    """The sum of several terms. Metrics of all of them; of two terms with the same metric, the
-    first keeps the name."""
+    """The sum of several terms, with all their metrics; the first of equal names is kept."""
 
     losses: tuple[Loss, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(as_loss(loss) for loss in self.losses))
         if not self.losses:
-            raise ConfigError("algorithm.losses: expected at least one loss, found none")
+            raise ConfigError(
+                "algorithm.losses: expected at least one loss, found none"
+            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -249,9 +238,7 @@ class SumLoss(Loss):
 
     @property
     def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
-        return {
-            name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()
-        }
+        return dict(ChainMap(*(dict(loss.reductions) for loss in self.losses)))
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         total, metrics = self.losses[0](output, batch)
@@ -271,15 +258,14 @@ def _sum(losses: Sequence[Loss | None]) -> Loss | None:
 
 
 def merged_refreshes(parts: Iterable[Loss | Part]) -> dict[str, int]:
-    """`refreshes` of all parts. Raises ConfigError where two want the same snapshot at different
-    steps."""
+    """`refreshes` of all parts. Raises ConfigError where two differ about a snapshot."""
     found: dict[str, int] = {}
     for part in parts:
         for name, steps in part.refreshes.items():
             if found.setdefault(name, steps) != steps:
                 raise ConfigError(
-                    f"algorithm: two parts refresh the {name}, after {found[name]} and after {steps} steps; expected the same "
-                    "refresh_steps in both: there is one."
+                    f"algorithm: two parts refresh the {name}, after {found[name]} and after "
+                    f"{steps} steps; expected the same refresh_steps in both: there is one."
                 )
     return found
 
@@ -299,20 +285,21 @@ def kl_estimate(estimator: str, x: Tensor) -> Tensor:
         return -x
     if estimator == "k2":
         return x.square() / 2
-    wide = x.double()  # near 0 the terms cancel: in float32 nothing is left of k3 below |x| of 3e-4
+    # Near 0 the terms cancel: in float32 nothing is left of k3 below |x| of 3e-4
+    wide = x.double()
     return (torch.expm1(wide) - wide).to(x.dtype)
 
 
 def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
-    """(B, T) log-probs of the policy that a ratio is taken against. Raises RLFlowError where they
-    are not known."""
+    """(B, T) log-probs of the policy that a ratio is taken against. Raises RLFlowError without."""
     if anchor == "proximal":
         return batch.require("proximal_logprobs", who)
     known = batch.logprobs_known
     if known is not None and bool((batch.loss_mask & ~known[:, None]).any()):
         raise RLFlowError(
-            f"{who}: some rows come without the log-probs of the policy that sampled them: set anchor: proximal where it has "
-            "one, so that the trainer computes them, or leave out those rows or this part"
+            f"{who}: some rows come without the log-probs of the policy that sampled them: set "
+            "anchor: proximal where it has one, so that the trainer computes them, or leave out "
+            "those rows or this part"
         )
     return batch.logprobs
 
@@ -320,4 +307,6 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
 def check_anchor(anchor: str, who: str) -> None:
     """Raises ConfigError for an anchor that does not exist."""
     if anchor not in ("rollout", "proximal"):
-        raise ConfigError(f"{who}: anchor must be rollout or proximal, found '{anchor}'")
+        raise ConfigError(
+            f"{who}: anchor must be rollout or proximal, found '{anchor}'"
+        )

@@ -1,5 +1,5 @@
-"""Which parts of an algorithm make no sense together, and why: the one place where that is checked,
-from what they say of themselves (`Transform`, `Kernel`)."""
+"""Refuses parts of an algorithm that make no sense together, by what they declare of themselves
+(`Transform`, `Kernel`)."""
 
 from __future__ import annotations
 
@@ -17,95 +17,93 @@ from rlflow.types import Loss
 def check_combination(
     losses: Sequence[Loss], transforms: Sequence[Part], before: Sequence[Part] = ()
 ) -> None:
-    """Returns when the parts go together. before: parts that are asked before the transforms.
-    Raises ConfigError with the reason where two do not."""
+    """Raises ConfigError, with the reason, where two parts do not go together. before: parts that
+    are asked before the transforms."""
     kernels = [loss for loss in losses if isinstance(loss, Kernel)]
     changes = [change for change in transforms if isinstance(change, Transform)]
     for kernel, change in product(kernels, changes):
         for reason in _against_kernel(kernel, change):
-            raise ConfigError(
-                f"algorithm: transform {name_of(change)} with loss {name_of(kernel)}: {reason}"
-            )
+            pair = f"transform {name_of(change)} with loss {name_of(kernel)}"
+            raise ConfigError(f"algorithm: {pair}: {reason}")
     for part, kernel in product(before, kernels):
         if isinstance(part, Filter) and part.unscored and kernel.anchor == "rollout":
             raise ConfigError(
-                f"algorithm: filter {type(part).__name__} with loss {name_of(kernel)}: it brings attempts without the log-probs "
-                "of the policy that sampled them, which the ratio of this loss is taken against; set anchor: proximal."
+                f"algorithm: filter {type(part).__name__} with loss {name_of(kernel)}: it brings "
+                "attempts without the log-probs of the policy that sampled them, which this loss's "
+                "ratio is taken against; set anchor: proximal."
             )
     for first, second in combinations(changes, 2):
         for reason in _against_each_other(first, second):
-            raise ConfigError(
-                f"algorithm: transform {name_of(first)} with transform {name_of(second)}: {reason}"
-            )
+            pair = f"transform {name_of(first)} with transform {name_of(second)}"
+            raise ConfigError(f"algorithm: {pair}: {reason}")
     for change in changes:
+        name = name_of(change)
         if not kernels and (change.weighs or change.trusts):
-            raise ConfigError(
-                f"algorithm: transform {name_of(change)}: it acts on policy-gradient terms, and no loss is one."
-            )
-        early = [
-            part
-            for part in (*before, *transforms[: transforms.index(change)])
-            if part.needs & change.fills
-        ]
-        if early:
-            raise ConfigError(
-                f"algorithm: {name_of(early[0])} needs '{min(early[0].needs & change.fills)}', which transform "
-                f"{name_of(change)} puts in place only after it; put {name_of(change)} first, or let the trainer compute it."
-            )
+            told = "it acts on policy-gradient terms, and no loss is one"
+            raise ConfigError(f"algorithm: transform {name}: {told}.")
+        for part in (*before, *transforms[: transforms.index(change)]):
+            if wanted := part.needs & change.fills:
+                raise ConfigError(
+                    f"algorithm: {name_of(part)} needs '{min(wanted)}', which transform {name} "
+                    f"fills only after it; put {name} first, or let the trainer compute it."
+                )
 
 
 def name_of(part: Any) -> str:
-    """The name that a configuration has for it; that of its class where it is nobody's built-in."""
+    """Its name in a configuration; that of its class where it is not built in."""
     place = f"{type(part).__module__}:{type(part).__qualname__}"
     names = {**loss_names.BUILT_IN, **transform_names.BUILT_IN}
-    return next((name for name, home in names.items() if home == place), type(part).__name__)
+    return next(
+        (name for name, home in names.items() if home == place), type(part).__name__
+    )
 
 
 def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
     if change.weighs and kernel.anchor == "rollout":
         yield (
-            "the correction would be applied twice: the ratio of this loss is taken against the rollout policy and holds that "
-            "of the proximal to the rollout policy already. Set anchor: proximal for the loss, or leave the transform out."
+            "the correction would be applied twice, as this loss's ratio to the rollout policy "
+            "holds that of the proximal to the rollout policy. Set anchor: proximal for the loss, "
+            "or leave the transform out."
         )
     if change.centres and not kernel.clips:
-        yield (
-            "it is made for a loss with a clip range, which the proximal policy is to be in the middle of; this one has none. "
-            "Use tis."
-        )
+        yield "it centres a clip range on the proximal policy, and this loss has none. Use tis."
     if change.level == "token" and kernel.level != "token":
         yield (
-            "the tokens of a row share one ratio in this loss: one that is left out would learn by way of the others. Correct "
-            "whole rows (level: sequence or geometric), or take a loss of tokens (gspo with level: token)."
+            "the tokens of a row share one ratio in this loss: one that is left out would learn by "
+            "way of the others. Correct whole rows (level: sequence or geometric), or take a loss "
+            "of tokens (gspo with level: token)."
         )
     if change.bounds and not (kernel.bounded and kernel.anchor == "rollout"):
         yield (
-            "it sets the clip range of the ratio to the rollout policy, which this loss does not have; use ppo_clip with "
-            "anchor: rollout."
+            "it sets the clip range of the ratio to the rollout policy, which this loss does not "
+            "have; use ppo_clip with anchor: rollout."
         )
 
 
 def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
     if first.weighs and second.weighs:
-        yield "both multiply by the ratio of proximal to rollout policy: the correction would be applied twice. Keep one."
+        yield (
+            "both multiply by the ratio of proximal to rollout policy: the correction would be "
+            "applied twice. Keep one."
+        )
     if first.trusts and second.trusts:
-        yield "each decides how far the policy may go from the one that sampled, by a rule of its own. Keep one."
+        yield "each is a trust region of its own around the policy that sampled. Keep one."
 
 
 def check_staleness(losses: Sequence[Loss], transforms: Sequence[Part]) -> None:
-    """Returns when every policy-gradient term makes sense of tokens that an earlier version of the
-    policy sampled: its ratio is taken against that version, or a transform weighs it by what lies
-    between. Raises ConfigError otherwise."""
-    weighed = any(change.weighs for change in transforms if isinstance(change, Transform))
+    """Raises ConfigError for a policy-gradient term that ignores the age of tokens: its ratio is
+    not taken against the version that sampled them, and no transform weighs it."""
+    weighed = any(
+        change.weighs for change in transforms if isinstance(change, Transform)
+    )
     for kernel in (loss for loss in losses if isinstance(loss, Kernel)):
         if kernel.anchor == "rollout" or weighed:
             continue
-        found = (
-            "it has no importance ratio"
-            if kernel.anchor is None
-            else "its ratio is to the proximal policy"
-        )
+        proximal = "its ratio is to the proximal policy"
+        found = proximal if kernel.anchor else "it has no importance ratio"
         raise ConfigError(
-            f"rollout.asynchronous with loss {name_of(kernel)}: {found}, so nothing corrects for tokens of older "
-            "weights. Add a transform that does (algorithm.transforms=[tis]; with a clip range [decoupled]), take a loss with "
-            "anchor: rollout, or set rollout.asynchronous.max_staleness=0."
+            f"rollout.asynchronous with loss {name_of(kernel)}: {found}, so nothing corrects for "
+            "tokens of older weights. Add a transform that does (algorithm.transforms=[tis]; with "
+            "a clip range [decoupled]), take a loss with anchor: rollout, or set "
+            "rollout.asynchronous.max_staleness=0."
         )

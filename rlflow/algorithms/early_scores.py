@@ -1,6 +1,6 @@
-"""What frozen models say of rows, asked as their groups end instead of at the step: reference and
-teacher work while others of the step are still sampled. (AsyncFlow, arXiv 2507.01663: each consumer
-gets every row once, as soon as what it needs is there.)"""
+"""Scores of frozen models for groups as they end, while others of the step are still sampled.
+(AsyncFlow, arXiv 2507.01663: each consumer gets every row once, as soon as what it needs is
+there.)"""
 
 from __future__ import annotations
 
@@ -62,19 +62,25 @@ class EarlyScores:
             for one in trajectories
         ]
         late = [
-            index for index, own in enumerate(keys) if any(key not in self._known for key in own)
+            index
+            for index, own in enumerate(keys)
+            if any(key not in self._known for key in own)
         ]
-        self._score([trajectories[index] for index in late], [tasks[index] for index in late])
+        self._score(
+            [trajectories[index] for index in late], [tasks[index] for index in late]
+        )
         rows = [self._known[key] for own in keys for key in own]
         for own in keys:
             for key in own:
                 self._known.pop(key, None)
         columns = {
-            name: _padded([row[name] for row in rows], batch.tokens.shape[1]) for name in rows[0]
+            name: _padded([row[name] for row in rows], batch.tokens.shape[1])
+            for name in rows[0]
         }
         fields = {name: value for name, value in columns.items() if name in FIELDS}
         return batch.replace(
-            **fields, extras={name: value for name, value in columns.items() if name in EXTRAS}
+            **fields,
+            extras={name: value for name, value in columns.items() if name in EXTRAS},
         )
 
     def forget(self) -> None:
@@ -88,7 +94,11 @@ class EarlyScores:
         for name, stage in self._stages.items():
             batch = stage(batch, tasks)
             self.rows[name] += len(batch)
-        found = {name: getattr(batch, name) for name in FIELDS if getattr(batch, name) is not None}
+        found = {
+            name: getattr(batch, name)
+            for name in FIELDS
+            if getattr(batch, name) is not None
+        }
         found |= {name: batch.extras[name] for name in EXTRAS if name in batch.extras}
         keys = [
             _key(one, part, segment)
@@ -103,7 +113,11 @@ class EarlyScores:
 
 
 def _key(one: Trajectory, part: int, segment: Segment) -> Key:
-    return one.id or f"{one.group_id}/{one.attempt}", part, segment.tokens.numpy().tobytes()
+    return (
+        one.id or f"{one.group_id}/{one.attempt}",
+        part,
+        segment.tokens.numpy().tobytes(),
+    )
 
 
 def _padded(rows: Sequence[Tensor], width: int) -> Tensor:

@@ -1,9 +1,6 @@
-"""A tiny policy by imitation: a scripted player plays an environment, and a small random model
-learns to write as it does.
-
-Supervised fine-tuning is a loss like any other (`SFTLoss`); what is special is where the rows come
-from. The result is a policy that knows the form of the task and plays it badly: one that
-reinforcement learning can improve within minutes on a CPU."""
+"""A tiny policy by imitation: a small random model learns, by the loss `SFTLoss`, to write as a
+scripted player of an environment does. It knows the form of the task and plays it badly:
+reinforcement learning can improve it within minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -34,18 +31,18 @@ Encode = Callable[[str], list[int]]
 TextPart = tuple[str, bool]
 """A text and whether the policy would have written it."""
 Player = Callable[[str, Sequence[tuple[str, str]], random.Random, bool], str]
-"""(prompt, [(response, observation)] so far, generator, clumsy) -> the next response. It plays
-well, or clumsily if told so."""
+"""(prompt, [(response, observation)] so far, generator, clumsy) -> the next response."""
 VOCABULARY = 512
 TEXTS = 400  # episodes that the tokenizer learns from
 REPEATED_WEIGHT = 0.5
+_READS_TEXT = "task '{}': a tiny policy reads text, found"
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """How the imitation is taught: optimizer steps of so many episodes each. turns: of an episode
-    at the most. clumsy: share of the steps after which the player plays clumsily, which spoils the
-    behaviour of the policy and not the skill it has by then."""
+    """The imitation: optimizer steps of `rows` episodes of at most `turns` each. clumsy: share of
+    the steps after which the player plays clumsily, which spoils behaviour, not skill. family: of
+    the model, one of `rlflow.models.tiny`'s."""
 
     steps: int = 300
     rows: int = 32
@@ -54,6 +51,7 @@ class Lessons:
     clumsy: float = 0.65
     seed: int = 0
     backend: str = "megatron"
+    family: str = "qwen2"
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ def demonstrate(
     seed: str,
     clumsy: bool = False,
 ) -> list[PlayedEpisode]:
-    """One episode of each task, played by the player; its randomness comes from the seed and the
-    place of the task.
+    """One episode of each task by the player, seeded by the seed and the task's place.
 
     Raises ConfigError for a player that fails or writes no text, or a prompt that is no text;
     EnvironmentContractError as a run."""
@@ -90,15 +87,18 @@ class _Seat:
     turns: int
     clumsy: bool
 
-    def play(self, prompt: str, said: Sequence[tuple[str, str]], generator: random.Random) -> str:
+    def play(
+        self, prompt: str, said: Sequence[tuple[str, str]], generator: random.Random
+    ) -> str:
         try:
             response = self.player(prompt, list(said), generator, self.clumsy)
         except Exception as failure:
-            raise ConfigError(
-                f"the player failed after {len(said)} turns: {described(failure)}"
-            ) from failure
+            told = f"the player failed after {len(said)} turns: {described(failure)}"
+            raise ConfigError(told) from failure
         if not isinstance(response, str) or not response:
-            raise ConfigError(f"the player: expected the text of a response, found {response!r}.")
+            raise ConfigError(
+                f"the player: expected the text of a response, found {response!r}."
+            )
         return response
 
 
@@ -117,9 +117,7 @@ async def _demonstrate(
     episode = await awaited(environment.reset(task))
     prompt = episode.task.prompt
     if not isinstance(prompt, str):
-        raise ConfigError(
-            f"task '{task.id}': a tiny policy reads text, found a prompt of messages; give the environment a text prompt."
-        )
+        raise ConfigError(f"{_READS_TEXT.format(task.id)} a prompt of messages.")
     parts: list[TextPart] = [(prompt, False)]
     said: list[tuple[str, str]] = []
     reward = 0.0
@@ -129,8 +127,9 @@ async def _demonstrate(
             episode.turns, episode.turns_left = turn, seat.turns - turn
             step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
+                found = type(step).__name__
                 raise EnvironmentContractError(
-                    f"step: expected an rlflow.Step, found {type(step).__name__}."
+                    f"step: expected an rlflow.Step, found {found}."
                 )
             parts.append((response, True))
             reward += step.reward
@@ -138,7 +137,7 @@ async def _demonstrate(
                 break
             if not isinstance(step.observation, str):
                 raise ConfigError(
-                    f"task '{task.id}': a tiny policy reads text, found an observation of messages."
+                    f"{_READS_TEXT.format(task.id)} an observation of messages."
                 )
             parts.append((step.observation, False))
             said.append((response, step.observation))
@@ -153,21 +152,20 @@ def to_trajectory(
     encode_response: Encode | None = None,
     repeats: bool = False,
 ) -> Trajectory:
-    """The parts as a trajectory without log-probs, tokenized part by part, as a rollout is; what
-    the policy wrote by `encode_response` where it is given.
+    """The parts as a trajectory without log-probs, tokenized part by part, as a rollout is; the
+    policy's by `encode_response`, if given.
 
-    repeats: beside the policy's own text it trains what the row has said before (the second token
-    of a repeated pair), which is what can be predicted of prose about unknown names; such tokens
-    have version -1."""
-    pieces = [
-        ((encode_response or encode)(text) if sampled else encode(text), sampled)
-        for text, sampled in parts
-    ]
+    repeats: also trains the second token of each pair that the row holds before, which is what can
+    be predicted of prose about unknown names; such tokens have version -1."""
+    encoders = {False: encode, True: encode_response or encode}
+    pieces = [(encoders[sampled](text), sampled) for text, sampled in parts]
     tokens = [token for ids, _ in pieces for token in ids]
     sampled = torch.tensor([flag for ids, flag in pieces for _ in ids])
     trained = sampled | torch.tensor(_repeated(tokens)) if repeats else sampled
     segment = Segment(torch.tensor(tokens), trained, None, torch.where(sampled, 0, -1))
-    return Trajectory("demonstration", "demonstration", [segment], [], 0.0, StopReason.TERMINATED)
+    return Trajectory(
+        "demonstration", "demonstration", [segment], [], 0.0, StopReason.TERMINATED
+    )
 
 
 def _repeated(tokens: Sequence[int]) -> list[bool]:
@@ -182,9 +180,8 @@ def _repeated(tokens: Sequence[int]) -> list[bool]:
 
 def row_weights(batch: Batch) -> Tensor:
     """(B, T) token weights that sum to 1, those outside the policy's own text counting half."""
-    shares = batch.loss_mask * torch.where(
-        batch.require("versions", "imitation") < 0, REPEATED_WEIGHT, 1.0
-    )
+    repeated = batch.require("versions", "imitation") < 0
+    shares = batch.loss_mask * torch.where(repeated, REPEATED_WEIGHT, 1.0)
     return shares / shares.sum()
 
 
@@ -197,55 +194,81 @@ def make_policy(
     overwrite: bool = False,
     say: Callable[[int, float], object] = lambda step, loss: None,
 ) -> float:
-    """Writes a HuggingFace directory with a tiny policy that writes as the player does in this
-    environment; returns the mean return of the clumsy player. say: told (steps done, loss in nats
-    per token) after each step.
+    """Writes a HuggingFace directory with a tiny policy that imitates the player; returns the mean
+    return of the clumsy player. say: called with (steps done, loss in nats per token).
 
-    Raises what `demonstrate` raises, StorageError where `out` is taken."""
+    Raises as `demonstrate`, and StorageError where `out` is taken."""
     tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
     if not tasks:
-        raise ConfigError("the environment has no tasks of the split 'train' to demonstrate.")
-    drawn, place = [tasks[index % len(tasks)] for index in range(TEXTS)], f"{lessons.seed}/texts"
+        raise ConfigError(
+            "the environment has no tasks of the split 'train' to demonstrate."
+        )
+    drawn, place = (
+        [tasks[index % len(tasks)] for index in range(TEXTS)],
+        f"{lessons.seed}/texts",
+    )
     clumsy = demonstrate(environment, player, drawn, lessons.turns, place, clumsy=True)
     shown = [*demonstrate(environment, player, drawn, lessons.turns, place), *clumsy]
+    texts = ["".join(text for text, _ in one.parts) for one in shown]
     with tempfile.TemporaryDirectory(prefix="rlflow-") as folder:
-        write_tokenizer(
-            folder, ["".join(text for text, _ in one.parts) for one in shown], vocabulary=VOCABULARY
-        )
-        write_random_model(
-            folder, hidden=64, layers=2, heads=4, kv_heads=2, ffn=160, seed=lessons.seed
-        )
+        write_tokenizer(folder, texts, vocabulary=VOCABULARY)
+        sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 160}
+        write_random_model(folder, **sizes, seed=lessons.seed, family=lessons.family)
         tokenizer = Tokenizer.from_pretrained(folder)
 
         # One that no stop string ends is ended by its last token
         def encode_response(text: str) -> list[int]:
+            ended = stop and text.endswith(stop)
             return tokenizer.encode(text) + (
-                [] if text.endswith(stop) and stop else list(tokenizer.eos_ids[:1])
+                [] if ended else list(tokenizer.eos_ids[:1])
             )
 
-        schedule = {
-            "name": "cosine",
-            "warmup_steps": lessons.steps // 20,
-            "decay_steps": lessons.steps,
-            "min_lr": 0.2 * lessons.lr,
-        }
-        trainer = Trainer.from_pretrained(
-            folder, lessons.backend, lr=lessons.lr, schedule=schedule, seed=lessons.seed
-        )
-        try:
-            for step in range(lessons.steps):
-                generator = random.Random(f"{lessons.seed}/{step}")
-                chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
-                spoilt = step >= lessons.clumsy * lessons.steps
-                played = demonstrate(
-                    environment, player, chosen, lessons.turns, f"{lessons.seed}/{step}", spoilt
-                )
-                batch = make_batch(
-                    [to_trajectory(one.parts, tokenizer.encode, encode_response) for one in played]
-                )
-                metrics = trainer.update(batch.replace(weights=row_weights(batch)), SFTLoss())
-                say(step + 1, metrics["loss"])
-            write_model(out, trainer.weights(), reference=folder, overwrite=overwrite)
-        finally:
-            trainer.close()
+        def batch_of(step: int) -> Batch:
+            place = f"{lessons.seed}/{step}"
+            generator, spoilt = (
+                random.Random(place),
+                step >= lessons.clumsy * lessons.steps,
+            )
+            chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
+            played = demonstrate(
+                environment, player, chosen, lessons.turns, place, spoilt
+            )
+            return make_batch(
+                [
+                    to_trajectory(one.parts, tokenizer.encode, encode_response)
+                    for one in played
+                ]
+            )
+
+        _teach(folder, Path(out), lessons, batch_of, say, overwrite)
     return sum(one.reward for one in clumsy) / len(clumsy)
+
+
+def _teach(
+    folder: str,
+    out: Path,
+    lessons: Lessons,
+    batch_of: Callable[[int], Batch],
+    say: Callable[[int, float], object],
+    overwrite: bool,
+) -> None:
+    """Trains the model of the folder on the batches of all steps, and writes it."""
+    warmup, least = lessons.steps // 20, 0.2 * lessons.lr
+    schedule: dict[str, object] = {
+        "name": "cosine",
+        "warmup_steps": warmup,
+        "min_lr": least,
+    }
+    schedule["decay_steps"] = lessons.steps
+    options = {"lr": lessons.lr, "schedule": schedule, "seed": lessons.seed}
+    trainer = Trainer.from_pretrained(folder, lessons.backend, **options)
+    try:
+        for step in range(lessons.steps):
+            batch = batch_of(step)
+            metrics = trainer.update(
+                batch.replace(weights=row_weights(batch)), SFTLoss()
+            )
+            say(step + 1, metrics["loss"])
+        write_model(out, trainer.weights(), reference=folder, overwrite=overwrite)
+    finally:
+        trainer.close()

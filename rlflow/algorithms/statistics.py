@@ -50,14 +50,14 @@ def moments(values: Tensor, sets: Tensor) -> Moments:
     size = torch.bincount(place, minlength=len(names))
 
     def total(what: Tensor) -> Tensor:
-        return torch.zeros(len(names), dtype=torch.float64, device=values.device).index_add_(
-            0, place, what
-        )
+        return torch.zeros(
+            len(names), dtype=torch.float64, device=values.device
+        ).index_add_(0, place, what)
 
     # Any of the set
-    anchor = torch.zeros(len(names), dtype=torch.float64, device=values.device).scatter_(
-        0, place, values
-    )
+    anchor = torch.zeros(
+        len(names), dtype=torch.float64, device=values.device
+    ).scatter_(0, place, values)
     apart = values - anchor[place]
     mean_apart = total(apart) / size
     spread = total((apart - mean_apart[place]).square())
@@ -78,10 +78,14 @@ def group_moments(batch: Batch, who: str) -> Moments:
     if bool((size < 1).any()):
         rows = (size < 1).nonzero().flatten().tolist()
         raise RLFlowError(
-            f"{who}: {len(rows)} of {len(batch)} rows (first: row {rows[0]}) lack group statistics: expected "
-            "Trajectory.group_stats = (size, mean, std), as Rollout stamps them while a group is whole"
+            f"{who}: {len(rows)} of {len(batch)} rows (first: row {rows[0]}) lack group "
+            "statistics: expected "
+            "Trajectory.group_stats = (size, mean, std), as Rollout stamps them while a group is "
+            "whole"
         )
-    return Moments(size, batch.require("group_mean", who), batch.require("group_std", who))
+    return Moments(
+        size, batch.require("group_mean", who), batch.require("group_std", who)
+    )
 
 
 def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor:
@@ -96,7 +100,11 @@ def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor
         )
     centred = values.double() - found.mean
     if std != "none":
-        bessel = ((found.size - 1).double() / found.size).sqrt() if std == "population" else 1.0
+        bessel = (
+            ((found.size - 1).double() / found.size).sqrt()
+            if std == "population"
+            else 1.0
+        )
         centred = centred / (found.std * bessel + eps)
     return centred.masked_fill(flat(found, torch.finfo(values.dtype).eps), 0.0)
 
@@ -138,9 +146,9 @@ def token_shares(batch: Batch, over: Literal["trajectories", "tokens"]) -> Tenso
     if over == "tokens":
         return mask
     first, place = first_rows(batch)
-    tokens = torch.zeros(len(first), dtype=torch.float64, device=mask.device).index_add_(
-        0, place, mask.sum(dim=1)
-    )
+    tokens = torch.zeros(
+        len(first), dtype=torch.float64, device=mask.device
+    ).index_add_(0, place, mask.sum(dim=1))
     return mask / tokens.clamp(min=1)[place, None]
 
 

@@ -1,5 +1,4 @@
-"""Agents of the contract check: random words, texts that programs forget, the task's own answer, a
-scripted player."""
+"""Agents of the contract check: random words, odd texts, the task's answer, a scripted player."""
 
 from __future__ import annotations
 
@@ -19,13 +18,10 @@ _ODD_TEXTS = ("", " \n", "ü漢字🙂 \u202e\x00", "<answer></answer><tool>", "
 
 
 def prompt_text(task: Task) -> str:
-    """What the task says, without roles."""
-    prompt = task.prompt
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else " ".join(str(message.get("content", "")) for message in prompt)
-    )
+    """The task's prompt without roles."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return " ".join(str(message.get("content", "")) for message in task.prompt)
 
 
 def random_agent(environment: Environment, seed: int) -> Agent:
@@ -45,24 +41,23 @@ def scripted_agent(environment: Environment) -> Agent:
     """Texts that programs forget: empty, blank, odd characters, half-open tags, very long, a bare
     stop string."""
     texts = [*_ODD_TEXTS, *environment.stop]
-    return lambda task, shown, said: texts[(len(said) + sum(task.id.encode())) % len(texts)]
+    return lambda task, shown, said: texts[
+        (len(said) + sum(task.id.encode())) % len(texts)
+    ]
 
 
 def answering_agent(environment: Environment) -> Agent:
     """The task's own answer: bare, then between the tags of each stop string that closes one."""
 
     def respond(task: Task, shown: Task, said: Said) -> str:
-        answer = (
-            task.answer[0]
-            if isinstance(task.answer, (list, tuple)) and task.answer
-            else task.answer
-        )
-        tags = [
-            stop[2:-1]
-            for stop in reversed(environment.stop)
-            if stop.startswith("</") and stop.endswith(">")
+        several = isinstance(task.answer, (list, tuple)) and task.answer
+        answer = task.answer[0] if several else task.answer
+        ends = [
+            end
+            for end in reversed(environment.stop)
+            if end[:2] == "</" and end[-1] == ">"
         ]
-        forms = [*(f"<{tag}>{answer}</{tag}>" for tag in tags), str(answer)]
+        forms = [*(f"<{end[2:-1]}>{answer}{end}" for end in ends), str(answer)]
         return forms[len(said) % len(forms)]
 
     return respond

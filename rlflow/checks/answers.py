@@ -1,5 +1,4 @@
-"""What the contract check looks at in one answer of an environment: its types, numbers and texts,
-and how long it blocked."""
+"""Checks of one answer of an environment: types, numbers, texts, and how long it blocked."""
 
 from __future__ import annotations
 
@@ -17,35 +16,39 @@ EITHER_WAY = f"at most {MAX_REWARD:g} either way"
 
 
 def step_problem(step: Any) -> tuple[str, str] | None:
-    """(kind, text) of the first thing that is wrong with what `step` answered; None where nothing
-    is."""
+    """(kind, text) of the first fault of what `step` answered; None where there is none."""
     if not isinstance(step, Step):
         hint = " (is an `await` or a `return` missing?)" if step is None else ""
-        return "step type", f"step: expected an rlflow.Step, found {type(step).__name__}{hint}"
+        return (
+            "step type",
+            f"step: expected an rlflow.Step, found {type(step).__name__}{hint}",
+        )
     if not _finite(step.reward):
-        return "reward", f"step: reward: expected a finite number, found {step.reward!r}"
+        return (
+            "reward",
+            f"step: reward: expected a finite number, found {step.reward!r}",
+        )
     if abs(step.reward) > MAX_REWARD:
         return "reward", f"step: reward: expected {EITHER_WAY}, found {step.reward!r}"
     for kind in ("rewards", "metrics"):
         if not isinstance(getattr(step, kind), Mapping):
-            return (
-                kind,
-                f"step: {kind}: expected a mapping of names to numbers, found {getattr(step, kind)!r}",
-            )
+            found = repr(getattr(step, kind))
+            return kind, f"step: {kind}: expected {{name: number}}, found {found}"
+    named = "expected names with finite numbers"
     for name, value in step.rewards.items():
         if not isinstance(name, str) or not _finite(value) or abs(value) > MAX_REWARD:
             return (
                 "rewards",
-                f"step: rewards: expected names with finite numbers, {EITHER_WAY}, found {name!r}: {value!r}",
+                f"step: rewards: {named}, {EITHER_WAY}, found {name!r}: {value!r}",
             )
     for name, value in step.metrics.items():
         if not isinstance(name, str) or not _finite(value):
-            return (
-                "metric",
-                f"step: metrics: expected names with finite numbers, found {name!r}: {value!r}",
-            )
+            return "metric", f"step: metrics: {named}, found {name!r}: {value!r}"
     if not isinstance(step.terminated, bool):
-        return "terminated", f"step: terminated: expected True or False, found {step.terminated!r}"
+        return (
+            "terminated",
+            f"step: terminated: expected True or False, found {step.terminated!r}",
+        )
     if problem := observation_problem(step.observation):
         return "observation", f"step: observation {problem}"
     return None
@@ -67,9 +70,10 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < math.inf
 
 
-def timed_method(method: Callable[..., Any], blocked: list[float]) -> Callable[..., Any]:
-    """The method; of each call that is async it notes the longest time between two awaits, in
-    seconds."""
+def timed_method(
+    method: Callable[..., Any], blocked: list[float]
+) -> Callable[..., Any]:
+    """The method; notes the longest time between two awaits of each async call, in seconds."""
 
     @coroutine
     def watched(running: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:

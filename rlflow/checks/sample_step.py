@@ -35,7 +35,9 @@ FIELDS = {  # what a need fills, in the batch and in the policy's output
 
 
 def sample_tasks() -> list[Task]:
-    return [Task(f"task-{number}", f"Say {number}", str(number)) for number in range(12)]
+    return [
+        Task(f"task-{number}", f"Say {number}", str(number)) for number in range(12)
+    ]
 
 
 def sample_groups(seed: int = 0) -> list[Group]:
@@ -43,18 +45,28 @@ def sample_groups(seed: int = 0) -> list[Group]:
     usable attempt; one attempt is aborted, one was cut and one has a segment in which nothing was
     sampled."""
     generator = torch.Generator().manual_seed(seed)
-    rewards = ([0.0, 1.0, 0.0, 0.5], [1.0, 0.0, 2.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.75])
+    rewards = (
+        [0.0, 1.0, 0.0, 0.5],
+        [1.0, 0.0, 2.0, 0.25],
+        [1.0, 1.0, 1.0, 1.0],
+        [0.75],
+    )
     groups = []
     for number, returns in enumerate(rewards):
         attempts = [
-            _trajectory(number, attempt, value, generator) for attempt, value in enumerate(returns)
+            _trajectory(number, attempt, value, generator)
+            for attempt, value in enumerate(returns)
         ]
         if number == 0:
             attempts[3].stop = StopReason.MAX_TOKENS
             attempts[2].segments[-1].loss_mask[:] = False
             attempts.append(
                 dataclasses.replace(
-                    attempts[0], attempt=4, stop=StopReason.ABORTED, segments=[], turns=[]
+                    attempts[0],
+                    attempt=4,
+                    stop=StopReason.ABORTED,
+                    segments=[],
+                    turns=[],
                 )
             )
         stamp(attempts)
@@ -62,7 +74,9 @@ def sample_groups(seed: int = 0) -> list[Group]:
     return groups
 
 
-def _trajectory(group: int, attempt: int, reward: float, generator: torch.Generator) -> Trajectory:
+def _trajectory(
+    group: int, attempt: int, reward: float, generator: torch.Generator
+) -> Trajectory:
     segments, turns = [], []
     for place in range(2 if group == 1 else 1):
         length = int(torch.randint(6, 14, (), generator=generator))
@@ -73,8 +87,12 @@ def _trajectory(group: int, attempt: int, reward: float, generator: torch.Genera
             Segment(
                 tokens=torch.randint(1, 20, (length,), generator=generator),
                 loss_mask=mask,
-                logprobs=torch.where(mask, -3 * torch.rand(length, generator=generator), 0.0),
-                versions=torch.where(mask, torch.randint(0, 3, (length,), generator=generator), -1),
+                logprobs=torch.where(
+                    mask, -3 * torch.rand(length, generator=generator), 0.0
+                ),
+                versions=torch.where(
+                    mask, torch.randint(0, 3, (length,), generator=generator), -1
+                ),
             )
         )
         turns += [Turn(place, 2, 4, 0.0, 0.5), Turn(place, 5, length, 0.0, 1.5)]
@@ -94,33 +112,49 @@ def _trajectory(group: int, attempt: int, reward: float, generator: torch.Genera
 
 def sample_batch(needs: frozenset[str]) -> Batch:
     """The step's batch with exactly what is needed, advantages and weights filled."""
-    batch = make_batch([each for group in sample_groups() for each in group.trajectories])
+    batch = make_batch(
+        [each for group in sample_groups() for each in group.trajectories]
+    )
     generator = torch.Generator().manual_seed(1)
     mask = batch.loss_mask
-    centred = (batch.require("rewards", "check") - batch.require("group_mean", "check")).float()
+    centred = (
+        batch.require("rewards", "check") - batch.require("group_mean", "check")
+    ).float()
     filled: dict[str, Tensor] = {
         field: torch.where(
-            mask, batch.logprobs + 0.3 * torch.randn(mask.shape, generator=generator), 0.0
+            mask,
+            batch.logprobs + 0.3 * torch.randn(mask.shape, generator=generator),
+            0.0,
         ).clamp(max=0)
         for need, field in FIELDS.items()
         if need in needs
     }
     if "current_entropy" in filled:
         filled["current_entropy"] = -filled["current_entropy"]
-    filled["trainer_version"] = torch.full_like(batch.lengths, 3)  # the rows were sampled at 0 to 2
+    # The rows were sampled at 0 to 2
+    filled["trainer_version"] = torch.full_like(batch.lengths, 3)
     if "values" in needs:
         for field in ("values", "returns"):
-            filled[field] = torch.where(mask, torch.randn(mask.shape, generator=generator), 0.0)
+            filled[field] = torch.where(
+                mask, torch.randn(mask.shape, generator=generator), 0.0
+            )
         filled["final_values"] = torch.randn(len(batch), generator=generator)
     extras = _teacher_top(mask, generator) if "top_logprobs" in needs else {}
     return batch.replace(
-        advantages=centred[:, None] * mask, weights=mask / mask.sum(), extras=extras, **filled
+        advantages=centred[:, None] * mask,
+        weights=mask / mask.sum(),
+        extras=extras,
+        **filled,
     )
 
 
 def _teacher_top(mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """The likeliest three of a teacher's twenty tokens."""
-    top = torch.randn(*mask.shape, 20, generator=generator).log_softmax(-1).topk(3, dim=-1)
+    top = (
+        torch.randn(*mask.shape, 20, generator=generator)
+        .log_softmax(-1)
+        .topk(3, dim=-1)
+    )
     return {
         TEACHER_TOP_IDS: top.indices * mask[..., None],
         TEACHER_TOP_LOGPROBS: top.values * mask[..., None],
@@ -139,19 +173,26 @@ def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyO
         if name in needs
     }
     if "top_logprobs" in needs:
-        three = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(-1)[..., :3]
+        three = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(
+            -1
+        )[..., :3]
         more["top_logprobs"] = (three * batch.loss_mask[..., None]).requires_grad_()
     return PolicyOutput(logprobs=logprobs, **more)
 
 
-def map_output(output: PolicyOutput, change: Callable[[Tensor], Tensor]) -> PolicyOutput:
+def map_output(
+    output: PolicyOutput, change: Callable[[Tensor], Tensor]
+) -> PolicyOutput:
     """Every tensor of an output put through `change`, with gradients of its own."""
     fields: dict[str, Any] = {
         item.name: getattr(output, item.name) for item in dataclasses.fields(output)
     }
     there = {name: value for name, value in fields.items() if value is not None}
     return PolicyOutput(
-        **{name: change(value.detach()).requires_grad_() for name, value in there.items()}
+        **{
+            name: change(value.detach()).requires_grad_()
+            for name, value in there.items()
+        }
     )
 
 
@@ -168,7 +209,9 @@ def disturbed(batch: Batch) -> Batch:
 
 def sample_views(
     batch: Batch,
-) -> Iterator[tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+) -> Iterator[
+    tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+]:
     """(what was done, the batch after it, the same for any other tensor, the way back)."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
     yield (
@@ -181,7 +224,9 @@ def sample_views(
     padding = torch.arange(width + 3) >= width
     wide = batch.map(_wider)
     for name in ("turn", "versions"):  # where 0 would name a turn and a version
-        wide = wide.replace(**{name: wide.require(name, "check").masked_fill(padding, -1)})
+        wide = wide.replace(
+            **{name: wide.require(name, "check").masked_fill(padding, -1)}
+        )
     yield (
         "more padding",
         wide,

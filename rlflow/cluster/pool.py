@@ -1,24 +1,38 @@
-"""Rollout workers as a pool: looked at, replaced when they die or hang, brought to the newest weights, and given attempts.
+"""Rollout workers as a pool: looked at, replaced when they die or hang, brought to the newest
+weights, and given attempts.
 
-A worker that stops answering loses what it plays, and nothing else: whoever started these attempts hears `Lost` and may start
-them again. One thread does everything here; callers put attempts in and take news out. How workers are made is the business of
-`launch`: actors of Ray in a run, threads in tests.
-"""
+A worker that stops answering loses what it plays, and nothing else: whoever started these attempts
+hears `Lost` and may start them again. A coroutine per worker does everything, in one event loop;
+callers put attempts in and take news out. Deadlines count the time in which this process ran."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen, weight_reads
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
-from rlflow.rollout.calls import RunningTime
+from rlflow.cluster.actors import ActorDied
+from rlflow.cluster.slots import (
+    EpisodeJob,
+    Handle,
+    PoolLimits,
+    WorkerSlot,
+    chosen,
+    weight_reads,
+)
+from rlflow.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    ModelError,
+    RLFlowError,
+    RolloutError,
+)
+from rlflow.rollout.calls import RunningTime, deadline
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.players import Begun, Ended, Inbox, Lost
+from rlflow.rollout.event_loop import LoopThread, cancel_all
+from rlflow.rollout.players import Inbox
 from rlflow.rollout.weight_sync import WeightProbe, compare_probes
 from rlflow.rollout.workers import Loaded, Update, WorkerFacts, WorkerNews
 from rlflow.types import Trajectory
@@ -27,15 +41,16 @@ logger = logging.getLogger(__name__)
 
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up, which every worker would meet: the run ends."""
-TURN_S = 0.25  # of the thread, where nothing happens sooner
+TURN_S = 0.25
 LONGEST_BACK_OFF_S = 60.0
+FAILED_LOADS = 3  # of weights, in a row, that cost a worker its place
 REPORT_S = 5.0  # for a worker to say what its environment reports
 
 
 class WorkerPool:
     """`count` workers, started at once and kept alive until `close`.
 
-    launch: makes the worker of a name. read: a trajectory of its bytes. watch: called when a worker came up, and now and then."""
+    launch: makes the worker of a name. read: a trajectory of its bytes."""
 
     def __init__(
         self,
@@ -43,13 +58,11 @@ class WorkerPool:
         count: int,
         read: Callable[[Any], Trajectory],
         limits: PoolLimits | None = None,
-        watch: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits or PoolLimits()
         self._launch = launch
         self._read = read
-        self._watch = watch
         self._time = RunningTime(TURN_S, clock)
         self._slots = [WorkerSlot(str(number)) for number in range(count)]
         self._target: Update | None = None
@@ -57,331 +70,331 @@ class WorkerPool:
         self._waiting: list[EpisodeJob] = []
         self._failure: RLFlowError | None = None
         self._last_reason = "none has started yet"
-        self._up_at = 0.0
         self._lost = self._restarts = 0  # since the last report
-        self._lock = threading.RLock()
-        self._wake = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="rlflow-workers", daemon=True)
-        self._thread.start()
+        self._due = False  # a dispatch is about to come
+        self._loop = LoopThread("rlflow-workers")
+        self._running = self._loop.start_all([self._mind(), *map(self._keep, self._slots)])
 
-    # --- for callers --------------------------------------------------------------------------------------------------
+    # --- for callers ----------------------------------------------------------------------------
 
     def first_facts(self) -> WorkerFacts:
-        """What the first worker that is up says of itself, waited for. Raises RLFlowError where none comes up."""
+        """What the first worker that is up says of itself, waited for. Raises RLFlowError where
+        none comes up."""
         while True:
             self.check()
-            with self._lock:
-                for slot in self._slots:
-                    if slot.facts is not None:
-                        return slot.facts
+            for slot in self._slots:
+                if slot.facts is not None:
+                    return slot.facts
             time.sleep(0.02)
 
     def update(self, update: Update, probe: WeightProbe | None = None) -> None:
-        """Every worker takes over these weights, as soon as it can, and gets no new attempt before it has. probe: what its
-        answers to the update's questions are compared by, in `compare`."""
-        with self._lock:
+        """Every worker takes over these weights, as soon as it can, and gets no new attempt before
+        it has. probe: what its answers to the update's questions are compared by, in `compare`."""
+
+        async def tell() -> None:
             self._target, self._probe = update, probe
-        self._wake.set()
+            for slot in self._slots:
+                slot.outdated.set()
+
+        self._loop.run(tell())
 
     def await_passed(self, within_s: float) -> None:
-        """Waits until all workers that are up have the newest weights, compared by the probe, or so many seconds are over."""
+        """Waits until all workers that are up have the newest weights, compared by the probe, or so
+        many seconds are over."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
             self.check()
-            with self._lock:
-                wanted = -1 if self._target is None else self._target.version
-                if all(slot.version == wanted for slot in self._slots if slot.state == "up"):
-                    break
+            if all(self._is_current(slot) for slot in self._slots if slot.facts is not None):
+                break
             time.sleep(0.02)
         self.compare()
 
     def compare(self) -> None:
-        """Compares what workers have answered to the probe with the trainer, in the caller's thread: to be called only while the
-        trainer has the weights of the last `update`. A worker that has others loses its place; where no other one is up, the
-        pool ends: it is the transfer that is wrong, for all that is known.
+        """Compares what workers have answered to the probe with the trainer, in the caller's
+        thread: to be called only while the trainer has the weights of the last `update`. A worker
+        that has others loses its place; where no other one is up, the pool ends: it is the transfer
+        that is wrong, for all that is known.
 
         Raises what ended the pool."""
         self.check()
-        with self._lock:
-            probe, version = self._probe, -1 if self._target is None else self._target.version
-            asked = [
-                (slot, slot.loaded, slot.loaded.answers)
-                for slot in self._slots
-                if slot.loaded is not None and slot.loaded.answers is not None and slot.loaded.version == version
-            ]
-        if probe is None or not asked:
+        probe = self._probe
+        if probe is None:
             return
-        errors = compare_probes(probe, [answers for _, _, answers in asked], version)
-        with self._lock:
-            for (slot, loaded, _), error in zip(asked, errors, strict=True):
-                if slot.loaded is not loaded:
-                    continue  # the worker has died meanwhile
-                if error is None:
-                    self._pass(slot)
-                else:
-                    self._fail(slot, error, self._time.seconds)
-            found = next((error for error in errors if error is not None), None)
-            if found is not None and not any(slot.state == "up" for slot in self._slots):
-                self._failure = found
-        self._wake.set()
-        self.check()
+        current = [(slot, slot.loaded) for slot in self._slots if self._is_current(slot)]
+        asked = [
+            (slot, one) for slot, one in current if one is not None and one.answers is not None
+        ]
+        if asked:
+            answers = [one.answers for _, one in asked if one.answers is not None]
+            errors = compare_probes(probe, answers, asked[0][1].version)
+            self._loop.run(self._judge([(*one, error) for one, error in zip(asked, errors)]))
+            self.check()
 
     def play(self, attempts: Sequence[Attempt], inbox: Inbox) -> None:
-        """One worker with the newest weights plays the attempts, as soon as it has room; all end at once, or are lost."""
+        """One worker with the newest weights plays the attempts, as soon as it has room; all end at
+        once, or are lost."""
         job = EpisodeJob(attempts, inbox, {attempt.request_id for attempt in attempts})
-        with self._lock:
-            place = sum(other.first for other in self._waiting) if job.first else len(self._waiting)
-            self._waiting.insert(place, job)
-        self._wake.set()
+
+        async def wait() -> None:
+            ahead = sum(other.first for other in self._waiting)
+            self._waiting.insert(ahead if job.first else len(self._waiting), job)
+            self._dispatch_soon()
+
+        self._loop.start(wait())
 
     def cancel(self, inbox: Inbox, request_ids: set[str]) -> None:
         """Forgets attempts; of a job the others too."""
-        with self._lock:
-            self._waiting = [job for job in self._waiting if job.inbox is not inbox or not job.left & request_ids]
+
+        async def forget() -> None:
+            mine = [job for job in self._waiting if job.inbox is inbox and job.left & request_ids]
+            self._waiting = [job for job in self._waiting if job not in mine]
             for slot in self._slots:
-                gone = [name for name, job in slot.jobs.items() if job.inbox is inbox and name in request_ids]
+                names = request_ids & slot.jobs.keys()
+                gone = [name for name in names if slot.jobs[name].inbox is inbox]
                 for name in gone:
                     del slot.jobs[name]
                 if gone and slot.handle is not None:
                     slot.handle.call("cancel", gone)
+            self._dispatch_soon()
+
+        self._loop.run(forget())
 
     def check(self) -> None:
         """Raises what ended the pool."""
         if self._failure is not None:
             raise self._failure
-        if not self._closed and not self._thread.is_alive():
-            raise RolloutError(
-                "cluster.rollout_workers: the thread that looks after them has ended; its error is in the log."
-            )
 
     def reports(self) -> list[dict[str, float]]:
-        """What the workers' environments report about the time since the last call; nothing of one that does not answer."""
-        with self._lock:
-            asked = [
-                slot.handle.call("report") for slot in self._slots if slot.state == "up" and slot.handle is not None
-            ]
-        until, found = time.monotonic() + REPORT_S, []
-        for call in asked:
+        """What the workers' environments report about the time since the last call; nothing of one
+        that does not answer."""
+
+        async def ask(slot: WorkerSlot) -> dict[str, float] | None:
             try:
-                found.append(call.result(timeout=max(0.0, until - time.monotonic())))
+                return await asyncio.wait_for(slot.call("report"), REPORT_S)
             except (TimeoutError, RLFlowError) as error:
                 logger.info("a rollout worker does not say what its environment reports: %s", error)
-        return found
+                return None
+
+        up = [slot for slot in self._slots if slot.facts is not None]
+        asked = self._loop.start_all([ask(slot) for slot in up])
+        return [report for one in asked if (report := one.result()) is not None]
 
     def counts(self) -> dict[str, float]:
         """`workers/` metrics since the last call."""
-        with self._lock:
+
+        async def count() -> dict[str, float]:
             ended = [slot.ended for slot in self._slots]
             counted = {
-                "workers/up": float(sum(slot.state == "up" for slot in self._slots)),
+                "workers/up": float(sum(slot.facts is not None for slot in self._slots)),
                 "workers/restarts": float(self._restarts),
                 "workers/attempts_lost": float(self._lost),
                 "workers/attempts_most": float(max(ended)),
                 "workers/attempts_fewest": float(min(ended)),
             }
             self._restarts = self._lost = 0
-            counted |= weight_reads(self._slots)
             for slot in self._slots:
                 slot.ended = 0
-        return counted
+            return counted | weight_reads(self._slots)
+
+        return self._loop.run(count())
 
     def close(self) -> None:
         """Ends all workers."""
-        self._closed = True
-        self._wake.set()
-        self._thread.join(timeout=self.limits.answer_s)
-        for slot in self._slots:
-            if slot.handle is not None:
-                slot.handle.kill()
-                slot.handle = None
+        cancel_all(self._running)
+        self._loop.close()
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- a worker's life ------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        for turn in itertools.count():
-            self._wake.wait(TURN_S)
-            self._wake.clear()
-            if self._closed or self._failure is not None:
+    async def _keep(self, slot: WorkerSlot) -> None:
+        """Keeps a process in the place, until too many have failed."""
+        while slot.failures < self.limits.failures:
+            try:
+                await self._live(slot)
+            except MISTAKES as error:
+                self._failure = error
                 return
-            with self._lock:
-                self._turn()
-            if turn % 20 == 0:
-                self._watch()
+            except Exception as error:  # noqa: BLE001 -- whatever it answers: the others go on
+                await asyncio.sleep(self._give_up(slot, error))
 
-    def _turn(self) -> None:
-        """Everything that is due now."""
-        before, now = self._time.seconds, self._time.look()
-        for slot in self._slots:
-            if slot.state == "down" and now >= slot.retry_at:
-                self._begin(slot, now)
-            if slot.state in ("starting", "up"):
-                try:
-                    self._look_after(slot, now, now - before)
-                except Exception as error:  # noqa: BLE001 -- whatever a worker answers, it must not end the others
-                    self._fail(slot, error, now)
-        if any(slot.state == "up" for slot in self._slots):
-            self._up_at = now
-        elif all(slot.state == "quarantined" for slot in self._slots) or now - self._up_at > self.limits.start_s:
-            self._failure = RolloutError(
-                f"cluster.rollout_workers: not one of {len(self._slots)} workers has been up for {now - self._up_at:.0f} s; "
-                f"last: {self._last_reason}; run.log has the others. --resume goes on from the last checkpoint."
-            )
-        self._dispatch(now)
-
-    def _begin(self, slot: WorkerSlot, now: float) -> None:
-        slot.state, slot.since, slot.silent_s, slot.placed = "starting", now, 0.0, False
-        slot.facts, slot.failed_loads, slot.calls, slot.plays = None, 0, {}, []
+    async def _live(self, slot: WorkerSlot) -> None:
+        """A process of a worker, until something is wrong with it: that is raised."""
+        slot.broken = asyncio.get_running_loop().create_future()
+        slot.handle = self._launch(slot.name)
+        parts = [asyncio.ensure_future(part) for part in (self._look(slot), self._work(slot))]
         try:
-            slot.handle = self._launch(slot.name)
-            self._call(slot, "build")
-            self._call(slot, "look")
-        except Exception as error:  # noqa: BLE001 -- as above
-            self._fail(slot, error, now)
+            await asyncio.wait([*parts, slot.broken], return_when=asyncio.FIRST_COMPLETED)
+            for part in (slot.broken, *parts):
+                if part.done():
+                    part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            slot.handle.kill()
+            slot.handle = slot.facts = slot.loaded = slot.broken = None
+            await asyncio.gather(*parts, return_exceptions=True)
 
-    def _call(self, slot: WorkerSlot, method: str, *arguments: Any) -> None:
-        assert slot.handle is not None
-        slot.calls[method] = call = slot.handle.call(method, *arguments)
-        call.add_done_callback(lambda _: self._wake.set())
-
-    def _look_after(self, slot: WorkerSlot, now: float, elapsed: float) -> None:
-        """What the worker has answered. Raises what is wrong with it."""
+    async def _look(self, slot: WorkerSlot) -> None:
+        """Hears what happens in the worker, and whether it still answers."""
         limits = self.limits
-        slot.silent_s += elapsed
-        if slot.calls["look"].done():
-            news: WorkerNews = slot.calls["look"].result()
-            slot.silent_s, slot.placed = 0.0, True
+        async with deadline(limits.place_s, "the cluster's making room for it"):
+            news: WorkerNews = await slot.call("look")
+        slot.placed = True
+        while True:
             slot.held.append(news)
             self._hear_held(slot)
-            self._call(slot, "look")
-        elif slot.silent_s > (limits.answer_s if slot.placed else limits.place_s):
-            raise RolloutError(
-                f"no answer for {slot.silent_s:.0f} s" if slot.placed else "no room for it in the cluster"
-            )
-        if slot.state == "starting":
-            if slot.calls["build"].done():
-                slot.facts = slot.calls.pop("build").result()
-                slot.state, slot.placed = "up", True
-                logger.info(
-                    "rollout worker %s is up after %.1f s, process %d", slot.name, now - slot.since, slot.facts.pid
+            now = self._time.look()
+            late = [name for name, job in slot.jobs.items() if now > job.until]
+            if late:
+                raise RolloutError(
+                    f"{len(late)} attempts did not end within {limits.attempt_s:g} s, {late[0]} "
+                    "for one"
                 )
-                self._watch()
-            elif slot.placed and now - slot.since > limits.start_s + limits.place_s:
-                raise RolloutError(f"engine and environment were not made within {limits.start_s:g} s")
-        if slot.state == "up":
-            self._bring_up_to_date(slot, now)
-        for play in [play for play in slot.plays if play.done()]:
-            slot.plays.remove(play)
-            play.result()
-        late = [name for name, job in slot.jobs.items() if now > job.until]
-        if late:
-            raise RolloutError(f"{len(late)} attempts did not end within {limits.attempt_s:g} s, {late[0]} for one")
+            async with deadline(limits.answer_s, "a look at it"):
+                news = await slot.call("look")
 
-    def _bring_up_to_date(self, slot: WorkerSlot, now: float) -> None:
-        target, loading = self._target, slot.calls.get("load")
-        if loading is not None and loading.done():
-            del slot.calls["load"]
-            try:
-                taken: Loaded = loading.result()
-                slot.failed_loads, slot.loaded = 0, taken
-                slot.reads.append(taken)
-                if taken.answers is None:
-                    self._pass(slot)
-            except RLFlowError as error:
-                slot.failed_loads += 1
-                told = "rollout worker %s could not take over weights, %d times so far: %s"
-                logger.warning(told, slot.name, slot.failed_loads, error)
-                if slot.failed_loads >= 3 or isinstance(error, WorkerGone):
-                    raise
-        elif loading is not None and now - slot.loading_since > self.limits.start_s:
-            raise RolloutError(f"weights were not taken over within {self.limits.start_s:g} s")
-        if "load" not in slot.calls and target is not None and slot.version != target.version:
-            if (
-                slot.loaded is not None and slot.handle is not None
-            ):  # the trainer has no longer what it would be compared with
-                slot.handle.call("cancel", list(slot.jobs))
-                self._lose(slot, f"version {slot.version} was replaced before the probe could be compared")
-            slot.loading_since, slot.loaded = now, None
-            self._call(slot, "load", target)
+    async def _work(self, slot: WorkerSlot) -> None:
+        """Builds the worker and brings it to the newest weights, again and again."""
+        limits, begun, failed = self.limits, time.monotonic(), 0
+        async with deadline(limits.start_s + limits.place_s, "making engine and environment"):
+            facts: WorkerFacts = await slot.call("build")
+        slot.facts, slot.placed = facts, True
+        told = "rollout worker %s is up after %.1f s, process %d"
+        logger.info(told, slot.name, time.monotonic() - begun, facts.pid)
+        slot.outdated.set()
+        while True:
+            await slot.outdated.wait()
+            slot.outdated.clear()
+            if self._target is None or self._is_current(slot):
+                self._dispatch_soon()
+                continue
+            taken = await self._load(slot, self._target, failed)
+            failed = 0 if taken else failed + 1
+            if not taken:
+                slot.outdated.set()
+
+    async def _load(self, slot: WorkerSlot, target: Update, failed: int) -> bool:
+        """Whether the worker took over the weights. Raises the third failure in a row."""
+        # The trainer has no longer what it would be compared with
+        if slot.loaded is not None and slot.handle is not None:
+            slot.handle.call("cancel", list(slot.jobs))
+            told = f"version {slot.version} was replaced before it could be compared"
+            self._lost += slot.lose(told)
+        slot.loading, slot.loaded = True, None
+        try:
+            async with deadline(self.limits.start_s, "taking over weights"):
+                try:
+                    taken: Loaded = await slot.call("load", target)
+                except RLFlowError as error:
+                    told = "rollout worker %s could not take over weights, %d times so far: %s"
+                    logger.warning(told, slot.name, failed + 1, error)
+                    if failed + 1 >= FAILED_LOADS or isinstance(error, ActorDied):
+                        raise
+                    return False
+        finally:
+            slot.loading = False
+        slot.loaded = taken
+        slot.reads.append(taken)
+        if taken.answers is None:
+            self._pass(slot)
+        return True
+
+    def _give_up(self, slot: WorkerSlot, error: Exception) -> float:
+        """The worker is lost, with all that it plays; another process takes its place after so many
+        seconds, later the more often that happens."""
+        limits = self.limits
+        reason = (
+            str(error) if isinstance(error, RLFlowError) else f"{type(error).__name__}: {error}"
+        )
+        lost = slot.lose(reason)
+        self._lost += lost
+        slot.failures += slot.placed  # one for which there is no room has done nothing wrong
+        slot.held, slot.passed, slot.placed = [], -1, False
+        doubled_s = limits.back_off_s * 2 ** max(0, slot.failures - 1)
+        back_off_s = min(LONGEST_BACK_OFF_S, doubled_s)
+        self._last_reason = f"worker {slot.name}: {reason}"
+        then = f"another one starts in {back_off_s:g} s"
+        if slot.failures >= limits.failures:
+            then = (
+                f"it failed {slot.failures} times without an attempt that ended, and is not "
+                "started again"
+            )
+        else:
+            self._restarts += 1
+        again = f"{lost} attempts are issued again; " if lost else ""
+        logger.warning("rollout worker %s: %s; %s%s", slot.name, reason, again, then)
+        return back_off_s
+
+    # --- in the loop ----------------------------------------------------------------------------
+
+    async def _mind(self) -> None:
+        """Ends the pool where no worker has been up for too long."""
+        up_at = 0.0
+        while self._failure is None:
+            await asyncio.sleep(TURN_S)
+            now = self._time.look()
+            if any(slot.facts is not None for slot in self._slots):
+                up_at = now
+            given_up = all(slot.failures >= self.limits.failures for slot in self._slots)
+            if given_up or now - up_at > self.limits.start_s:
+                self._failure = RolloutError(
+                    f"cluster.rollout_workers: not one of {len(self._slots)} workers has been up "
+                    f"for {now - up_at:.0f} s; last: {self._last_reason}; run.log has the others. "
+                    "--resume goes on from the last checkpoint."
+                )
+
+    async def _judge(self, found: Sequence[tuple[WorkerSlot, Loaded, RLFlowError | None]]) -> None:
+        """What the probe says of workers: no error, or which."""
+        there = [(slot, error) for slot, loaded, error in found if slot.loaded is loaded]
+        wrong = {slot: error for slot, error in there if error is not None}
+        for slot, error in there:
+            if error is None:
+                self._pass(slot)
+            else:
+                slot.fail(error)
+        if wrong and all(slot.facts is None or slot in wrong for slot in self._slots):
+            self._failure = next(iter(wrong.values()))
+        while any(slot.loaded is not None for slot in wrong):  # until it has been ended
+            await asyncio.sleep(0)
+
+    def _is_current(self, slot: WorkerSlot) -> bool:
+        return self._target is None or slot.version == self._target.version
 
     def _pass(self, slot: WorkerSlot) -> None:
         assert slot.loaded is not None
         slot.passed, slot.loaded = slot.loaded.version, None
         self._hear_held(slot)
+        self._dispatch_soon()
 
     def _hear_held(self, slot: WorkerSlot) -> None:
         if slot.proven:
             held, slot.held = slot.held, []
             for news in held:
-                self._hear(slot, news)
+                slot.hear(news, self._read)
+            self._dispatch_soon()
 
-    def _hear(self, slot: WorkerSlot, news: WorkerNews) -> None:
-        for begun in news.begun:
-            job = slot.jobs.get(begun.request_id)
-            if job is not None:
-                job.inbox.put([Begun(begun.request_id, begun.version, slot.name)])
-        for played in news.ended:
-            job = slot.jobs.pop(played.request_id, None)
-            if job is None:
-                continue  # cancelled in the meantime
-            slot.failures, slot.ended = 0, slot.ended + 1
-            job.left.discard(played.request_id)
-            job.ended.append(Ended(played.request_id, self._read(played.payload)))
-            if not job.left:
-                job.inbox.put(job.ended)
+    def _dispatch_soon(self) -> None:
+        """After what else is there to be heard just now: attempts go together where they can."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
 
-    def _fail(self, slot: WorkerSlot, error: Exception, now: float) -> None:
-        """The worker is lost, with all that it plays; another process takes its place, later the more often that happens."""
-        if isinstance(error, MISTAKES):
-            self._failure = error
-            return
-        placed, limits = slot.placed, self.limits
-        reason = str(error) if isinstance(error, RLFlowError) else f"{type(error).__name__}: {error}"
-        lost = self._lose(slot, reason)
-        if slot.handle is not None:
-            slot.handle.kill()
-        slot.handle, slot.calls, slot.plays, slot.facts = None, {}, [], None
-        slot.loaded, slot.held, slot.passed = None, [], -1
-        slot.failures += placed  # one for which there is no room has done nothing wrong
-        slot.state = "quarantined" if slot.failures >= limits.failures else "down"
-        back_off_s = min(LONGEST_BACK_OFF_S, limits.back_off_s * 2 ** max(0, slot.failures - 1))
-        slot.retry_at, self._last_reason = now + back_off_s, f"worker {slot.name}: {reason}"
-        self._restarts += slot.state == "down"
-        then = f"another one starts in {back_off_s:g} s"
-        if slot.state == "quarantined":
-            then = f"it failed {slot.failures} times without an attempt that ended, and is not started again"
-        again = f"{lost} attempts are issued again; " if lost else ""
-        logger.warning("rollout worker %s: %s; %s%s", slot.name, reason, again, then)
-
-    def _lose(self, slot: WorkerSlot, reason: str) -> int:
-        """Tells that what the worker plays is lost; returns how many attempts."""
-        jobs, slot.jobs = list(dict.fromkeys(slot.jobs.values())), {}
-        lost = 0
-        for job in jobs:
-            job.inbox.put([Lost(attempt.request_id, slot.name, reason) for attempt in job.attempts])
-            lost += len(job.attempts)
-        self._lost += lost
-        return lost
-
-    def _dispatch(self, now: float) -> None:
+    def _dispatch(self) -> None:
         """Gives attempts to the workers that have the newest weights and room."""
-        target = self._target
-        ready = [
-            slot
-            for slot in self._slots
-            if slot.state == "up" and "load" not in slot.calls and (target is None or slot.passed == target.version)
-        ]
+        self._due = False
+        version = None if self._target is None else self._target.version
+        up = [slot for slot in self._slots if slot.facts is not None and not slot.loading]
+        ready = [slot for slot in up if version is None or slot.passed == version]
         given: dict[WorkerSlot, list[Sequence[Attempt]]] = {}
         left: list[EpisodeJob] = []
+        until = self._time.look() + self.limits.attempt_s
         for job in self._waiting:
             slot = chosen(ready, job)
             if slot is None:
                 left.append(job)
                 continue
-            job.until = now + self.limits.attempt_s
+            job.until = until
             slot.jobs.update(dict.fromkeys(job.left, job))
             given.setdefault(slot, []).append(job.attempts)
         self._waiting = left
         for slot, plays in given.items():
-            assert slot.handle is not None
-            slot.plays.append(slot.handle.call("play", plays))
+            slot.play(plays)

@@ -1,21 +1,22 @@
-"""What a pool of rollout workers knows of each: its place, what it plays, when it is given up; and who gets the next attempts."""
+"""What a pool of rollout workers knows of each, and which one gets the next attempts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlflow.errors import RLFlowError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.players import Event, Inbox
+from rlflow.rollout.players import Begun, Ended, Event, Inbox, Lost
 from rlflow.rollout.workers import Loaded, WorkerFacts, WorkerNews
+from rlflow.types import Trajectory
 
 
 class Handle(Protocol):
-    """A worker in another process. `call` does not wait; the future raises an RLFlowError in one line."""
+    """A worker in another process. `call` does not wait; the future raises an RLFlowError in one
+    line, ActorDied where the process has."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]: ...
 
@@ -24,10 +25,11 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """By when something is given up, seconds. answer_s: a worker that is looked at; place_s: one that was asked for and has no
-    process yet; start_s: making engine and environment, taking over weights, and for all being down; attempt_s: an attempt.
-    failures: in a row, without an attempt that ended, after which a worker is not started again. back_off_s: before the first
-    restart, doubled with each failure."""
+    """By when something is given up, seconds. answer_s: a worker that is looked at; place_s: one
+    that was asked for and has no process yet; start_s: making engine and environment, taking over
+    weights, and for all being down; attempt_s: an attempt. failures: in a row, without an attempt
+    that ended, after which a worker is not started again. back_off_s: before the first restart,
+    doubled with each failure."""
 
     answer_s: float = 30.0
     place_s: float = 120.0
@@ -39,8 +41,8 @@ class PoolLimits:
 
 @dataclass(eq=False)
 class EpisodeJob:
-    """Attempts that a worker plays, or will, together. inbox: of who started them. left: those that are not over. ended: what
-    is told of the others once all are."""
+    """Attempts that a worker plays, or will, together. inbox: of who started them. left: those that
+    are not over. ended: what is told of the others once all are."""
 
     attempts: Sequence[Attempt]
     inbox: Inbox
@@ -61,27 +63,22 @@ class EpisodeJob:
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A worker's place: the processes in it come and go. state: down, starting, up, quarantined."""
+    """A worker's place: the processes in it come and go."""
 
     name: str
-    state: str = "down"
     handle: Handle | None = None
-    facts: WorkerFacts | None = None
-    calls: dict[str, Future[Any]] = field(default_factory=dict)  # look, build, load: under way
-    plays: list[Future[Any]] = field(default_factory=list)
-    jobs: dict[str, EpisodeJob] = field(default_factory=dict)  # by request id
-    silent_s: float = 0.0  # since it answered last
+    facts: WorkerFacts | None = None  # once engine and environment are there
     placed: bool = False  # it has answered
-    since: float = 0.0  # when it was started
-    loading_since: float = 0.0
-    retry_at: float = 0.0
     failures: int = 0
-    failed_loads: int = 0
-    ended: int = 0  # attempts, since the last report
-    reads: list[Loaded] = field(default_factory=list)  # since the last report
+    broken: asyncio.Future[None] | None = None  # fails with what is wrong with the process
+    outdated: asyncio.Event = field(default_factory=asyncio.Event)  # there are newer weights
+    loading: bool = False
     loaded: Loaded | None = None  # weights that the trainer has not yet compared
     passed: int = -1  # the version that was verified last
     held: list[WorkerNews] = field(default_factory=list)  # until what it samples from is verified
+    jobs: dict[str, EpisodeJob] = field(default_factory=dict)  # by request id
+    ended: int = 0  # attempts, since the last report
+    reads: list[Loaded] = field(default_factory=list)  # since the last report
 
     @property
     def version(self) -> int:
@@ -91,34 +88,77 @@ class WorkerSlot:
     @property
     def proven(self) -> bool:
         """Whether what it plays is known to come from the weights that it says."""
-        return self.facts is None or self.facts.hashes_weights or ("load" not in self.calls and self.loaded is None)
+        hashes = self.facts is None or self.facts.hashes_weights
+        return hashes or not (self.loading or self.loaded)
 
+    @property
+    def room(self) -> int:
+        """Attempts that it may get."""
+        return 0 if self.facts is None else self.facts.max_concurrency - len(self.jobs)
 
-class WorkerGone(RLFlowError):
-    """The process of a rollout worker is gone."""
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """The answer of its process."""
+        assert self.handle is not None
+        return asyncio.wrap_future(self.handle.call(method, *arguments))
+
+    def play(self, jobs: Sequence[Sequence[Attempt]]) -> None:
+        """Gives it attempts, those of a job together."""
+
+        def look(call: asyncio.Future[None]) -> None:
+            if not call.cancelled() and (error := call.exception()) is not None:
+                self.fail(error)
+
+        self.call("play", jobs).add_done_callback(look)
+
+    def hear(self, news: WorkerNews, read: Callable[[Any], Trajectory]) -> None:
+        """Passes on what has happened. read: a trajectory of its bytes."""
+        for begun in news.begun:
+            job = self.jobs.get(begun.request_id)
+            if job is not None:
+                job.inbox.put([Begun(begun.request_id, begun.version, self.name)])
+        for played in news.ended:
+            job = self.jobs.pop(played.request_id, None)
+            if job is None:
+                continue  # cancelled in the meantime
+            self.failures, self.ended = 0, self.ended + 1
+            job.left.discard(played.request_id)
+            job.ended.append(Ended(played.request_id, read(played.payload)))
+            if not job.left:
+                job.inbox.put(job.ended)
+
+    def lose(self, reason: str) -> int:
+        """Tells that what the worker plays is lost; returns how many attempts."""
+        jobs, self.jobs = list(dict.fromkeys(self.jobs.values())), {}
+        for job in jobs:
+            job.inbox.put([Lost(attempt.request_id, self.name, reason) for attempt in job.attempts])
+        return sum(len(job.attempts) for job in jobs)
+
+    def fail(self, error: BaseException) -> None:
+        """The process is of no use any more."""
+        if self.broken is not None and not self.broken.done():
+            self.broken.set_exception(error)
 
 
 def chosen(ready: Sequence[WorkerSlot], job: EpisodeJob) -> WorkerSlot | None:
-    """The worker for a job: one that plays attempts of its group, which share a prompt; else the one with the most room."""
-    room = {slot: _room(slot) for slot in ready}
-    free = [slot for slot in ready if room[slot] > 0]
+    """The worker for a job: one that plays attempts of its group, which share a prompt; else the
+    one with the most room."""
+    free = [slot for slot in ready if slot.room > 0]
     if not free:
         return None
-    alike = Counter({slot: sum(other.group == job.group for other in slot.jobs.values()) for slot in free})
-    return max(free, key=lambda slot: (alike[slot], room[slot]))
-
-
-def _room(slot: WorkerSlot) -> int:
-    assert slot.facts is not None
-    return slot.facts.max_concurrency - len(slot.jobs)
+    alike = {slot: sum(o.group == job.group for o in slot.jobs.values()) for slot in free}
+    return max(free, key=lambda slot: (alike[slot], slot.room))
 
 
 def weight_reads(slots: Sequence[WorkerSlot]) -> dict[str, float]:
-    """`workers/` metrics of the weights that were read since the last call; {} where none were."""
+    """`sync/` metrics of the weights that were read since the last call; {} where none were."""
     reads = [read for slot in slots for read in slot.reads]
     for slot in slots:
         slot.reads.clear()
     if not reads:
         return {}
-    size = sum(read.bytes for read in reads)
-    return {"workers/weights_mib": size / 2**20, "workers/weights_delta": sum(read.delta for read in reads) / len(reads)}
+    return {
+        "sync/mib": sum(read.bytes for read in reads) / 2**20,
+        "sync/delta_share": sum(read.delta for read in reads) / len(reads),
+        "time/sync_read_s": max(read.read_s for read in reads),
+        "time/sync_load_s": max(read.load_s for read in reads),
+    }

@@ -1,9 +1,7 @@
 """Trainer ranks as Ray actors, on this machine or a cluster.
 
-The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on all ranks and
-answers what rank 0 answered. Batches and weights travel as numpy arrays: Ray hands those over without a copy, torch
-tensors not.
-"""
+The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on
+all ranks and answers what rank 0 answered."""
 
 from __future__ import annotations
 
@@ -17,14 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
+from rlflow.cluster.actors import (
+    ActorDied,
+    end_actor,
+    send_file_modules,
+    start_actor,
+    why_failed,
+)
+from rlflow.cluster.placement import Placement
 from rlflow.cluster.rank import TrainerRank
-from rlflow.cluster.services import WATCH, Offers
-from rlflow.cluster.session import RaySession, connect, first_line
-from rlflow.cluster.watching import Doing, StallLimits, Stillness, native_stack, verdict
-from rlflow.cluster.wire import pack_batch, unpack
-from rlflow.components import file_modules
+from rlflow.cluster.watching import Doing, Stillness, verdict
+from rlflow.cluster.wire import Parcels, unpack
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.matmul import PRODUCTS, Library
+from rlflow.matmul import PRODUCTS
 from rlflow.report.timer import highest
 from rlflow.rollout.calls import RunningTime
 from rlflow.trainer.base import LossFunction, Trainer
@@ -35,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
-PLACEMENT_TIMEOUT_S = 120.0
+START_S = 120.0  # at least, for the processes to start and import: a machine may be busy
 LOOK_EVERY_S = 5.0  # at what the ranks do, while a call runs
 LOOK_TIMEOUT_S = 2.0
-
-
-class RankDied(RLFlowError):
-    """The process of a trainer rank is gone; the trainer is closed."""
+COLLECTIVE_LIMITS = 2
+"""A collective may wait for so many times as long as ranks may stand still: it ends ranks whose
+driver does not look at them any more."""
+WATCH = "watch"
+"""Ray's concurrency group of the thread that looks at the one which works."""
 
 
 class RankStuck(RLFlowError):
@@ -49,14 +53,15 @@ class RankStuck(RLFlowError):
 
 
 class RayTrainer(Trainer):
-    """A Trainer over `ranks` processes, one Ray actor each, in one torch.distributed world (gloo, or NCCL on GPUs).
+    """A Trainer over `ranks` processes, one Ray actor each, in one torch.distributed world (gloo,
+    or NCCL on GPUs, of which each rank has one).
 
-    address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
-    address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
-    gpus_per_rank 0 keeps a rank on the CPU. services: the name of a run to which `rlflow serve trainer` offers processes on that
-    cluster; None: actors of its own. stall_timeout_s: a call in which no rank has moved for so long is given up, later where
-    calls of its kind took long before (`StallLimits`). Further keywords are those of `Trainer.from_pretrained`.
-    """
+    address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the
+    running cluster at that address is joined ("auto": the one of this machine), and paths must be
+    on a file system that all its nodes share. gpus_per_rank: the share of a GPU, whose rest is for
+    a rollout worker; 0 keeps a rank on the CPU. stall_timeout_s: a call in which no rank has moved
+    for so long is given up. placement: of a run that has one, at whose places 0 to `ranks` - 1 the
+    ranks are; None: a new one. Further keywords are those of `Trainer.from_pretrained`."""
 
     def __init__(
         self,
@@ -66,64 +71,78 @@ class RayTrainer(Trainer):
         address: str | None = None,
         threads_per_rank: int = 1,
         gpus_per_rank: float = 0.0,
-        services: str | None = None,
-        stall_timeout_s: float = 300.0,
+        stall_timeout_s: float = 600.0,
+        placement: Placement | None = None,
         backend: str = "megatron",
         **options: Any,
     ) -> None:
         if ranks < 1:
-            raise ConfigError(f"cluster.ranks: a trainer over ranks needs at least 1, found {ranks}.")
-        sizes = {field.name: options[field.name] for field in dataclasses.fields(ParallelLayout) if field.name in options}
-        ParallelLayout(**sizes).data_parallel(ranks)
+            raise ConfigError(
+                f"cluster.ranks: a trainer over ranks needs at least 1, found {ranks}."
+            )
+        names = {field.name for field in dataclasses.fields(ParallelLayout)}
+        layout = ParallelLayout(**{name: options[name] for name in names & options.keys()})
+        layout.data_parallel(ranks)
         self._actors: list[Any] = []
-        self._group: Any = None
         self._phase = ""
-        self._deadlines = StallLimits(stall_timeout_s)
-        self._homes: list[tuple[str, int]] = []
+        self._stall_timeout_s = stall_timeout_s
         self._questions: dict[int, Any] = {}  # by rank: what it does, asked and not answered yet
-        self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
+        self._parcels = Parcels()
+        gpus = gpus_per_rank > 0
+        places = placement or Placement(address, ranks, cpus=threads_per_rank, gpus=gpus)
+        self._placement = None if placement else places
         try:
-            self._place(ranks, threads_per_rank, gpus_per_rank, address is None, services)
+            connected = layout.tensor_parallel > 1 or layout.context_parallel > 1
+            held = start_ranks(places, ranks, threads_per_rank, gpus_per_rank, connected)
+            self._actors = held
+            self._meet(ranks)
             self._call("build", backend, str(path), options)
-            if self._session is not None:
-                self._session.watch()  # Ray's agents are there by now
         except BaseException:  # Ctrl-C included: no process may be left behind
             self.close()
             raise
 
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         scores = self._call("score", self._share(batch), model, tuple(want), top_k)
         return {name: unpack(value) for name, value in scores.items()}
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
-        import ray
-
-        for module in file_modules():
-            ray.cloudpickle.register_pickle_by_value(module)
+        send_file_modules()
         return self._call("update", self._share(batch), loss)
 
     def snapshot(self, name: str) -> None:
-        self._call("trainer_method", "snapshot", name)
+        self._call("snapshot", name)
 
     def load_frozen(self, name: str, path: str | Path) -> None:
-        self._call("trainer_method", "load_frozen", name, str(Path(path).absolute()))
+        self._call("load_frozen", name, str(Path(path).absolute()))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._streamed("weights")
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """As `Trainer.weights`. The ranks begin at once: memory that they free for it is free when
+        this returns. Of them rank 0 alone copies to its host. device None: tensors in Ray's
+        memory."""
+        self._call("start_weights", "weights", None)
+        tensors = self._streamed(copy=device is not None)
+        if device in (None, "cpu"):
+            return tensors
+        return ((name, value.to(device)) for name, value in tensors)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._streamed("adapter_weights")
+        self._call("start_weights", "adapter_weights")
+        return self._streamed(copy=True)
 
-    def _streamed(self, method: str) -> Iterator[tuple[str, Tensor]]:
-        """From rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
-        self._call("start_weights", method)
+    def _streamed(self, copy: bool) -> Iterator[tuple[str, Tensor]]:
+        """From rank 0 in chunks, the next one under way while this one is used; all ranks take
+        part."""
         pending = self._submit("next_weights", CHUNK_BYTES)
         while chunk := self._gather(pending)[0]:
             pending = self._submit("next_weights", CHUNK_BYTES)
             for name, value in chunk:
-                yield name, unpack(value)
+                yield name, unpack(value, copy)
 
     def save(self, path: str | Path, step: int) -> None:
         self._call("save", str(Path(path).absolute()), step)
@@ -132,73 +151,35 @@ class RayTrainer(Trainer):
         self._call("begin_save", str(Path(path).absolute()), step)
 
     def finish_save(self, wait: bool = True) -> bool:
-        return self._call("trainer_method", "finish_save", wait)
+        return self._call("finish_save", wait)
 
     def load(self, path: str | Path) -> int:
-        return self._call("trainer_method", "load", str(Path(path).absolute()))
+        return self._call("load", str(Path(path).absolute()))
 
     def peak_memory(self) -> dict[str, float]:
         return highest(self._gather(self._submit("peak_memory")))
 
     def close(self) -> None:
-        """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May be called twice."""
-        if not (self._actors or self._group or self._session):
-            return
-        import ray
+        """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May
+        be called twice."""
+        actors, placement = self._actors, self._placement
+        self._actors, self._placement = [], None
+        for actor in actors:
+            end_actor(actor)
+        if placement is not None:
+            placement.close()
 
-        actors, group, session = self._actors, self._group, self._session
-        self._actors, self._group, self._session = [], None, None
-        if ray.is_initialized():  # else the user was faster
-            for actor in actors:
-                ray.kill(actor)
-            if group is not None:
-                ray.util.remove_placement_group(group)
-        if session is not None:
-            session.close()
+    def _meet(self, ranks: int) -> None:
+        """Joins the ranks to one process group."""
+        self._phase, limit_s = "join", COLLECTIVE_LIMITS * self._stall_timeout_s
+        opened = self._actors[0].run.remote("open_rendezvous", ranks, limit_s)
+        (place,) = self._gather([opened], max(START_S, self._stall_timeout_s))
+        joining = enumerate(self._actors)
+        self._gather([actor.run.remote("join", rank, place) for rank, actor in joining])
 
-    def _place(self, ranks: int, threads: int, gpus: float, local: bool, services: str | None) -> None:
-        """Finds a process for each rank, and joins them to one process group. Ranks are ordered by node, so that neighbours,
-        which tensor parallelism needs to be fast, share one."""
-        arguments = (threads, gpus, local, dict(PRODUCTS.chosen()))
-        if services is None:
-            self._start_actors(ranks, arguments)
-        else:
-            self._actors = Offers(services, "trainer").claim_all(ranks)
-            for actor in self._actors:
-                actor.make.remote(TrainerRank, *arguments)
-        homes = self._gather(self._submit("home"))
-        placed = sorted(zip(homes, self._actors, strict=True), key=lambda pair: pair[0][0])
-        self._homes, self._actors = [home for home, _ in placed], [actor for _, actor in placed]
-        self._phase = "join"
-        self._questions.clear()  # were in the order of before
-        host, port = self._gather([self._actors[0].run.remote("open_rendezvous", ranks)])[0]
-        self._gather([actor.run.remote("join", rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
-
-    def _start_actors(self, ranks: int, arguments: tuple[int, float, bool, dict[str, Library]]) -> None:
-        """One actor per rank, close together."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        threads, gpus, _, _ = arguments
-        bundle = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
-        self._group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
-        if not self._group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
-            found = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-            raise ConfigError(
-                f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has "
-                f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
-            )
-        options: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {WATCH: 1}}  # the latter is in no stub of Ray's
-        actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, **options)(TrainerRank)
-        for index in range(ranks):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(*arguments))
-
-    def _share(self, batch: Batch) -> Any:
-        import ray
-
+    def _share(self, batch: Batch) -> dict[str, Any]:
         self._check_open()  # before ray.put, which would start Ray again
-        return ray.put(pack_batch(batch))
+        return self._parcels.send(batch)
 
     def _check_open(self) -> None:
         if not self._actors:
@@ -206,60 +187,62 @@ class RayTrainer(Trainer):
 
     def _submit(self, method: str, *arguments: Any) -> list[Any]:
         self._check_open()
-        self._phase = method if method != "trainer_method" else str(arguments[0])
+        self._phase = method
         return [actor.run.remote(method, *arguments) for actor in self._actors]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._gather(self._submit(method, *arguments))[0]
 
-    def _gather(self, pending: list[Any]) -> list[Any]:
+    def _gather(self, pending: list[Any], stall_timeout_s: float | None = None) -> list[Any]:
         """What every rank answered, or the first failure as one RLFlowError.
 
-        When one rank fails, the others may wait for it in a collective for ever. If all of them come back, the ranks
-        are still in step (all refused the same argument, say) and the trainer lives on; else it is closed. So it is where
-        no rank moves any more: the failure then names the one that the others wait for, and the log has all stacks.
-        """
+        When one rank fails, the others may wait for it in a collective for ever. If all of them
+        come back, the ranks are still in step (all refused the same argument, say) and the trainer
+        lives on; else it is closed. So it is where no rank moves any more: the failure then names
+        the one that the others wait for, and the log has all stacks."""
         import ray
 
         waiting = list(pending)
         failure: RLFlowError | None = None
         deadline: float | None = None
-        phase, running = self._phase, RunningTime(LOOK_EVERY_S)
-        stillness = Stillness(self._deadlines.of(phase))
+        limit_s = stall_timeout_s or self._stall_timeout_s
+        stillness = Stillness(limit_s, RunningTime(LOOK_EVERY_S + LOOK_TIMEOUT_S))
         while waiting:
             left = LOOK_EVERY_S if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            running.look()  # often: what a stopped driver sleeps through makes no later call patient
-            if not done and deadline is None:
-                failure = self._look([pending.index(call) for call in waiting], stillness)
-            if not done and (deadline is not None or failure is not None):
-                break
-            error = _failure_of(done[0], pending.index(done[0])) if done else None
-            died = isinstance(error, RankDied) and not isinstance(failure, RankDied)  # the others lost it: not their fault
+            if not done:
+                if deadline is None:
+                    failure = self._look([pending.index(call) for call in waiting], stillness)
+                if failure is not None:
+                    break
+                continue
+            error = _failure_of(done[0], pending.index(done[0]))
+            # The others lost it then: not their fault
+            died = isinstance(error, ActorDied) and not isinstance(failure, ActorDied)
             if error is not None and (failure is None or died):
                 failure = error
                 deadline = time.monotonic() + (0.0 if died else OTHERS_GRACE_S)
         if failure is None:
-            self._deadlines.took(phase, running.look())
             return ray.get(pending)
-        if waiting or isinstance(failure, (RankDied, RankStuck)):
+        if waiting or isinstance(failure, (ActorDied, RankStuck)):
             logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
 
     def _look(self, ranks: list[int], stillness: Stillness) -> RankStuck | None:
-        """Asks the ranks what they do; the failure where none of them has moved for too long. A rank that has not answered
-        yet is not asked again: a stopped one would find all the questions when it goes on."""
+        """Asks the ranks what they do; the failure where none of them has moved for too long. A
+        rank that has not answered yet is not asked again: a stopped one would find all the
+        questions when it goes on."""
         import ray
 
         for rank in ranks:
             if rank not in self._questions:
-                self._questions[rank] = self._actors[rank].look.options(concurrency_group=WATCH).remote()
-        asked = {rank: self._questions[rank] for rank in ranks}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_TIMEOUT_S)
-        found: dict[int, Doing | None] = {}
-        for rank, question in asked.items():
-            found[rank] = None
+                look = self._actors[rank].look.options(concurrency_group=WATCH)
+                self._questions[rank] = look.remote()
+        asked = [self._questions[rank] for rank in ranks]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LOOK_TIMEOUT_S)
+        found: dict[int, Doing | None] = dict.fromkeys(ranks)
+        for rank, question in zip(ranks, asked, strict=True):
             if question in answered:
                 del self._questions[rank]
                 with contextlib.suppress(ray.exceptions.RayError):  # it died: its call says so
@@ -267,36 +250,33 @@ class RayTrainer(Trainer):
         if not stillness.look(found):
             return None
         for rank, doing in found.items():
-            stack = "no answer" if doing is None else f"in {doing.phase or 'no call'}\n{doing.stack()}"
-            logger.error("trainer rank %d: %s%s", rank, stack, self._seen_from_outside(rank))
+            told = (
+                "no answer" if doing is None else f"in {doing.phase or 'no call'}\n{doing.stack()}"
+            )
+            logger.error("trainer rank %d: %s", rank, told)
         finished = [rank for rank in range(len(self._actors)) if rank not in found]
-        told = verdict(self._phase, found, finished, stillness.limit_s)
-        hint = "the log has all stacks; the same command with --resume goes on from the last checkpoint"
-        return RankStuck(f"cluster: {told}; {hint}")
+        return RankStuck(
+            f"cluster: {verdict(self._phase, found, finished, stillness.limit_s)}; the log has all "
+            "stacks (`ray stack` on its machine tells more); the same command with --resume goes "
+            "on from the last checkpoint"
+        )
 
-    def _seen_from_outside(self, rank: int) -> str:
-        """py-spy's stack of a rank on this machine, where it is installed."""
-        import ray
 
-        if rank >= len(self._homes) or self._homes[rank][0] != ray.util.get_node_ip_address():
-            return ""
-        found = native_stack(self._homes[rank][1])
-        return f"\npy-spy:\n{found}" if found else ""
+def start_ranks(
+    placement: Placement, ranks: int, threads: int, gpus: float, one_connection: bool
+) -> list[Any]:
+    """An actor for each rank, in the order of the places. gpus: the share of its place's GPU."""
+    arguments = (threads, gpus > 0, placement.local, one_connection, dict(PRODUCTS.chosen()))
+    places = [placement.options(rank, threads, gpus) for rank in range(ranks)]
+    return [start_actor(TrainerRank, place, [WATCH], *arguments) for place in places]
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
-    """The failure behind a finished call, as one line; the traceback of an unexpected one goes to the log."""
+    """The failure behind a finished call."""
     import ray
 
     try:
         ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, RLFlowError):
-            return error.cause
-        logger.error("trainer rank %d failed:\n%s", rank, error)
-        return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {first_line(error.cause)}")
-    except ray.exceptions.RayActorError as error:
-        return RankDied(f"trainer rank {rank} died (killed for memory?): {first_line(error)}")
     except ray.exceptions.RayError as error:
-        return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {first_line(error)}")
+        return why_failed(error, f"trainer rank {rank}")
     return None

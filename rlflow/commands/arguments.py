@@ -1,9 +1,10 @@
-"""What the parsers of the commands share, and the options that stand for configuration keys, a
-plug-in's included."""
+"""Parsers of the commands, and options that stand for configuration keys, a plug-in's included."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,8 +21,7 @@ Commands = argparse._SubParsersAction
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose help can be pasted, and which suggests the command that a misspelt one was
-    meant for."""
+    """A parser whose help can be pasted, and which corrects misspelt commands."""
 
     def format_help(self) -> str:
         return as_called(super().format_help())
@@ -29,16 +29,14 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             hint, known = did_you_mean(value, action.choices), ", ".join(action.choices)
-            raise argparse.ArgumentError(
-                action, f"found no command '{value}'.{hint} Known: {known}"
-            )
+            told = f"found no command '{value}'.{hint} Known: {known}"
+            raise argparse.ArgumentError(action, told)
         super()._check_value(action, value)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A command-line option that sets one configuration key to a path; nothing that it names is
-    imported.
+    """A command-line option that sets one configuration key to a path, which is not imported.
 
     must_exist: a path that does not is an error of this option, unless it `may_be` something else.
     commands: where it is offered."""
@@ -82,13 +80,13 @@ def add_command(
     text: str,
     epilog: str = "",
 ) -> argparse.ArgumentParser:
-    """Adds a command, whose parser is returned. text: its description, epilog: examples; line
-    breaks stay as they are."""
+    """Adds a command, whose parser is returned. text: its description, epilog: its examples, both
+    with their line breaks."""
     parser = commands.add_parser(
         name,
         help=help,
-        description=text,
-        epilog=epilog,
+        description=inspect.cleandoc(text),
+        epilog=f"examples:\n{textwrap.indent(inspect.cleandoc(epilog), '  ')}" if epilog else "",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -96,37 +94,64 @@ def add_command(
     return parser
 
 
+def add_actions(commands: Commands, name: str, help: str) -> Commands:
+    """Adds a command that consists of actions, to which these are added."""
+    parser = commands.add_parser(name, help=help)
+    parser.set_defaults(run=lambda args: parser.print_help())
+    return parser.add_subparsers(title="actions", metavar="ACTION")
+
+
+def flag(parser: argparse._ActionsContainer, name: str, help: str) -> None:
+    """Adds an option without a value."""
+    parser.add_argument(name, action="store_true", help=help)
+
+
+def option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    help: str,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """Adds an option with a value, of the type of its default, which the help gives."""
+    if default is not None:
+        more, help = {"type": type(default), **more}, f"{help} (default {default})"
+    parser.add_argument(name, metavar=metavar, help=help, default=default, **more)
+
+
+def add_color(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+
+
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds the short forms of keys that the command offers, each plug-in's in a group of its own,
-    and the overrides."""
-    for group, options in _groups(command):
+    """Adds the command's short forms of keys, each plug-in's in a group, and the overrides."""
+    for group, offered in _groups(command):
         place = parser.add_argument_group(f"{group} options") if group else parser
-        for option in options:
-            place.add_argument(
-                option.flag, metavar=option.metavar, help=f"{option.help} ({option.key})"
-            )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="override a key; the value is YAML",
-    )
+        for option in offered:
+            told = f"{option.help} ({option.key})"
+            place.add_argument(option.flag, metavar=option.metavar, help=told)
+    add_overrides(parser)
+
+
+def add_overrides(
+    parser: argparse.ArgumentParser,
+    metavar: str = "section.key=value",
+    help: str = "override a key; the value is YAML",
+) -> None:
+    """Adds the words that set keys."""
+    parser.add_argument("overrides", nargs="*", metavar=metavar, help=help)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what the commands that let a trained model attempt tasks share."""
+    """Adds the options of commands that let a trained model attempt tasks."""
     reference = "config and tokenizer for a checkpoint (default: its run's model.path)"
-    parser.add_argument("--hf", metavar="PATH", help=reference)
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML configuration: environment and rollout sections are used",
-    )
-    code = "use all of the config.yaml beside the model, though others made it: the code, files and addresses that it names"
-    parser.add_argument("--allow-code", action="store_true", help=code)
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
-    )
+    option(parser, "--hf", "PATH", reference)
+    sections = "YAML configuration: environment and rollout sections are used"
+    option(parser, "--config", "FILE", sections)
+    code = "use all of the config.yaml beside the model, though others made it"
+    flag(parser, "--allow-code", f"{code}: the code, files and addresses that it names")
+    option(parser, "--temperature", "T", "0 is greedy", default=0.0)
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
@@ -138,11 +163,9 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
-    """The overrides of a command line: short options first, so that an explicit section.key=value
-    wins.
+    """The overrides of a command line: short options first, so that section.key=value wins.
 
-    Raises ConfigError for a path that does not exist.
-    """
+    Raises ConfigError for a path that does not exist."""
     overrides = []
     for option in (option for _, options in _groups(command) for option in options):
         value = getattr(args, option.name)
@@ -162,10 +185,8 @@ def quoted(text: str) -> str:
 def _groups(command: str) -> Iterator[tuple[str, list[Option]]]:
     """(name of the plug-in, "" for the core, its options of the command)."""
     registered = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
-    for name, options in [
-        ("", (MODEL, ENVIRONMENT)),
-        *((entry.name, entry.load()) for entry in registered),
-    ]:
+    groups = [("", (MODEL, ENVIRONMENT)), *((entry.name, entry.load()) for entry in registered)]
+    for name, options in groups:
         offered = [option for option in options if command in option.commands]
         if offered:
             yield name, offered

@@ -1,5 +1,4 @@
-"""`rlflow ask`: a question to a policy, in its environment, as it thinks, looks things up and
-answers."""
+"""`rlflow ask`: a question to a policy, which answers it in its environment."""
 
 from __future__ import annotations
 
@@ -13,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from rlflow.commands.arguments import (
     Commands,
+    add_color,
     add_command,
     add_model_options,
     add_options,
     check_least,
+    flag,
+    option,
 )
 from rlflow.commands.conversation import Columns, Conversation
 from rlflow.commands.show import Paint
@@ -36,28 +38,26 @@ def add(commands: Commands) -> None:
         "ask",
         run,
         "ask a trained policy a question, in its environment",
-        "Lets a policy answer a question that is typed in: its thoughts, what it asks the environment for, what it is shown\n"
-        "(collapsed) and its answer, as they are written. Without a question it asks for one after another. MODEL is a run\n"
-        "(its export or newest checkpoint), a checkpoint, or a HuggingFace directory with --env or --config.",
-        'examples:\n  rlflow ask runs/my-run "Who founded the press of Vasmere?" --before\n'
-        "  rlflow ask runs/my-run\n"
-        '  rlflow ask Qwen2.5-3B-Instruct "Who was it?" --config my.yaml\n',
+        """
+        Lets a policy answer a question that is typed in: its thoughts, what it asks the environment
+        for, what it is shown (collapsed) and its answer, as they are written. Without a question it
+        asks for one after another. MODEL is a run (its export or newest checkpoint), a checkpoint,
+        or a HuggingFace directory with --env or --config.
+        """,
+        """
+        rlflow ask runs/my-run "Who founded the press of Vasmere?" --before
+        rlflow ask runs/my-run
+        rlflow ask Qwen2.5-3B-Instruct "Who was it?" --config my.yaml
+        """,
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("question", nargs="?", metavar="QUESTION")
-    parser.add_argument(
-        "--before",
-        action="store_true",
-        help="beside it, on the left, the policy that the run started from",
-    )
-    parser.add_argument(
-        "--start",
-        metavar="DIR",
-        help="beside it this HuggingFace directory, in place of that policy",
-    )
-    parser.add_argument("--full", action="store_true", help="show observations whole")
+    flag(parser, "--before", "beside it, on the left, the policy that the run started from")
+    start = "beside it this HuggingFace directory, in place of that policy"
+    option(parser, "--start", "DIR", start)
+    flag(parser, "--full", "show observations whole")
     add_model_options(parser)
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    add_color(parser)
     parser.set_defaults(data=None)
     add_options(parser, "eval")
 
@@ -81,21 +81,14 @@ def run(args: argparse.Namespace) -> int:
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
             start = args.start or (starting_model(model.config, "--start") if model.config else "")
-            engines = {
-                "before": make_engine(starting_config(config, start), rollout.tokenizer),
-                **engines,
-            }
+            before = make_engine(starting_config(config, start), rollout.tokenizer)
+            engines = {"before": before, **engines}
             rollout.engines = list(engines.values())  # closed with it
         paint = Paint(args.color)
         for question in [args.question] if args.question else typed(sys.stdin):
             if len(engines) == 1:
-                answer(
-                    rollout,
-                    engines["after"],
-                    question,
-                    args.temperature,
-                    Conversation(paint, live=True, whole=args.full),
-                )
+                told = Conversation(paint, live=True, whole=args.full)
+                answer(rollout, engines["after"], question, args.temperature, told)
                 continue
             with Columns(list(engines), paint, whole=args.full) as columns:
                 for name, conversation in columns.heard:
@@ -112,7 +105,7 @@ def final_model(given: str) -> Path:
     from rlflow.storage.files import read_json
 
     run = RunDirectory.open(path)
-    steps = run.saved_steps()
+    steps = run.saved.steps()
     finished = read_json(run.summary).get("steps") if run.summary.is_file() else None
     return run.export if not steps or steps[-1] == finished else path
 
@@ -122,22 +115,16 @@ def starting_config(config: RunConfig, start: str) -> RunConfig:
     import copy
 
     if not (Path(start) / "config.json").is_file():
-        found = (
-            f"found no config.json in {start}"
-            if start
-            else "found no run that says where it started"
-        )
-        raise ConfigError(
-            f"--before: expected a HuggingFace directory, {found}; name it with --start DIR."
-        )
+        found = f"config.json in {start}" if start else "run that says where it started"
+        told = f"expected a HuggingFace directory, found no {found}; name it with --start DIR"
+        raise ConfigError(f"--before: {told}.")
     other = copy.deepcopy(config)
     other.model.path = start
     return other
 
 
 def typed(source: Iterable[str]) -> Iterable[str]:
-    """The questions of a person, one per line, to the end of the input; empty lines are passed
-    over."""
+    """A person's questions, one per line; empty lines are passed over."""
     print("A question per line; Ctrl-D leaves.", file=sys.stderr)
     print("? ", end="", flush=True)
     for line in source:
@@ -157,12 +144,11 @@ def answer(
     task = rollout.environment.task_from_text(question)
     rollout.engines = [StreamingEngine(engine, rollout.tokenizer, conversation)]
     try:
-        group = rollout.collect(
-            [task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0
-        )[0]
+        (group,) = rollout.collect([task], -1, 1, temperature, max_aborted_share=1.0)
     finally:
         rollout.engines = every
-    conversation.finish(group.trajectories[0].stop.value, group.trajectories[0].error)
+    (attempt,) = group.trajectories
+    conversation.finish(attempt.stop.value, attempt.error)
 
 
 def _sort_words(args: argparse.Namespace) -> None:

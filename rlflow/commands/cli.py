@@ -1,5 +1,4 @@
-"""The command line of rlflow: train, serve, eval, env, algorithm, merge, show, view, compare, ask,
-config, doctor, plug-ins'."""
+"""The command line of rlflow, plug-ins' commands included."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from rlflow.commands import (
     env,
     eval,
     merge,
-    serve,
     show,
     train,
     view,
@@ -32,9 +30,8 @@ from rlflow.storage.redaction import redact_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, the error's (2, or a conversion's own) for a
-    problem that the user can fix (one line on stderr), 130 for Ctrl-C, 143 for SIGTERM.
-    RLFLOW_DEBUG=1 shows tracebacks."""
+    """Runs one command; returns its exit code: 0, the error's own (2, or a conversion's) with one
+    line on stderr, 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
     args = parse(arguments)
     try:
         with _warnings_on_stderr():
@@ -42,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
-        print(
-            f"rlflow: {type(error).__name__}: {as_called(redact_text(str(error)))}", file=sys.stderr
-        )
+        told = as_called(redact_text(str(error)))
+        print(f"rlflow: {type(error).__name__}: {told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
@@ -87,22 +83,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(arguments)
     if rest and not rest[0].startswith("-") and getattr(args, "question", "") is None:
         args.question = rest.pop(0)  # argparse gives up on it too where an option stands in front
-    # argparse gives up on section.key=value words that stand between options; they are legal in any
-    # order.
-    unknown = [
-        word
-        for word in rest
-        if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
-    ]
+    # argparse gives up on section.key=value words between options, which are legal
+    takes = hasattr(args, "overrides")
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not takes]
     if unknown:
         innermost = _innermost(parser, sys.argv[1:] if arguments is None else arguments)
         option = unknown[0].split("=")[0]
         hint = did_you_mean(option, _options(innermost), likeness=0.75)
-        if not hint and hasattr(args, "overrides"):  # --learning-rate, as others have it
+        if not hint and takes:  # --learning-rate, as others have it
             hint = elsewhere(option.lstrip("-").replace("-", "_"))
-        innermost.error(
-            f"unrecognized arguments: {' '.join(unknown)}; see {innermost.prog} --help.{hint}"
-        )
+        told = f"{' '.join(unknown)}; see {innermost.prog} --help.{hint}"
+        innermost.error(f"unrecognized arguments: {told}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     if not hasattr(args, "run"):
@@ -126,18 +117,18 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, plug-ins' commands included: functions `add(subparsers) -> None`,
-    each of which calls `parser.set_defaults(run=function of args)`."""
+    """The whole command line. A plug-in's command is a function `add(subparsers) -> None`, which
+    calls `parser.set_defaults(run=function of args)`."""
     parser = CommandParser(
         prog=command(),
-        description="Reinforcement learning for LLM agents, trained with Megatron; everything also runs on two CPU cores.",
+        description="Reinforcement learning for LLM agents, trained with Megatron; everything also "
+        "runs on two CPU cores.",
         epilog=f"`{command()} COMMAND --help` explains a command. RLFLOW_DEBUG=1 shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (
+    own = (
         train,
-        serve,
         eval,
         env,
         algorithm_parts,
@@ -148,11 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
         ask,
         config,
         doctor,
-    ):
+    )
+    for module in own:
         module.add(commands)
-    for entry in sorted(
-        metadata.entry_points(group=COMMAND_PLUG_INS), key=lambda entry: entry.name
-    ):
+    plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
+    for entry in sorted(plug_ins, key=lambda entry: entry.name):
         entry.load()(commands)
     return parser
 

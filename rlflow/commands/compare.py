@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlflow.commands.arguments import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command, option
 
 
 def add(commands: Commands) -> None:
@@ -14,20 +14,21 @@ def add(commands: Commands) -> None:
         "compare",
         run,
         "hold runs against each other: scores, settings, questions won and lost",
-        "Prints what tells runs apart: what looks wrong in each, first and last score with intervals, time and tokens to a\n"
-        "score, the questions of the last evaluation that were won and lost with an exact sign test, and the configuration\n"
-        "keys that differ. The first run is what the others are held against. Folders of `rlflow eval` serve too.",
-        "examples:\n  rlflow compare runs/base runs/other\n"
-        "  rlflow compare runs/a runs/b runs/c --target 0.8 --out compare.html\n",
+        """
+        Prints what tells runs apart: what looks wrong in each, first and last score with intervals,
+        time and tokens to a score, the questions of the last evaluation that were won and lost with
+        an exact sign test, and the configuration keys that differ. The first run is what the others
+        are held against. Folders of `rlflow eval` serve too.
+        """,
+        """
+        rlflow compare runs/base runs/other
+        rlflow compare runs/a runs/b runs/c --target 0.8 --out compare.html
+        """,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories, two or more")
-    parser.add_argument(
-        "--target",
-        type=float,
-        metavar="SCORE",
-        help="time and tokens to it (default: the best that all reached)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write a page, one HTML file")
+    target = "time and tokens to it (default: the best that all reached)"
+    option(parser, "--target", "SCORE", target, type=float)
+    option(parser, "--out", "FILE", "also write a page, one HTML file")
 
 
 def run(args: argparse.Namespace) -> int:

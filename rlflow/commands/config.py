@@ -23,10 +23,16 @@ def add(commands: Commands) -> None:
         "config",
         run,
         "list the configuration keys, or those of a word",
-        "Lists every key that a YAML file or an override can set, with its default, type and\n"
-        "meaning. WORD keeps the keys that hold it in name, meaning, choices or options; other\n"
-        "libraries' names (learning_rate, num_generations) are known too.",
-        "examples:\n  rlflow config\n  rlflow config tokens\n  rlflow config learning_rate\n",
+        """
+        Lists every key that a YAML file or an override can set, with its default, type and meaning.
+        WORD keeps the keys that hold it in name, meaning, choices or options; other libraries'
+        names (learning_rate, num_generations) are known too.
+        """,
+        """
+        rlflow config
+        rlflow config tokens
+        rlflow config learning_rate
+        """,
     )
     parser.add_argument("word", nargs="?", default="", metavar="WORD")
 
@@ -69,8 +75,7 @@ def documented(value: Any) -> str:
 
 
 def _options(key: Key, word: str) -> list[str]:
-    """The options of the components that the key takes which hold the word, `ppo_clip:
-    clip_low`."""
+    """The components' options that hold the word, as `ppo_clip: clip_low`."""
     found: list[str] = []
     if key.kind is None:
         return found

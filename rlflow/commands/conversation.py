@@ -1,5 +1,4 @@
-"""What a policy writes and is shown, in a terminal, while it comes: alone, or two of them beside
-each other."""
+"""Episodes in a terminal while they are played: one alone, or two beside each other."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlflow.commands.show import Paint
-from rlflow.report.charts import printable
+from rlflow.report.lines import printable
 
 TAG = re.compile(r"</?([a-z_]+)>")
 THOUGHT = ("think", "thought", "thinking", "reasoning")
@@ -21,9 +20,10 @@ LONGEST_TAG = 24
 
 
 class Conversation:
-    """One episode as it is told: responses in colour with thoughts dim, observations collapsed
-    unless `whole`. live: printed at once; `turns` holds (response so far, observation before it) in
-    any case, and `changed` is told of every change."""
+    """One episode: responses in colour with thoughts dim, observations collapsed unless `whole`.
+
+    live: printed at once. turns: (response so far, observation before it). changed: called at
+    every change."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Conversation:
         self._observation: str | None = None
 
     def shown(self, text: str) -> None:
-        """What the policy reads next; the first of it is the prompt, which the person knows."""
+        """Takes what the policy reads next; the first is the prompt, which the person knows."""
         first = self._observation is None
         self._observation = "" if first else text
         self._printed, self._tag = 0, ""
@@ -52,7 +52,7 @@ class Conversation:
             print(self._paint("\n".join(lines), "dim"), flush=True)
 
     def said(self, text: str, ended: bool) -> None:
-        """The response so far."""
+        """Takes the response so far."""
         if self._live:
             stop = len(text) if ended else _safe_end(text)
             for part, styles in self._styled(text[self._printed : stop]):
@@ -68,16 +68,14 @@ class Conversation:
 
     def finish(self, stop: str, error: str) -> None:
         """The episode ended."""
-        self.ended = (
-            f"aborted: {error}" if error else "" if stop == "terminated" else f"cut: {stop}"
-        )
+        cut = "" if stop == "terminated" else f"cut: {stop}"
+        self.ended = f"aborted: {error}" if error else cut
         if self.ended and self._live:
             print(self._paint(printable(self.ended), "warn"))
         self._changed()
 
     def _styled(self, text: str) -> list[tuple[str, tuple[str, ...]]]:
-        """The text in parts with their styles; what tag it stands in is remembered from part to
-        part."""
+        """The text in parts with their styles; remembers the tag that it stands in."""
         parts: list[tuple[str, tuple[str, ...]]] = []
         place = 0
         for tag in TAG.finditer(text):
@@ -97,33 +95,27 @@ class Conversation:
 
 
 def collapsed(text: str, width: int, whole: bool = False) -> list[str]:
-    """The lines of an observation, each cut to the width and the last ones left out; all of it,
-    wrapped, where `whole`."""
+    """An observation's first lines, cut to the width; all of them, wrapped, where `whole`."""
     lines = [" ".join(line.split()) for line in printable(text).splitlines() if line.strip()]
     if whole:
         return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
-    short = [
-        line if len(line) <= width else f"{line[: width - 1]}…" for line in lines[:COLLAPSED_LINES]
-    ]
+    kept = lines[:COLLAPSED_LINES]
+    short = [line if len(line) <= width else f"{line[: width - 1]}…" for line in kept]
     rest = len(lines) - len(short)
-    return (
-        [*short, f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them"]
-        if rest
-        else short
-    )
+    if rest:
+        short.append(f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them")
+    return short
 
 
 class Columns:
-    """Conversations of these names beside each other: drawn anew at every change on a terminal,
-    printed when they have ended."""
+    """Conversations beside each other: redrawn at every change on a terminal, printed at the
+    end."""
 
     def __init__(
         self, names: Sequence[str], paint: Paint, *, whole: bool = False, live: bool | None = None
     ) -> None:
-        self.heard = [
-            (name, Conversation(paint, live=False, whole=whole, changed=self._draw))
-            for name in names
-        ]
+        told = {"live": False, "whole": whole, "changed": self._draw}
+        self.heard = [(name, Conversation(paint, **told)) for name in names]
         self._paint, self._live = paint, sys.stdout.isatty() if live is None else live
         self._screen: Any = None
 
@@ -133,9 +125,8 @@ class Columns:
             from rich.live import Live
 
             console = Console(file=sys.stdout, force_terminal=True)
-            self._screen = Live(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False
-            )
+            still = {"auto_refresh": False, "transient": True, "redirect_stdout": False}
+            self._screen = Live(console=console, **still)
             self._screen.start()
         return self
 
@@ -168,14 +159,8 @@ def side_by_side(
         ]
         said = [_wrapped(printable(turn[0]), room) if turn else [] for turn in turns]
         rows += [_row(shown, room, paint, "dim"), _row(said, room, paint, "policy")]
-    rows.append(
-        _row(
-            [_wrapped(printable(conversation.ended), room) for _, conversation in heard],
-            room,
-            paint,
-            "warn",
-        )
-    )
+    ends = [_wrapped(printable(conversation.ended), room) for _, conversation in heard]
+    rows.append(_row(ends, room, paint, "warn"))
     return "\n".join(row for row in rows if row)
 
 
@@ -185,13 +170,11 @@ def _row(cells: Sequence[Sequence[str]], room: int, paint: Paint, style: str) ->
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return [
-        part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)
-    ]
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
 
 
 def _safe_end(text: str) -> int:
-    """Where the text can be printed to: not into a tag that is still being written."""
+    """The end of what can be printed: before a tag that is still being written."""
     opened = text.rfind("<")
     unfinished = opened >= 0 and ">" not in text[opened:] and len(text) - opened < LONGEST_TAG
     return opened if unfinished else len(text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import operator
 import os
 import platform
 import shutil
@@ -13,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from rlflow.commands.arguments import Commands, add_command
-from rlflow.errors import as_called, install_command
+from rlflow.commands.arguments import Commands, add_command, add_overrides, option
+from rlflow.errors import as_called, imports_triton, install_command
 
 PLUG_INS = "rlflow.jobs"
 """Entry-point group of sequences of `Job`."""
 TESTED = {
     "torch": "2.13.0",
-    "megatron-core": "0.16.1",
+    "megatron-core": "0.16.1 or 0.19.2",
     "transformers": "5.23.0",
     "tokenizers": "0.23.3",
     "safetensors": "0.8.0",
@@ -33,14 +35,12 @@ TESTED = {
     "tensorboard": "2.21.0",
 }
 """Versions of the core's packages that were tested together (constraints/cpu.txt)."""
-EXACT = {"megatron-core"}  # its behaviour without CUDA is adapted to one version
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are
-    installed. tested: versions that were tested together, of packages that the core's table does
-    not have."""
+    """Something a user wants to do. packages: what it takes (any of `a|b`); install: a command;
+    tested: versions that were tested together, beside the core's."""
 
     name: str
     packages: tuple[str, ...]
@@ -49,20 +49,16 @@ class Job:
     tested: Mapping[str, str] = field(default_factory=dict)
 
 
+TRAINING = (
+    *("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
+    *(("triton|pytorch-triton",) if imports_triton() else ()),
+)
+TRAINED_BY = install_command() + (" triton" if imports_triton() else "")
 JOBS = (
-    Job(
-        "train on CPU",
-        ("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
-        install_command(),
-    ),
+    Job("train on CPU", TRAINING, TRAINED_BY),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), install_command("ray")),
-    Job(
-        "train on GPU",
-        ("torch", "megatron-core", "transformers", "safetensors"),
-        install_command(),
-        gpu=True,
-    ),
+    Job("train on GPU", TRAINING, TRAINED_BY, gpu=True),
     Job("fused GPU kernels", ("transformer-engine",), install_command("gpu"), gpu=True),
     Job("TensorBoard", ("tensorboard",), install_command("tensorboard")),
     Job("Weights & Biases", ("wandb",), install_command("wandb")),
@@ -76,23 +72,23 @@ def add(commands: Commands) -> None:
         "doctor",
         run,
         "what is installed, what works together, what is missing for which job",
-        "Prints versions against the tested ones, hardware, and for each job what is missing, with the command that\n"
-        "installs it. The last line is the verdict; the exit code is 1 when training on this machine is not possible. With\n"
-        "--config it opens all that the run needs as well, as `rlflow train --dry-run` does; the exit code is 2 where something\n"
-        "is in its way.",
-        "examples:\n  rlflow doctor\n  rlflow doctor --config my.yaml model.path=DIR\n",
+        """
+        Prints versions against the tested ones, hardware, and for each job what is missing, with
+        the command that installs it. The last line is the verdict; the exit code is 1 when training
+        on this machine is not possible. With --config it opens all that the run needs as well, as
+        `rlflow train --dry-run` does; the exit code is 2 where something is in its way.
+        """,
+        """
+        rlflow doctor
+        rlflow doctor --config my.yaml model.path=DIR
+        """,
     )
-    parser.add_argument("--config", metavar="FILE", help="a run configuration to look at")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="override a key of it; the value is YAML",
-    )
+    option(parser, "--config", "FILE", "a run configuration to look at")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables, and what `dry_run.look` says of a configuration."""
+    """Prints the tables, and the findings of `dry_run.look` in a configuration."""
     code = diagnose()
     if args.config is None and not args.overrides:
         return code
@@ -111,15 +107,11 @@ def all_jobs() -> list[Job]:
 
 def versions_tested() -> dict[str, str]:
     """Package -> version, the plug-ins' included."""
-    return {
-        **TESTED,
-        **{name: version for job in all_jobs() for name, version in job.tested.items()},
-    }
+    return functools.reduce(operator.or_, (dict(job.tested) for job in all_jobs()), TESTED)
 
 
 def diagnose() -> int:
-    """Prints the three tables and the verdict; returns 0 where a policy can be trained on this
-    machine, else 1."""
+    """Prints three tables and the verdict; returns 0 where a policy can be trained here, else 1."""
     installed = {name: installed_version(name) for name in package_names()}
     gpus = gpu_names()
     print(_table([("machine", ""), *machine_rows(gpus)]))
@@ -144,9 +136,7 @@ def package_names() -> list[str]:
     for job in all_jobs():
         for package in job.packages:
             options = package.split("|")
-            chosen.setdefault(
-                next((name for name in options if installed_version(name)), options[0])
-            )
+            chosen[next((name for name in options if installed_version(name)), options[0])] = None
     return list(chosen)
 
 
@@ -164,77 +154,45 @@ def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
         return (name, "-", tested or "-", "")
     if tested is None:
         return (name, version, "-", "not tested with")
-    same = version.split("+")[0] == tested
-    return (
-        name,
-        version,
-        tested,
-        "" if same else f"pip install {name}=={tested}" if name in EXACT else "differs",
-    )
+    same = version.split("+")[0] in tested.split(" or ")
+    return (name, version, tested, "" if same else "differs")
 
 
 def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
-    return [
-        need
-        for need in job.packages
-        if not any(installed.get(name) or installed_version(name) for name in need.split("|"))
-    ]
+    def there(need: str) -> bool:
+        return any(installed.get(name) or installed_version(name) for name in need.split("|"))
+
+    return [need for need in job.packages if not there(need)]
 
 
 def job_row(job: Job, installed: dict[str, str | None], gpu: bool) -> tuple[str, str, str, str]:
-    missing = [need.replace("|", " or ") for need in missing_packages(job, installed)]
-    lacks_gpu = job.gpu and not gpu
-    if not missing and not lacks_gpu:
-        return (job.name, "yes", "", "")
-    return (
-        job.name,
-        "no",
-        ", ".join([*(["an NVIDIA GPU"] if lacks_gpu else []), *missing]),
-        job.install if missing else "",
-    )
+    packages = [need.replace("|", " or ") for need in missing_packages(job, installed)]
+    missing = ["an NVIDIA GPU", *packages] if job.gpu and not gpu else packages
+    ready = "no" if missing else "yes"
+    return (job.name, ready, ", ".join(missing), job.install if packages else "")
 
 
 def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
     """(one line, whether a policy can be trained here)."""
-    jobs = {job.name: job for job in JOBS}
-    cpu_missing = missing_packages(jobs["train on CPU"], installed)
-    if cpu_missing:
-        return (
-            f"verdict: training is not possible: {', '.join(cpu_missing)} missing; {jobs['train on CPU'].install}.",
-            False,
-        )
-    exact = [
-        name for name in sorted(EXACT) if (installed[name] or "").split("+")[0] != TESTED[name]
-    ]
-    if exact and not gpu:
-        wanted = ", ".join(f"{name}=={TESTED[name]}" for name in exact)
-        return (
-            f"verdict: training on CPU was tested with another version only; pip install {wanted}.",
-            True,
-        )
+    missing = ", ".join(missing_packages(JOBS[0], installed))
+    if missing:
+        told = f"training is not possible: {missing} missing; {JOBS[0].install}"
+        return f"verdict: {told}.", False
     where = "GPU and CPU" if gpu else "CPU"
     return f"verdict: ready to train on {where}.", True
 
 
 def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = os.environ.get("OMP_NUM_THREADS")
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    advice = (
-        ""
-        if threads or policy == "passive"
-        else " (set OMP_NUM_THREADS or OMP_WAIT_POLICY=passive: waiting threads are slow)"
-    )
+    cores = len(os.sched_getaffinity(0))
+    given = {name: os.environ.get(name, "unset") for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
+    said = " ".join(f"{name}={value}" for name, value in given.items())
+    if given["OMP_NUM_THREADS"] == "unset" and given["OMP_WAIT_POLICY"] != "passive":
+        said += " (set OMP_NUM_THREADS or OMP_WAIT_POLICY=passive: waiting threads are slow)"
     disk = shutil.disk_usage(os.getcwd()).free / 2**30
     return [
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.system()} {platform.machine()}"),
-        (
-            "cores",
-            f"{cores} usable; OMP_NUM_THREADS={threads or 'unset'} OMP_WAIT_POLICY={policy or 'unset'}{advice}",
-        ),
+        ("cores", f"{cores} usable; {said}"),
         ("products", products_text()),
         ("memory", memory_text()),
         ("disk", f"{disk:.0f} GiB free here"),
@@ -243,18 +201,16 @@ def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
 
 
 def products_text() -> str:
-    """Which library computes float32 products on the CPU, for which class of them."""
+    """The libraries that compute float32 products on the CPU, by class of products."""
     if importlib.util.find_spec("torch") is None:
         return "unknown (torch is missing)"
     from rlflow import matmul
 
     chosen = matmul.PRODUCTS.chosen()
-    parts = [
-        (library, [name for name, taken in chosen.items() if taken == library])
-        for library in matmul.LIBRARIES
-    ]
-    told = "; ".join(f"{library} for {', '.join(names)}" for library, names in parts if names)
-    return f"{told} ({matmul.processor_name()}; {matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')})"
+    names = {one: [name for name in chosen if chosen[name] == one] for one in matmul.LIBRARIES}
+    told = "; ".join(f"{one} for {', '.join(found)}" for one, found in names.items() if found)
+    setting = f"{matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')}"
+    return f"{told} ({matmul.processor_name()}; {setting})"
 
 
 def memory_text() -> str:
@@ -275,11 +231,8 @@ def gpu_names() -> list[str]:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return (
-        [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        if done.returncode == 0
-        else []
-    )
+    told = done.stdout if done.returncode == 0 else ""
+    return [line.strip() for line in told.splitlines() if line.strip()]
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -1,5 +1,5 @@
-"""What `train --dry-run` and `doctor --config` say of a configuration before anything starts: plan,
-memory, time, and every problem."""
+"""The plan, memory, time and problems of a configuration, for `train --dry-run` and `doctor
+--config`."""
 
 from __future__ import annotations
 
@@ -71,16 +71,25 @@ def _estimate(
 
 
 def print_memory(config: RunConfig, model: Architecture) -> None:
-    """Prints memory by process and phase."""
-    from rlflow.run.estimates import estimate, is_embedded, vllm_memory
+    """Prints memory by process and phase; of a run with vLLM on GPUs by GPU."""
+    from rlflow.run.estimates import estimate, is_embedded, is_vllm, vllm_memory
+    from rlflow.run.gpus import gpu_bytes, gpu_memory, gpu_table
 
+    if lines := gpu_table(config, model):
+        print("\n# GPUs")
+        print("\n".join(lines))
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
-    phases = estimate(config, model)
-    beside = vllm_memory(config, model)
-    print(fitted("\n".join(memory_lines([*phases, *beside]))))
-    if not (beside or is_embedded(config)):
+    size = gpu_bytes()
+    gpus = gpu_memory(config, model, size)
+    phases = gpus or [*estimate(config, model), *vllm_memory(config, model)]
+    print(fitted("\n".join(memory_lines(phases))))
+    if gpus:
+        fits = max(phase.total for phase in gpus) <= size
+        print(f"{'fits' if fits else 'does not fit'} GPUs of {size / GIB:.1f} GiB")
+    if not (is_embedded(config) or is_vllm(config)):
         print(
-            f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is not among these"
+            f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is "
+            "not among these"
         )
 
 
@@ -97,10 +106,11 @@ def print_time(config: RunConfig, model: Architecture) -> None:
     time = estimate_step(config, model, cores)
     total = timedelta(seconds=round(time.total_s * config.run.steps))
     print(
-        f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode fills its budget"
+        f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode "
+        "fills its budget"
     )
-    parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in
-                      (("sampling", time.sample_s), ("scores", time.score_s), ("updates", time.update_s)))  # fmt: skip
+    spent = {"sampling": time.sample_s, "scores": time.score_s, "updates": time.update_s}
+    parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in spent.items())
     print(f"a step: {clock(time.total_s)} ({parts}) on {cores} CPU cores")
 
 

@@ -1,5 +1,4 @@
-"""`rlflow env new | policy | check | play`: environments without a model, and a tiny policy for
-them."""
+"""`rlflow env new | policy | check | play`: environments, and a tiny policy for them."""
 
 from __future__ import annotations
 
@@ -11,7 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.commands.arguments import Commands, add_command, check_least, quoted
+from rlflow.commands.arguments import (
+    Commands,
+    add_actions,
+    add_command,
+    add_overrides,
+    check_least,
+    flag,
+    option,
+    quoted,
+)
 from rlflow.errors import as_called
 
 if TYPE_CHECKING:
@@ -29,130 +37,105 @@ LEARNING = (
 
 def add(commands: Commands) -> None:
     """Adds the command and its actions."""
-    parser = commands.add_parser(
-        "env", help="write, check and play environments, and make a tiny policy for them"
-    )
-    parser.set_defaults(run=lambda args: parser.print_help())
-    actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    new = add_command(
-        actions,
-        "new",
-        run_new,
-        "write a new environment and its test",
-        "Writes NAME.py, an environment of at most 30 lines that works, and test_NAME.py, which passes.\n"
-        "With --policy also NAME_player.py (a clumsy scripted player), NAME_policy (a tiny model that imitates it; half a\n"
-        "minute on two cores) and NAME.yaml: `rlflow train --config NAME.yaml` then shows it learning, in two minutes.",
-        "examples:\n  rlflow env new my_task && rlflow env check my_task.py:MyTask && rlflow env play my_task.py:MyTask\n"
-        "  rlflow env new my_task --policy && rlflow train --config my_task.yaml\n",
-    )
-    new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
-    new.add_argument(
-        "--directory", default=".", metavar="DIR", help="where to write (default: here)"
-    )
-    new.add_argument(
-        "--policy",
-        action="store_true",
-        help="also a scripted player, a tiny policy that imitates it, a configuration",
-    )
+    told = "write, check and play environments, and make a tiny policy for them"
+    actions = add_actions(commands, "env", told)
+    _add_new(actions)
     policy = add_command(
         actions,
         "policy",
         run_policy,
         "make a tiny policy that imitates a scripted player",
-        "A function plays the environment; a tiny random model learns to write as it does, by supervised fine-tuning. It\n"
-        "knows the form of the task and plays it badly: a start for reinforcement learning on a laptop.",
-        "example:\n  rlflow env policy my_task.py:MyTask my_task_player.py:play --out my_task_policy --overwrite\n",
+        """
+        A function plays the environment; a tiny random model learns to write as it does, by
+        supervised fine-tuning. It knows the form of the task and plays it badly: a start for
+        reinforcement learning on a laptop.
+        """,
+        "rlflow env policy my_task.py:MyTask my_task_player.py:play --out my_policy --overwrite",
     )
     check = add_command(
         actions,
         "check",
         run_check,
         "check an environment against the contract",
-        "Plays random and scripted agents against the environment and reports, one line each, what breaks the\n"
-        "contract: tasks, fresh state, finite rewards, an end, no shared state between concurrent episodes, close.",
-        "example:\n  rlflow env check my_task.py:MyTask environment.highest=99\n",
+        """
+        Plays random and scripted agents against the environment and reports, one line each, what
+        breaks the contract: tasks, fresh state, finite rewards, an end, no shared state between
+        concurrent episodes, close.
+        """,
+        "rlflow env check my_task.py:MyTask environment.highest=99",
     )
     play = add_command(
         actions,
         "play",
         run_play,
         "play an environment in the terminal",
-        "You are the policy: read the prompt, write a response, see what the environment answers. A response ends\n"
-        "with an empty line or with one of the stop strings.",
-        "example:\n  rlflow env play my_task.py:MyTask --split val --task 3\n",
+        """
+        You are the policy: read the prompt, write a response, see what the environment answers. A
+        response ends with an empty line or with one of the stop strings.
+        """,
+        "rlflow env play my_task.py:MyTask --split val --task 3",
     )
     for action in (policy, check, play):
         _add_environment_options(action, player=action is policy)
     _add_limits(policy, check, play)
 
 
+def _add_new(actions: Commands) -> None:
+    new = add_command(
+        actions,
+        "new",
+        run_new,
+        "write a new environment and its test",
+        """
+        Writes NAME.py, an environment of at most 30 lines that works, and test_NAME.py, which
+        passes. With --policy also NAME_player.py (a clumsy scripted player), NAME_policy (a tiny
+        model that imitates it; half a minute on two cores) and NAME.yaml: `rlflow train --config
+        NAME.yaml` then shows it learning, in two minutes.
+        """,
+        """
+        rlflow env new my_task && rlflow env check my_task.py:MyTask
+        rlflow env new my_task --policy && rlflow train --config my_task.yaml
+        """,
+    )
+    new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
+    option(new, "--directory", "DIR", "where to write", default=".")
+    flag(new, "--policy", "also a scripted player, a tiny policy that imitates it, a configuration")
+
+
 def _add_limits(
-    policy: argparse.ArgumentParser, check: argparse.ArgumentParser, play: argparse.ArgumentParser
+    policy: argparse.ArgumentParser,
+    check: argparse.ArgumentParser,
+    play: argparse.ArgumentParser,
 ) -> None:
-    policy.add_argument(
-        "--out", required=True, metavar="DIR", help="the HuggingFace directory that is written"
-    )
-    policy.add_argument("--overwrite", action="store_true", help="replace a model in --out")
-    policy.add_argument(
-        "--steps",
-        type=int,
-        default=LESSONS,
-        metavar="N",
-        help=f"optimizer steps (default {LESSONS})",
-    )
-    policy.add_argument(
-        "--turns",
-        type=int,
-        default=TURNS,
-        metavar="N",
-        help=f"turn limit of an episode (default {TURNS})",
-    )
-    policy.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the episodes and the model (default 0)"
-    )
-    check.add_argument(
-        "--player",
-        metavar="PLAYER",
-        help="file.py:function, as of `env policy`: a scripted player that plays too",
-    )
-    check.add_argument(
-        "--episodes", type=int, default=32, metavar="N", help="episodes of each agent (default 32)"
-    )
-    check.add_argument(
-        "--turns", type=int, default=16, metavar="N", help="turn limit of an episode (default 16)"
-    )
-    check.add_argument("--seed", type=int, default=0, metavar="N")
-    play.add_argument("--split", default="train", metavar="SPLIT", help="train (default) or val")
-    play.add_argument("--task", default="0", metavar="ID", help="task id or position (default 0)")
-    play.add_argument("--turns", type=int, default=16, metavar="N", help="turn limit (default 16)")
+    option(policy, "--out", "DIR", "the HuggingFace directory that is written", required=True)
+    flag(policy, "--overwrite", "replace a model in --out")
+    option(policy, "--steps", "N", "optimizer steps", default=LESSONS)
+    option(policy, "--turns", "N", "turn limit of an episode", default=TURNS)
+    option(policy, "--seed", "N", "of the episodes and the model", default=0)
+    option(policy, "--family", "NAME", "of the model: qwen2, qwen2_moe, qwen3_moe", default="qwen2")
+    player = "file.py:function, as of `env policy`: a scripted player that plays too"
+    option(check, "--player", "PLAYER", player)
+    option(check, "--episodes", "N", "episodes of each agent", default=32)
+    option(check, "--seed", "N", "of the agents", default=0)
+    option(play, "--split", "SPLIT", "train or val", default="train")
+    option(play, "--task", "ID", "task id or position", default="0")
+    for action in (check, play):
+        option(action, "--turns", "N", "turn limit of an episode", default=16)
 
 
 def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> None:
-    parser.add_argument(
-        "name", metavar="NAME", help="an installed name, package.module:Class, or file.py:Class"
-    )
+    named = "an installed name, package.module:Class, or file.py:Class"
+    parser.add_argument("name", metavar="NAME", help=named)
     if player:
-        parser.add_argument(
-            "player",
-            metavar="PLAYER",
-            help="file.py:function of (prompt, [(response, observation)], generator, clumsy) -> response",
-        )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="take constructor keywords from this file's environment section",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="environment.key=value",
-        help="a constructor keyword; the value is YAML",
-    )
+        function = "(prompt, [(response, observation)], generator, clumsy) -> response"
+        parser.add_argument("player", metavar="PLAYER", help=f"file.py:function of {function}")
+    option(parser, "--config", "FILE", "keywords from this file's environment section")
+    keyword = "a constructor keyword; the value is YAML"
+    add_overrides(parser, "environment.key=value", keyword)
 
 
 def run_new(args: argparse.Namespace) -> int:
-    """Writes an environment and its test, on demand what trains a policy on it too, and says what
-    to do with them."""
+    """Writes an environment, its test and on demand a policy; says what to do with them."""
     from rlflow.commands.scaffold import write_environment
 
     made = write_environment(args.name, Path(args.directory), policy=args.policy)
@@ -168,13 +151,9 @@ def run_new(args: argparse.Namespace) -> int:
         from rlflow.algorithms.imitation import Lessons
 
         written += [made.player_file, made.configuration]
+        lessons = Lessons(steps=LESSONS, turns=TURNS)
         try:
-            _make_policy(
-                _environment(made.reference),
-                made.player,
-                made.policy,
-                Lessons(steps=LESSONS, turns=TURNS),
-            )
+            _make_policy(_environment(made.reference), made.player, made.policy, lessons)
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
                 path.unlink(missing_ok=True)
@@ -191,19 +170,13 @@ def run_policy(args: argparse.Namespace) -> int:
     from rlflow.algorithms.imitation import Lessons
 
     check_least(args, steps=1, turns=1)
-    lessons = Lessons(steps=args.steps, turns=args.turns, seed=args.seed)
+    lessons = Lessons(args.steps, turns=args.turns, seed=args.seed, family=args.family)
     environment = _environment(args.name, args.config, args.overrides)
     _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
     words = ["--config", args.config] if args.config else []
-    words += [
-        "--model",
-        args.out,
-        "--env",
-        args.name,
-        f"run.name={Path(args.out).name}",
-        f"rollout.max_turns={args.turns}",
-    ]
-    following = shlex.join([*words, *LEARNING, *args.overrides])
+    words += ["--model", args.out, "--env", args.name, f"run.name={Path(args.out).name}"]
+    words += [f"rollout.max_turns={args.turns}", *LEARNING, *args.overrides]
+    following = shlex.join(words)
     print(f"wrote {args.out}\n\n  {as_called(f'rlflow train {following}')}")
     return 0
 
@@ -254,17 +227,13 @@ def _make_policy(
     began, live = time.monotonic(), sys.stderr.isatty()
 
     def say(step: int, loss: float) -> None:
-        if live or step % 50 == 0 or step == lessons.steps:
-            done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {time.monotonic() - began:.0f} s"
-            line = f"imitating the player: {done}"
-            print(
-                f"\r{line}" if live else line,
-                end="" if live and step < lessons.steps else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+        last = step == lessons.steps
+        if live or step % 50 == 0 or last:
+            seconds = f"{time.monotonic() - began:.0f} s"
+            done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"
+            start, end = ("\r" if live else "", "" if live and not last else "\n")
+            print(f"{start}imitating the player: {done}", end=end, file=sys.stderr, flush=True)
 
-    reward = make_policy(
-        environment, Kind("player").resolve(player), out, lessons, overwrite=overwrite, say=say
-    )
+    played = Kind("player").resolve(player)
+    reward = make_policy(environment, played, out, lessons, overwrite=overwrite, say=say)
     print(f"the clumsy player's mean reward is {reward:.2f}", file=sys.stderr)

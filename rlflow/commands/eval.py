@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from rlflow.commands.arguments import (
     add_model_options,
     add_options,
     check_least,
+    flag,
+    option,
     option_overrides,
 )
 from rlflow.errors import ConfigError
-from rlflow.report.metrics import Metrics, label, scores, shown
+from rlflow.report.metrics import Metrics, label, shown
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,50 +38,32 @@ def add(commands: Commands) -> None:
         "eval",
         run,
         "evaluate a model: a HuggingFace directory, a run, or a checkpoint",
-        "Lets a model attempt the validation tasks of an environment, reports its scores with 95% intervals and the\n"
-        "environment's other metrics, and writes every trajectory. A task that failed for infrastructure is reported apart.",
-        "examples:\n"
-        "  rlflow eval --model runs/my-run/export\n"
-        "  rlflow eval --model runs/my-run/checkpoints/step_000100     # converted to step_000100.hf first\n"
-        "  rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500\n"
-        "  rlflow eval --server http://localhost:8000/v1 --config my.yaml\n",
+        """
+        Lets a model attempt the validation tasks of an environment, reports its scores with 95%
+        intervals and the environment's other metrics, and writes every trajectory. A task that
+        failed for infrastructure is reported apart.
+        """,
+        """
+        rlflow eval --model runs/my-run/export
+        rlflow eval --model runs/my-run/checkpoints/step_000100    # converted beside it first
+        rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500
+        rlflow eval --server http://localhost:8000/v1 --config my.yaml
+        """,
     )
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="HuggingFace directory (e.g. a run's export/), a name on the hub, a run (its newest checkpoint) or a Megatron "
-        "checkpoint",
-    )
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        help="in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1; text, no exact tokens",
-    )
-    parser.add_argument(
-        "--server-model", metavar="NAME", help="the model's name there (default: the only one)"
-    )
-    parser.add_argument(
-        "--api-key-variable",
-        metavar="NAME",
-        default="OPENAI_API_KEY",
-        help="environment variable with the server's key",
-    )
+    model = "HuggingFace directory (e.g. a run's export/), a name on the hub, a run (its newest"
+    option(parser, "--model", "PATH", f"{model} checkpoint) or a Megatron checkpoint")
+    server = "in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1"
+    option(parser, "--server", "URL", f"{server}; text, no exact tokens")
+    option(parser, "--server-model", "NAME", "the model's name there (default: the only one)")
+    key = "environment variable with the server's key"
+    option(parser, "--api-key-variable", "NAME", key, default="OPENAI_API_KEY")
     add_model_options(parser)
-    parser.add_argument(
-        "--data", metavar="PATH", help="validation tasks, in a form that the environment reads"
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier evaluation in --out"
-    )
-    parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)"
-    )
+    option(parser, "--data", "PATH", "validation tasks, in a form that the environment reads")
+    out = "for summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
+    option(parser, "--out", "DIR", out)
+    flag(parser, "--overwrite", "replace an earlier evaluation in --out")
+    option(parser, "--questions", "N", "only the first N tasks", type=int)
+    option(parser, "--samples", "N", "attempts per task", default=1)
     add_options(parser, "eval")
 
 
@@ -89,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.report.records import write_trajectories
     from rlflow.run.assemble import fitting_tasks
     from rlflow.run.directory import RunDirectory
-    from rlflow.run.evaluate import evaluate, metrics_by_set
+    from rlflow.run.evaluate import evaluate, means_over_sets, metrics_by_set
     from rlflow.storage.files import write_json
 
     check_least(args, questions=1, samples=1, temperature=0)
@@ -112,18 +97,12 @@ def run(args: argparse.Namespace) -> int:
     write_trajectories(out / "trajectories.jsonl", result.groups)
     save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
-    summary = {
-        "model": str(args.model or args.server),
-        "temperature": args.temperature,
-        "prompts_dropped": dropped,
-    }
+    named, means = str(args.model or args.server), means_over_sets(by_set, registered)
+    summary = {"model": named, "temperature": args.temperature, "prompts_dropped": dropped}
     summary |= result.metrics
-    means = _means_over_sets(by_set, registered)
     if by_set:
-        summary |= {
-            "sets": by_set,
-            **{f"{name}_mean_over_sets": value for name, value in means.items()},
-        }
+        summary |= {"sets": by_set}
+        summary |= {f"{name}_mean_over_sets": value for name, value in means.items()}
     write_json(out / "summary.json", summary)
     _print_scores(result.metrics, by_set, means, registered)
     print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
@@ -131,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
-    """What is evaluated. Raises ConfigError unless it is one of a model and a server."""
+    """The model. Raises ConfigError unless one of a model and a server is given."""
     from rlflow.run.origin import ModelDirectory, model_directory
 
     if (args.model is None) == (args.server is None):
@@ -149,9 +128,8 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
     if args.server is None:
         return make_rollout(config)
     text: Any = PiecedText()
-    engine = ChatEngine(
-        args.server, text, model=args.server_model, api_key_variable=args.api_key_variable
-    )
+    named = {"model": args.server_model, "api_key_variable": args.api_key_variable}
+    engine = ChatEngine(args.server, text, **named)
     try:
         rollout = rollout_over([engine], make_environment(config), text, config)
     except BaseException:
@@ -164,32 +142,18 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
 def _refuse_if_taken(out: Path) -> None:
     """Raises ConfigError where an evaluation was written before."""
     if (out / "summary.json").exists():
-        raise ConfigError(
-            f"--out: {out} already holds an evaluation; give another folder, or --overwrite to replace it."
-        )
+        advice = "give another folder, or --overwrite to replace it"
+        raise ConfigError(f"--out: {out} already holds an evaluation; {advice}.")
 
 
 def new_directory(parent: Path, name: str) -> Path:
     """Makes and returns `parent/name`, or the first of `name-2`, `name-3`, ... that is free."""
-    number = 1
-    while True:
+    for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return path
-
-
-def _means_over_sets(
-    by_set: Mapping[str, Mapping[str, float]], registered: Metrics
-) -> dict[str, float]:
-    """{name: unweighted mean over the evaluation sets} of the first score, where a set has it."""
-    from rlflow.run.evaluate import mean_over_sets
-
-    means = {name: mean_over_sets(by_set, name) for name in scores(registered)[:1]}
-    return {name: value for name, value in means.items() if value is not None}
+            break
+    return path
 
 
 def _print_scores(
@@ -212,8 +176,7 @@ def _print_scores(
 
 
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
-    """The configuration of the evaluation: --config, else that of the run that the model comes
-    from, else the defaults. Of a run that somebody else made only what `trusted` takes."""
+    """The evaluation's configuration: --config, else what `trusted` takes of the model's run."""
     from rlflow.config.checks import environment_name
     from rlflow.config.schema import load_config
     from rlflow.run.origin import trusted
@@ -230,11 +193,9 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
 
 
 def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What the data at `path` mean to the environment of that component, as its constructor
-    keywords. One over a `base` leaves the data to that.
+    """The constructor keywords by which an environment, or its `base`, reads the data at `path`.
 
-    Raises ConfigError where the environment takes no data.
-    """
+    Raises ConfigError where it takes no data."""
     from rlflow.components import ENVIRONMENT
     from rlflow.environment import Environment
 
@@ -245,7 +206,7 @@ def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:
     target = ENVIRONMENT.resolve(name)
     if not (isinstance(target, type) and issubclass(target, Environment)):
         raise ConfigError(
-            f"--data: the environment {name} is made by a function, which takes no data by itself, found {path}; leave --data "
-            "out, and set what it takes with environment.KEY=VALUE."
+            f"--data: the environment {name} is made by a function, which takes no data by itself, "
+            f"found {path}; leave --data out, and set what it takes with environment.KEY=VALUE."
         )
     return target.evaluation_options(path)

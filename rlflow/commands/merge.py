@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlflow.commands.arguments import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command, flag, option
 
 
 def add(commands: Commands) -> None:
@@ -14,26 +14,22 @@ def add(commands: Commands) -> None:
         "merge",
         run,
         "merge a LoRA adapter into its base model",
-        "Writes the HuggingFace directory that a LoRA adapter (a run's adapter/, or a folder that peft wrote) and its base are\n"
-        "together. The base stays as it is. A run with trainer.lora has such a directory already: its export/.",
-        "examples:\n"
-        "  rlflow merge runs/my-run/adapter merged\n"
-        "  rlflow merge adapter merged --base models/Qwen2.5-1.5B-Instruct\n",
+        """
+        Writes the HuggingFace directory that a LoRA adapter (a run's adapter/, or a folder that
+        peft wrote) and its base are together. The base stays as it is. A run with trainer.lora has
+        such a directory already: its export/.
+        """,
+        """
+        rlflow merge runs/my-run/adapter merged
+        rlflow merge adapter merged --base models/Qwen2.5-1.5B-Instruct
+        """,
     )
-    parser.add_argument(
-        "adapter",
-        metavar="ADAPTER",
-        help="folder with adapter_config.json and adapter_model.safetensors",
-    )
+    adapter = "folder with adapter_config.json and adapter_model.safetensors"
+    parser.add_argument("adapter", metavar="ADAPTER", help=adapter)
     parser.add_argument("out", metavar="OUT", help="directory to write")
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        help="the base model; left out: the one that adapter_config.json names",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a model directory that is there"
-    )
+    base = "the base model; left out: the one that adapter_config.json names"
+    option(parser, "--base", "DIR", base)
+    flag(parser, "--overwrite", "replace a model directory that is there")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,7 +37,5 @@ def run(args: argparse.Namespace) -> None:
     from rlflow.models.adapter import merge_adapter  # torch is loaded for this command alone
 
     manifest = merge_adapter(args.adapter, args.out, args.base, overwrite=args.overwrite)
-    size = manifest["weight_bytes"] / 1e9
-    print(
-        f"{args.out}: {manifest['tensors']} tensors, {size:.2f} GB, the adapter {args.adapter} merged in"
-    )
+    what = f"{manifest['tensors']} tensors, {manifest['weight_bytes'] / 1e9:.2f} GB"
+    print(f"{args.out}: {what}, the adapter {args.adapter} merged in")

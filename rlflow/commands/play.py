@@ -11,7 +11,7 @@ from typing import TextIO
 from rlflow.commands.show import Paint
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
-from rlflow.report.charts import printable
+from rlflow.report.lines import printable
 from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.types import Observation, Step, Task
@@ -49,9 +49,8 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
     if wanted.isdigit() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
     hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
-    raise ConfigError(
-        f"env play: expected a task id or a position below {len(tasks)}, found '{wanted}'.{hint}"
-    )
+    expected = f"expected a task id or a position below {len(tasks)}"
+    raise ConfigError(f"env play: {expected}, found '{wanted}'.{hint}")
 
 
 async def _episode(
@@ -61,12 +60,8 @@ async def _episode(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
-    print(
-        paint(
-            f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.",
-            "dim",
-        )
-    )
+    told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
+    print(paint(f"task {task.id}. {told}", "dim"))
     episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
     try:
@@ -79,17 +74,14 @@ async def _episode(
             episode.turns = turn
             step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
-                raise EnvironmentContractError(
-                    f"step: expected an rlflow.Step, found {type(step).__name__}."
-                )
+                found = type(step).__name__
+                raise EnvironmentContractError(f"step: expected an rlflow.Step, found {found}.")
             total += step.reward
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
             numbers = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
-            print(
-                paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
-                + ("  " + numbers if numbers else "")
-            )
+            reward = paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
+            print(f"{reward}  {numbers}".rstrip())
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
                 return 0
@@ -100,9 +92,9 @@ async def _episode(
 
 
 def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
-    """What was typed through the first stop string (text after it is not sent), or up to an empty
-    line; None at the end of input. A stop string may hold or be a line break: then each line is a
-    response."""
+    """What was typed up to the first stop string (text after it is not sent) or an empty line.
+
+    None at the end of the input. With a line break as stop string each line is a response."""
     said = ""
     print(prompt, end="", flush=True)
     for line in source:

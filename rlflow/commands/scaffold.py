@@ -15,8 +15,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Scaffold:
-    """The files of a new environment. reference, player: `file.py:Name` of its class and of its
-    scripted player."""
+    """The files of a new environment. reference, player: `file.py:Name` of class and player."""
 
     source: Path
     test: Path
@@ -28,15 +27,13 @@ class Scaffold:
 
 
 def scaffold(name: str, directory: Path) -> Scaffold:
-    """What the files of a new environment are called; nothing is written. Raises ConfigError for a
-    name that is not usable."""
+    """The names of a new environment's files. Raises ConfigError for a name that is not usable."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         suggestion = re.sub(r"\W+", "_", name).strip("_").lower()
         if not _NAME.fullmatch(suggestion) or keyword.iskeyword(suggestion):
             suggestion = f"my_{suggestion or 'task'}"
-        raise ConfigError(
-            f"env new: expected a snake_case name such as '{suggestion}', found '{name}'."
-        )
+        expected = f"expected a snake_case name such as '{suggestion}'"
+        raise ConfigError(f"env new: {expected}, found '{name}'.")
     source, player = directory / f"{name}.py", directory / f"{name}_player.py"
     class_name = "".join(part.capitalize() for part in name.split("_"))
     return Scaffold(
@@ -51,8 +48,8 @@ def scaffold(name: str, directory: Path) -> Scaffold:
 
 
 def write_environment(name: str, directory: Path, policy: bool = False) -> Scaffold:
-    """Writes `<name>.py` and `test_<name>.py` into the directory; with `policy` also a scripted
-    player and a configuration, which names the folder of a policy that is still to be made.
+    """Writes `<name>.py` and `test_<name>.py`; with `policy` also a scripted player, and a
+    configuration with the folder of a policy that is still to be made.
 
     Raises:
         ConfigError: not a usable name, or a file of that name is there.
@@ -63,9 +60,8 @@ def write_environment(name: str, directory: Path, policy: bool = False) -> Scaff
         files |= {made.player_file: "player.py.txt", made.configuration: "configuration.yaml.txt"}
     for path in [*files, *([made.policy] if policy else [])]:
         if path.exists():
-            raise ConfigError(
-                f"env new: {path} is there already; choose another name, or remove it."
-            )
+            advice = "choose another name, or remove it"
+            raise ConfigError(f"env new: {path} is there already; {advice}.")
     source, _, class_name = made.reference.rpartition(":")
     values = {"module": name, "Class": class_name, "source": source, "policy": str(made.policy)}
     directory.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,14 @@ import argparse
 import signal
 from typing import Any
 
-from rlflow.commands.arguments import Commands, add_command, add_options, option_overrides
+from rlflow.commands.arguments import (
+    Commands,
+    add_command,
+    add_options,
+    flag,
+    option,
+    option_overrides,
+)
 from rlflow.errors import ConfigError
 
 
@@ -17,42 +24,31 @@ def add(commands: Commands) -> None:
         "train",
         run,
         "train a policy",
-        "Trains the policy that a configuration describes: rollouts, rewards, Megatron updates, weight sync,\n"
-        "evaluation, checkpoints, and at the end a HuggingFace export. Keys and defaults: docs/configuration.md.",
-        "examples:\n"
-        "  rlflow train --config my.yaml\n"
-        "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
-        "  rlflow train --config my.yaml --preset NAME\n"
-        "  rlflow train --model DIR --env my_task.py:MyTask environment.highest=99 --dry-run\n"
-        "  rlflow train --config my.yaml --resume\n"
-        "  rlflow train --config THEIRS.yaml --out mine.yaml      # another system's: says what became of each key\n",
+        """
+        Trains the policy that a configuration describes: rollouts, rewards, Megatron updates,
+        weight sync, evaluation, checkpoints, and at the end a HuggingFace export. Keys and
+        defaults: docs/configuration.md. A --config of another system is translated: the command
+        says what became of each key.
+        """,
+        """
+        rlflow train --config my.yaml
+        rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28
+        rlflow train --config my.yaml --preset NAME
+        rlflow train --model DIR --env my_task.py:MyTask environment.highest=99 --dry-run
+        rlflow train --config my.yaml --resume
+        rlflow train --config THEIRS.yaml --out mine.yaml
+        """,
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML configuration; a relative `base:` in it is read first",
-    )
+    given = "YAML configuration; a relative `base:` in it is read first"
+    option(parser, "--config", "FILE", given)
     out = "where ours goes if --config is of another system (default: beside the run's directory)"
-    parser.add_argument("--out", metavar="FILE", help=out)
-    parser.add_argument(
-        "--preset",
-        metavar="NAME",
-        help="a named algorithm in place of the file's (rlflow algorithm list)",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run from its last checkpoint"
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="throw away the files of an earlier run of that name",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="open all that the run needs, print configuration, plan, memory and "
-        "every problem, and exit",
-    )
+    option(parser, "--out", "FILE", out)
+    preset = "a named algorithm in place of the file's (rlflow algorithm list)"
+    option(parser, "--preset", "NAME", preset)
+    flag(parser, "--resume", "continue the run from its last checkpoint")
+    flag(parser, "--overwrite", "throw away the files of an earlier run of that name")
+    dry = "open all that the run needs, print configuration, plan, memory and every problem"
+    flag(parser, "--dry-run", f"{dry}, and exit")
     add_options(parser, "train")
 
 
@@ -66,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if table is not None:
         return _translated(args, table)
     if args.out:
-        raise ConfigError(
-            "--out: only for a --config of another system, whose translation goes there."
-        )
+        raise ConfigError("--out: only for a --config of another system, for its translation.")
     config = load_config(args.config, train_overrides(args), args.preset)
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
@@ -78,14 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.loop import train
 
     status = train(config)["status"]
-    return next(
-        (
-            128 + number
-            for number in (signal.SIGINT, signal.SIGTERM)
-            if status.endswith(number.name)
-        ),
-        0,
-    )
+    ended_by = [one for one in (signal.SIGINT, signal.SIGTERM) if status.endswith(one.name)]
+    return 128 + ended_by[0] if ended_by else 0
 
 
 def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
@@ -95,9 +83,8 @@ def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
     from rlflow.config.foreign import translate
 
     if args.preset:
-        raise ConfigError(
-            f"--preset: {args.config} is of {table['system']}; give it with the file that this command writes."
-        )
+        advice = "give it with the file that this command writes"
+        raise ConfigError(f"--preset: {args.config} is of {table['system']}; {advice}.")
     translation = translate(args.config, table, option_overrides(args, "train"))
     report(args.config, translation)
     if args.dry_run:

@@ -42,10 +42,8 @@ def write(source: str, translation: Translation, given: str | None, overwrite: b
     origin = f"# Made from {source}, a configuration of {translation.system}, by rlflow train.\n"
     text = origin + config_text(differences(translation.config))
     if path.exists() and not overwrite and path.read_text(encoding="utf-8") != text:
-        raise ConfigError(
-            f"{path}: there already, with another content; --overwrite replaces it, --out FILE "
-            "writes elsewhere."
-        )
+        advice = "--overwrite replaces it, --out FILE writes elsewhere"
+        raise ConfigError(f"{path}: there already, with another content; {advice}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     by_name = Path(sys.argv[0]).name == "rlflow"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlflow.commands.arguments import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command, flag, option
 
 
 def add(commands: Commands) -> None:
@@ -15,16 +15,21 @@ def add(commands: Commands) -> None:
         "view",
         run,
         "look at every episode of a run, token by token, in a browser",
-        "Writes one HTML file with the episodes of a run: groups with their rewards and advantages, turns, the tokens with\n"
-        "log-prob, entropy, engine-trainer gap and advantage, first and last evaluation side by side. The file needs no\n"
-        "server and no network. RUN is a run directory, the folder of an evaluation, or a .jsonl of episodes.",
-        "examples:\n  rlflow view runs/my-run --open\n  rlflow view runs/eval-my-run --out eval.html\n",
+        """
+        Writes one HTML file with the episodes of a run: groups with their rewards and advantages,
+        turns, the tokens with log-prob, entropy, engine-trainer gap and advantage, first and last
+        evaluation side by side. The file needs no server and no network. RUN is a run directory,
+        the folder of an evaluation, or a .jsonl of episodes.
+        """,
+        """
+        rlflow view runs/my-run --open
+        rlflow view runs/eval-my-run --out eval.html
+        """,
     )
     parser.add_argument("path", metavar="RUN")
-    parser.add_argument(
-        "--out", metavar="FILE", help="the page (default: view.html in RUN, or beside the .jsonl)"
-    )
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    place = "the page (default: view.html in RUN, or beside the .jsonl)"
+    option(parser, "--out", "FILE", place)
+    flag(parser, "--open", "open it in the browser")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,10 +44,8 @@ def run(args: argparse.Namespace) -> int:
     print(content.holds)
     for finding in found:
         print(f"! {finding.title}: {finding.text}")
-    print(
-        f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)"
-        + ("" if args.open else "; open it in a browser, or add --open")
-    )
+    advice = "" if args.open else "; open it in a browser, or add --open"
+    print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB){advice}")
     if args.open:
         import webbrowser
 

@@ -29,19 +29,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlflow.config.loading import read_yaml, to_dict
+from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import ConfigError
 
 TABLES = "rlflow.foreign_configs"
 """Entry-point group of sequences of paths to tables."""
 MOST_KEYS = 10_000
-MOST_CHARACTERS = 10_000  # of a value: references to references could double it at each level
+MOST_CHARACTERS = (
+    10_000  # of a value: references to references could double it at each level
+)
 DEEPEST = 20  # references inside of references, sections inside of sections
 OUTCOMES = ("taken", "taken under another name", "no counterpart", "not known")
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_ARITHMETIC = {"subtract": operator.sub, "multiply": operator.mul, "int_div": operator.floordiv}
+_ARITHMETIC = {
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "int_div": operator.floordiv,
+}
 """Functions of whole numbers that such files use, as `${name:number,number}`."""
 
 
@@ -74,9 +81,13 @@ def foreign_table(path: str | Path) -> dict[str, Any] | None:
         keys = _flat(read_yaml(Path(path)))
     except ConfigError:
         return None  # load_config says why
-    for entry in sorted(metadata.entry_points(group=TABLES), key=lambda entry: entry.name):
+    for entry in sorted(
+        metadata.entry_points(group=TABLES), key=lambda entry: entry.name
+    ):
         for table in map(read_yaml, entry.load()):
-            if all(any(_fits(known, key) for key in keys) for known in table["known_by"]):
+            if all(
+                any(_fits(known, key) for key in keys) for known in table["known_by"]
+            ):
                 return table
     return None
 
@@ -93,7 +104,9 @@ def translate(
     for name in (path.name, *table.get("beside", ())):
         if (path.parent / name).is_file():
             keys.update(_flat(read_yaml(path.parent / name)))
-    evaluates = any(keys.get(key) == value for key, value in table.get("evaluates", {}).items())
+    evaluates = any(
+        keys.get(key) == value for key, value in table.get("evaluates", {}).items()
+    )
     if evaluates:
         table = {**table, "taken": {**table["taken"], **table["evaluating"]}}
     work = _Translator(table, keys)
@@ -104,7 +117,8 @@ def translate(
         taken = to_dict(load_config(None, chosen, table.get("preset")))
     except ConfigError as problem:
         raise ConfigError(f"{path}, read as {table['system']}'s: {problem}") from None
-    config = load_config(taken, overrides)  # another engine drops what they say of theirs
+    # Another engine drops what they say of theirs
+    config = load_config(taken, overrides)
     return Translation(table["system"], config, evaluates, work.outcomes)
 
 
@@ -132,13 +146,17 @@ class _Translator:
         kind, rule = self._rule(key)
         value = self.keys[key]
         if kind in ("", "none"):
-            return self._tell("no counterpart" if kind else "not known", key, value, rule)
+            return self._tell(
+                "no counterpart" if kind else "not known", key, value, rule
+            )
         try:
             value = self.resolve(value)
         except _UnresolvedError as missing:
             return self._tell("not known", key, value, f"refers to {missing}")
         if kind == "taken":
-            return self._take(key, value, rule if isinstance(rule, dict) else {"to": rule})
+            return self._take(
+                key, value, rule if isinstance(rule, dict) else {"to": rule}
+            )
         if value == rule:
             return self._tell("taken", key, value, "always so here")
         return self._tell("no counterpart", key, value, f"always {_show(rule)} here")
@@ -146,7 +164,9 @@ class _Translator:
     def _take(self, key: str, value: Any, rule: Mapping[str, Any]) -> None:
         targets = rule["to"] if isinstance(rule["to"], list) else [rule["to"]]
         if value is None:
-            return self._tell("no counterpart", key, value, f"unset, so {targets[0]} is what it is")
+            return self._tell(
+                "no counterpart", key, value, f"unset, so {targets[0]} is what it is"
+            )
         try:
             ours = self._ours(value, rule, targets[0])
         except (ConfigError, _UnresolvedError) as problem:
@@ -171,7 +191,11 @@ class _Translator:
             if theirs == value:
                 return ours
         if known and not rule.get("others"):
-            here = f" and it is {_show(self.chosen[target])}" if target in self.chosen else ""
+            here = (
+                f" and it is {_show(self.chosen[target])}"
+                if target in self.chosen
+                else ""
+            )
             listed = " and ".join(map(_show, known))
             raise ConfigError(f"only {listed} are known for {target}{here}")
         for name, function in (("times", operator.mul), ("over", operator.truediv)):
@@ -179,7 +203,9 @@ class _Translator:
                 found = [key for key in self.keys if _fits(rule[name], key)]
                 other = self.resolve(self.keys[found[0]]) if found else None
                 if not _is_number(value) or not _is_number(other) or other == 0:
-                    raise ConfigError(f"{target} takes numbers, of this key and of {rule[name]}")
+                    raise ConfigError(
+                        f"{target} takes numbers, of this key and of {rule[name]}"
+                    )
                 return int(function(value, other))
         return value
 
@@ -201,7 +227,9 @@ class _Translator:
         if isinstance(value, list):
             return [self.resolve(item, depth) for item in value]
         for _ in range(DEEPEST):
-            if not isinstance(value, str) or ("${" not in value and len(value) <= MOST_CHARACTERS):
+            if not isinstance(value, str) or (
+                "${" not in value and len(value) <= MOST_CHARACTERS
+            ):
                 return value
             if depth > DEEPEST or len(value) > MOST_CHARACTERS:
                 break
@@ -209,7 +237,9 @@ class _Translator:
             if whole:
                 value = self._referred(whole[1], depth)
             else:
-                value = _REFERENCE.sub(lambda found: str(self._referred(found[1], depth)), value)
+                value = _REFERENCE.sub(
+                    lambda found: str(self._referred(found[1], depth)), value
+                )
         raise _UnresolvedError("itself, or to too much")
 
     def _referred(self, expression: str, depth: int) -> Any:
@@ -223,7 +253,8 @@ class _Translator:
                 value = self.resolve(self.keys[name], depth + 1)
         except (KeyError, TypeError, ValueError, ArithmeticError):
             raise _UnresolvedError(f"${{{expression}}}") from None
-        if isinstance(value, list):  # lists of lists of references would grow without end
+        # Lists of lists of references would grow without end
+        if isinstance(value, list):
             raise _UnresolvedError(f"${{{expression}}}, a list")
         self.resolved[expression] = value
         return value
@@ -245,7 +276,9 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
 def _leaves(content: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if len(above) > DEEPEST:
         raise ConfigError(f"{'.'.join(above)}: nested too deeply.")
-    nested = isinstance(content, list) and any(isinstance(item, (dict, list)) for item in content)
+    nested = isinstance(content, list) and any(
+        isinstance(item, (dict, list)) for item in content
+    )
     items = dict(enumerate(content)) if nested else content
     if isinstance(items, dict) and items:
         for key, value in items.items():

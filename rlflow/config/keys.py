@@ -1,4 +1,4 @@
-"""Every configuration key with its default, type and meaning, and what other libraries call it."""
+"""Every configuration key with its default, type, meaning, and names in other libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _OTHERS = {
     "trainer.tensor_parallel": "tensor_model_parallel_size",
     "trainer.tokens_per_microbatch": "micro_batch_size per_device_train_batch_size",
 }
-FIELD_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
+FIELD_NAMES = {
+    other: ours for ours, others in _OTHERS.items() for other in others.split()
+}
 """Names in other libraries -> the key, or the assignment, that does the same here."""
 _COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
 
@@ -61,12 +63,9 @@ class Key:
 
     @property
     def others_names(self) -> list[str]:
-        """What other libraries call it."""
-        return [
-            other
-            for other, ours in FIELD_NAMES.items()
-            if ours.partition("=")[0].startswith(self.name)
-        ]
+        """Its names in other libraries."""
+        keys = {other: ours.partition("=")[0] for other, ours in FIELD_NAMES.items()}
+        return [other for other, key in keys.items() if key.startswith(self.name)]
 
 
 def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
@@ -81,10 +80,7 @@ def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
             continue
         made: Any = item.default_factory
         default = item.default if made is dataclasses.MISSING else made()
-        holder = (
-            hint if is_component(hint) else next(filter(is_component, typing.get_args(hint)), None)
-        )
-        kinds = [part for part in getattr(holder, "__metadata__", ()) if isinstance(part, Kind)]
-        yield Key(
-            name, default, describe(hint), meanings.get(item.name, ""), kinds[0] if kinds else None
-        )
+        holders = filter(is_component, (hint, *typing.get_args(hint)))
+        about = getattr(next(holders, None), "__metadata__", ())
+        kind = next((part for part in about if isinstance(part, Kind)), None)
+        yield Key(name, default, describe(hint), meanings.get(item.name, ""), kind)

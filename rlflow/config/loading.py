@@ -1,4 +1,4 @@
-"""YAML files and dotted overrides -> configuration dataclasses, and back to YAML with secrets redacted."""
+"""Configuration dataclasses from YAML files and dotted overrides, and back to redacted YAML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
-import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from rlflow.components import Kind
 from rlflow.config.keys import described_keys, elsewhere
+from rlflow.config.yaml_text import parsed, problem_of, read_yaml
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
@@ -30,63 +30,35 @@ WHOLE = ("algorithm",)
 """Sections that a preset replaces: which losses run must not depend on what stood there before."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: 1e-6 is a number, `yes` and `no` are text, and a key that stands twice is an error."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<" and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-class _PlainLoader(_Loader):
-    """Refuses aliases, with which a few lines can stand for billions; what a run writes has none."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(problem="an alias (*name)", problem_mark=self.peek_event().start_mark)
-        return super().compose_node(parent, index)
-
-
-_FLOAT = r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
-for _tag, _pattern, _first in (
-    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
-    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
-    ("int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("merge", r"<<", ["<"]),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
-
-
 def load_config(
-    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], schema: type[T], preset: str | None = None
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    schema: type[T],
+    preset: str | None = None,
 ) -> T:
-    """The configuration from a YAML file (or what stands in one), its `base:` files and `section.key=value` overrides, over the
-    schema's defaults.
+    """The configuration from a YAML file (or its content) and overrides, over the defaults.
 
-    preset: a file of `algorithms/presets` by name, laid over the file and under the overrides; `base: preset:NAME` lays it under.
-
-    Values of overrides are YAML; their keys reach into components and lists (`algorithm.losses.0.clip_low=0.1`).
-    `base: other.yaml` in a file is read first, relative to that file. A component that is given another `name` is
-    replaced, otherwise its keywords are merged.
+    preset: a file of `algorithms/presets` by name, laid over the file and under the overrides;
+    `base: preset:NAME` lays it under. `base: other.yaml` in a file is read first, relative to that
+    file. A component that gets another `name` is replaced, else its keywords are merged. overrides:
+    `section.key=value`, values in YAML; keys reach into components and lists
+    (`algorithm.losses.0.clip_low=0.1`).
 
     Raises:
         ConfigError: file missing or not YAML, key unknown, value of the wrong type.
     """
     draft = _Draft(schema, to_dict(schema()))
     files: list[tuple[str, Mapping[str, Any]]] = []
-    if path is not None:
-        files += [("configuration", path)] if isinstance(path, Mapping) else _read_files(Path(path), ())
-    files += [] if preset is None else [*_read_files(preset_path(preset, "--preset"), ())]
+    if isinstance(path, Mapping):
+        files.append(("configuration", path))
+    elif path is not None:
+        files += _read_files(Path(path), ())
+    if preset is not None:
+        files += _read_files(preset_path(preset, "--preset"), ())
     for source, content in files:
         if Path(source).parent == PRESETS:
-            draft.raw.update({name: value for name, value in to_dict(schema()).items() if name in WHOLE and name in content})
+            defaults = to_dict(schema())
+            draft.raw |= {name: defaults[name] for name in WHOLE if name in content}
         draft.merge(draft.raw, content, source, ())
     # Names first: `environment.size=5 environment=mine` must mean the same in either order.
     for override in sorted(overrides, key=lambda text: not draft.chooses(text)):
@@ -98,7 +70,8 @@ def presets() -> dict[str, str]:
     """Every preset's name with the comment that its file begins with."""
     found = {}
     for path in sorted(PRESETS.glob("*.yaml")):
-        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        written = path.read_text(encoding="utf-8").splitlines()
+        lines = itertools.takewhile(lambda line: line.startswith("#"), written)
         found[path.stem] = " ".join(line.lstrip("# ") for line in lines)
     return found
 
@@ -107,19 +80,21 @@ def preset_path(name: str, where: str) -> Path:
     """The file of a preset. Raises ConfigError for an unknown name."""
     if name not in presets():
         known = list(presets())
-        raise ConfigError(f"{where}: unknown preset '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        hint = f"{did_you_mean(name, known)} Known: {', '.join(known)}."
+        raise ConfigError(f"{where}: unknown preset '{name}'.{hint}")
     return PRESETS / f"{name}.yaml"
 
 
 def read_assignment(text: str, form: str = "KEY=VALUE") -> tuple[str, Any]:
-    """The key and the YAML value of `KEY=VALUE`. Raises ConfigError, naming the `form` that was expected."""
+    """The key and the YAML value of `KEY=VALUE`. Raises ConfigError, which names the `form`."""
     key, equals, written = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{COMMAND_LINE}: expected {form}, found '{text}'.")
     try:
-        return key.strip(), _parsed(written)
+        return key.strip(), parsed(written)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {key}: '{written[:200]}' is not a YAML value: {_problem(error)}.") from None
+        told = f"'{written[:200]}' is not a YAML value: {problem_of(error)}"
+        raise ConfigError(f"{COMMAND_LINE}: {key}: {told}.") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -128,7 +103,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Writes the resolved configuration, for this user alone, as YAML that `load_config` reads again; secrets are `***`."""
+    """Writes the resolved configuration as YAML, for this user alone; secrets are `***`."""
     write_text(path, config_text(config), private=True)
 
 
@@ -144,7 +119,9 @@ def differences(config: Any) -> dict[str, Any]:
     for item in dataclasses.fields(config):
         value, default = getattr(config, item.name), getattr(type(config)(), item.name)
         if value != default:
-            found[item.name] = differences(value) if dataclasses.is_dataclass(value) else value
+            found[item.name] = (
+                differences(value) if dataclasses.is_dataclass(value) else value
+            )
     return found
 
 
@@ -153,61 +130,29 @@ def config_keys(schema: type) -> list[str]:
     return [key.name for key in described_keys(schema)]
 
 
-def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_files(
+    path: Path, chain: tuple[Path, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file name, content) of the file and the files it is based on, the deepest base first."""
     if path.resolve() in chain:
-        raise ConfigError(f"{path}: 'base' leads back to this file: {' -> '.join(str(link) for link in chain)}.")
+        links = " -> ".join(map(str, chain))
+        raise ConfigError(f"{path}: 'base' leads back to this file: {links}.")
     content = read_yaml(path)
     base = content.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
-            raise ConfigError(f"{path}: base: expected a file name (text), found {show(base)}.")
-        preset = base.startswith(PRESET)
-        below = preset_path(base.removeprefix(PRESET), f"{path}: base") if preset else path.parent / base
+            raise ConfigError(
+                f"{path}: base: expected a file name (text), found {show(base)}."
+            )
+        below = path.parent / base
+        if base.startswith(PRESET):
+            below = preset_path(base.removeprefix(PRESET), f"{path}: base")
         yield from _read_files(below, (*chain, path.resolve()))
     yield str(path), content
 
 
-def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
-    """The sections of one YAML file, without those of its `base`. aliases: whether it may hold any. Raises ConfigError."""
-    try:
-        content = _parsed(path.read_text(encoding="utf-8"), _Loader if aliases else _PlainLoader)
-    except FileNotFoundError:
-        beside = sorted(other.name for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        found = f" {path.parent or '.'} holds: {', '.join(beside)}." if beside else ""
-        raise ConfigError(f"{path}: no such configuration file.{did_you_mean(path.name, beside)}{found}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file: {error}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_mark(error)}: not YAML: {_problem(error)}.") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected sections such as 'trainer:', found {show(content)}.")
-    return content
-
-
-def _parsed(text: str, loader: type[_Loader] = _Loader) -> Any:
-    """The value of a YAML text. Raises YAMLError, also where Python cannot hold what is written."""
-    try:
-        return yaml.load(text, Loader=loader)
-    except RecursionError:
-        raise yaml.YAMLError("nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise yaml.YAMLError(str(error)) from None
-
-
-def _mark(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f":{mark.line + 1}" if mark is not None else ""
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error).replace("\n", " ")
-
-
 class _Draft:
-    """The raw values while files and overrides are laid over each other, and where each key was last set."""
+    """Raw values while files and overrides are laid over each other, and each key's origin."""
 
     def __init__(self, schema: type, raw: dict[str, Any]) -> None:
         self.schema = schema
@@ -218,9 +163,16 @@ class _Draft:
         self.components = set(hints)
         self.lists = {path for path, hint in hints.items() if not is_component(hint)}
 
-    def merge(self, into: dict[str, Any], new: Mapping[str, Any], source: str, path: tuple[str, ...]) -> None:
-        """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
-        if path not in self.sections and "name" in new and new["name"] != into.get("name", new["name"]):
+    def merge(
+        self,
+        into: dict[str, Any],
+        new: Mapping[str, Any],
+        source: str,
+        path: tuple[str, ...],
+    ) -> None:
+        """Merges mappings in place; a component with another `name` starts from nothing."""
+        name = new.get("name", into.get("name"))
+        if path not in self.sections and name != into.get("name", name):
             into.clear()
         for key, value in new.items():
             here = (*path, str(key))
@@ -232,26 +184,37 @@ class _Draft:
                 into[key] = value
 
     def named(self, path: tuple[str, ...], value: Any) -> Any:
-        """The value, with a bare name of a component, or in a list of them, as {name: ...}."""
+        """The value, a component's bare name in it as {name: ...}."""
         if path in self.lists and isinstance(value, (str, list)):
             entries = [value] if isinstance(value, str) else value
-            return [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
-        return {"name": value} if isinstance(value, str) and self.holds_component(path) else value
+            return [
+                {"name": entry} if isinstance(entry, str) else entry
+                for entry in entries
+            ]
+        return (
+            {"name": value}
+            if isinstance(value, str) and self.holds_component(path)
+            else value
+        )
 
     def holds_component(self, path: tuple[str, ...]) -> bool:
-        return path in self.components or (path[:-1] in self.components and path[-1].isdigit())
+        return path in self.components or (
+            path[:-1] in self.components and path[-1].isdigit()
+        )
 
     def chooses(self, override: str) -> bool:
-        """Whether an override says which component it is: `environment=mine`, `algorithm.losses.0.name=kl`."""
+        """Whether an override names a component, as `environment=mine` does."""
         path = tuple(override.partition("=")[0].strip().split("."))
         return path[-1] == "name" or self.holds_component(path)
 
     def override(self, text: str) -> None:
-        """Applies one `section.key=value`; missing mappings on the way are made, list positions must exist."""
+        """Applies one `section.key=value`; makes missing mappings, but no list positions."""
         key, value = read_assignment(text, "section.key=value")
         path = tuple(key.split("."))
         if not all(path):
-            raise ConfigError(f"{COMMAND_LINE}: expected section.key=value, found '{text}'.")
+            raise ConfigError(
+                f"{COMMAND_LINE}: expected section.key=value, found '{text}'."
+            )
         node: Any = self.raw
         for depth, part in enumerate(path[:-1]):
             if isinstance(node, dict) and node.get(part) is None:
@@ -263,24 +226,26 @@ class _Draft:
         elif isinstance(node, dict):
             self.merge(node, {path[-1]: value}, COMMAND_LINE, path[:-1])
         else:
-            raise ConfigError(f"{COMMAND_LINE}: {key}: '{'.'.join(path[:-1])}' is {show(node)}, it has no keys.")
+            raise _no_keys(path, node)
         self.origins[".".join(path)] = COMMAND_LINE
 
     def build(self, cls: Any, raw: Any, path: tuple[str, ...]) -> Any:
         """The dataclass `cls` from a mapping, every key and type checked."""
         if not isinstance(raw, dict):
-            raise ConfigError(f"{self.where(path)}: expected a section with keys, found {show(raw)}.")
+            told = f"expected a section with keys, found {show(raw)}"
+            raise ConfigError(f"{self.where(path)}: {told}.")
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
         for key in raw:
             if key not in fields:
                 here = (*path, str(key))
-                raise ConfigError(f"{self.where(here)}: unknown key.{_suggest(here, list(fields), self.schema)}")
-        values = {}
-        for key, value in raw.items():
-            here = (*path, key)
-            values[key] = self.value(fields[key], value, here)
-        return cls(**values)
+                hint = _suggest(here, list(fields), self.schema)
+                raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
+        built = {
+            key: self.value(fields[key], value, (*path, key))
+            for key, value in raw.items()
+        }
+        return cls(**built)
 
     def value(self, hint: Any, raw: Any, path: tuple[str, ...]) -> Any:
         """One value as its annotation says: a section, or what `checked` returns."""
@@ -290,7 +255,7 @@ class _Draft:
         return self.build(section, raw, path)
 
     def where(self, path: tuple[str, ...]) -> str:
-        """`file: section.key`, the file being the one that set the key or the nearest key above it."""
+        """`file: section.key` with the file that set the key, or the nearest key above it."""
         for length in range(len(path), 0, -1):
             source = self.origins.get(".".join(path[:length]))
             if source:
@@ -305,7 +270,9 @@ def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _sections(section, (*path, name))
 
 
-def _component_hints(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def _component_hints(
+    schema: Any, path: tuple[str, ...]
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(annotation, key) of what holds a component or a list of them."""
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
         if section := section_of(hint):
@@ -319,7 +286,12 @@ def _child(node: Any, part: str, path: tuple[str, ...]) -> Any:
         return node[_index(node, part, path)]
     if isinstance(node, dict):
         return node[part]
-    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{'.'.join(path[:-1])}' is {show(node)}, it has no keys.")
+    raise _no_keys(path, node)
+
+
+def _no_keys(path: tuple[str, ...], node: Any) -> ConfigError:
+    told = f"'{'.'.join(path[:-1])}' is {show(node)}, it has no keys"
+    return ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: {told}.")
 
 
 def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
@@ -327,54 +299,47 @@ def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
         return int(part)
     where = ".".join(path[:-1])
     raise ConfigError(
-        f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index below "
-        f"{len(node)}, found '{part}'. A whole list is set by {where}=[...]."
+        f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index "
+        f"below {len(node)}, found '{part}'. A whole list is set by {where}=[...]."
     )
 
 
-def check_values(config: Any, path: str = "") -> None:
-    """Raises ConfigError for a value that is not of its annotation's type or out of its range, however it came there."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    for name, hint in hints.items():
-        value, here = getattr(config, name), f"{path}.{name}" if path else name
-        section = section_of(hint)
-        if section is None or (value is None and section is not hint):
-            checked(hint, value, here)
-        elif isinstance(value, section):
-            check_values(value, here)
-        else:
-            raise ConfigError(f"{here}: expected a {section.__name__} object, found {show(value)}.")
-
-
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
-    """The key that other libraries call so, else the sibling that was meant, else the option of a component of this
-    section, else the key of that name in another section, else what is known here."""
+    """A hint: the key that other libraries call so, else a similar sibling, else an option of a
+    component of this section, else such a key in another section, else what is known here."""
     in_a_section = len(path) <= 2  # what is nested deeper has few keys, which are told
     if in_a_section and (known := elsewhere(path[-1])):
         return known
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
-        return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
+        return did_you_mean(
+            ".".join(path), [".".join((*path[:-1], name)) for name in close]
+        )
     option = _option_of_a_component(path, root)
     if option:
         return f" Did you mean '{option}'?"
     shortest_first = sorted(config_keys(root), key=lambda key: key.count("."))
     everywhere = {key: key.split(".")[-1] for key in shortest_first}
     same = [key for key, name in everywhere.items() if name == path[-1]]
-    same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
+    same = same or [
+        key for key, name in everywhere.items() if did_you_mean(path[-1], [name])
+    ]
     if same and in_a_section:
         return f" Did you mean '{same[0]}'?"
     section = f" of {'.'.join(path[:-1])}" if path[:-1] else ""
-    return f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
+    return (
+        f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
+    )
 
 
 def _option_of_a_component(path: tuple[str, ...], root: type) -> str | None:
-    """The component, or its option, that a key of its section was meant for: trainer.min_lr -> trainer.schedule.min_lr."""
+    """The component or option that a key was meant for: trainer.min_lr: trainer.schedule.min_lr."""
     for hint, place in _component_hints(root, ()):
         if place[:-1] != path[:-1] or len(path) == 1:
             continue
         single = is_component(hint)
-        kind = next(item for item in (hint if single else typing.get_args(hint)[0]).__metadata__ if isinstance(item, Kind))
+        about = (hint if single else typing.get_args(hint)[0]).__metadata__
+        kind = next(item for item in about if isinstance(item, Kind))
         for name in kind.names():
             with contextlib.suppress(RLFlowError):
                 options = difflib.get_close_matches(path[-1], kind.options(name), n=1)

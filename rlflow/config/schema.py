@@ -22,7 +22,25 @@ from rlflow.components import (
 )
 from rlflow.config import loading as configuration
 from rlflow.trainer.options import CriticOptions, DType, TrainerOptions
-from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
+from rlflow.values import (
+    Component,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+)
+
+
+def named(name: str) -> Any:
+    """A field whose default is the component of this name."""
+    return field(default_factory=lambda: {"name": name})
+
+
+def listed(*names: str) -> Any:
+    """A field whose default is the list of the components of these names."""
+    return field(default_factory=lambda: [{"name": name} for name in names])
 
 
 @dataclass
@@ -33,9 +51,9 @@ class RunSection:
     steps: PositiveInt = 100  # optimizer steps at the most
     max_minutes: PositiveFloat | None = None  # stops cleanly after this wall time
     target: Share | None = None  # stops when eval/exact_match reaches this
-    deterministic: bool = False  # fixed admission order and batch shapes; equal seeds give equal bits in one process
+    deterministic: bool = False  # equal seeds give equal bits in one process
     resume: bool = False  # continue from the newest checkpoint (--resume)
-    resume_step: PositiveInt | None = None  # with resume: the checkpoint of this step, not the newest
+    resume_step: PositiveInt | None = None  # with resume: this step's checkpoint, not the newest
     overwrite: bool = False  # throw away what an earlier run left in `directory`
 
 
@@ -51,12 +69,12 @@ class DataSection:
     train_split: str = "train"  # the environment's training split
     val_split: str = "val"  # the environment's validation split
     max_prompt_tokens: PositiveInt = 4096  # longer prompts are dropped and counted
-    curator: Annotated[Component, CURATOR] = field(default_factory=lambda: {"name": "epochs"})  # which tasks come next
+    curator: Annotated[Component, CURATOR] = named("epochs")  # which tasks come next
 
 
 @dataclass
 class Faults:
-    """The keys of `rollout.faults`: how much may go wrong in episodes, and when a call counts as hung."""
+    """The keys of `rollout.faults`: how much may go wrong, and when a call counts as hung."""
 
     max_aborted_share: Share = 0.25  # of a step's episodes; above it the run stops
     call_s: PositiveFloat = 600.0  # a reset, step or close of the environment
@@ -65,15 +83,15 @@ class Faults:
 
 @dataclass
 class Asynchrony:
-    """The keys of `rollout.asynchronous`. With both numbers 0 each step is sampled when the one before is over."""
+    """The keys of `rollout.asynchronous`; with both numbers 0 nothing runs ahead."""
 
-    max_staleness: NonNegativeInt = 0  # versions that a trained token may lag behind the weights in training
-    run_ahead: NonNegativeInt | None = None  # batches finished or under way beyond the current one; null: 1 with staleness
-    when_stale: Literal["wait", "drop"] = "wait"  # for what would be too old next, or sample it again
-    on_update: Literal["keep", "abort", "wait"] = "keep"  # requests in flight: go on, are cut and go on, end first
-    group_s: PositiveFloat | None = None  # a group's last attempts may run so long; then it ends without them
-    score_early: bool = False  # reference and teacher score a group when it has ended, while others are still sampled
-    overlap: bool = False  # generate while the trainer works, for cores or GPUs of its own; else it waits
+    max_staleness: NonNegativeInt = 0  # versions that a trained token may lag behind
+    run_ahead: NonNegativeInt | None = None  # batches beyond the current; null: 1 with staleness
+    when_stale: Literal["wait", "drop"] = "wait"  # for what gets too old, or sample it again
+    on_update: Literal["keep", "abort", "wait"] = "keep"  # requests: go on, cut and go on, end
+    group_s: PositiveFloat | None = None  # a group ends without attempts that take longer
+    score_early: bool = False  # reference and teacher score each group as it ends
+    overlap: bool = False  # generate while the trainer works, on cores or GPUs of its own
 
     @property
     def ahead(self) -> int:
@@ -88,27 +106,28 @@ class Asynchrony:
 
 @dataclass
 class RolloutSection:
-    engine: Annotated[Component, ENGINE] = field(default_factory=lambda: {"name": "embedded"})
+    engine: Annotated[Component, ENGINE] = named("embedded")
     prompts_per_step: PositiveInt = 16  # tasks per step
     samples_per_prompt: PositiveInt = 8  # attempts at each task: one group
     max_turns: PositiveInt = 4  # responses per episode
     max_response_tokens: PositiveInt = 512  # per response
-    max_total_tokens: PositiveInt = 4096  # prompt, responses and observations of an episode together
-    max_observation_tokens: PositiveInt | None = None  # text observations are cut to this; None: no limit
+    max_total_tokens: PositiveInt = 4096  # of an episode: prompt, responses and observations
+    max_observation_tokens: PositiveInt | None = None  # text observations are cut to this
     temperature: PositiveFloat = 1.0  # of sampling in training
     faults: Faults = field(default_factory=Faults)
     asynchronous: Asynchrony = field(default_factory=Asynchrony)
     chat_template: bool = False  # put text prompts through the chat template as one user message
+    history: Literal["template", "exact"] = "template"  # earlier turns as it shows them, or as said
 
 
 @dataclass
 class AlgorithmSection:
-    advantage: Annotated[Component, ADVANTAGE] = field(default_factory=lambda: {"name": "grpo"})
-    losses: list[Annotated[Component, LOSS]] = field(default_factory=lambda: [{"name": "ppo_clip"}])  # summed
-    aggregate: Annotated[Component, AGGREGATE] = field(default_factory=lambda: {"name": "token_mean"})
-    filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
-    transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
-    teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # whose log-probs are imitated; {}: nobody's
+    advantage: Annotated[Component, ADVANTAGE] = named("grpo")
+    losses: list[Annotated[Component, LOSS]] = listed("ppo_clip")  # summed
+    aggregate: Annotated[Component, AGGREGATE] = named("token_mean")
+    filters: list[Annotated[Component, FILTER]] = listed()  # of a step's groups, in order
+    transforms: list[Annotated[Component, TRANSFORM]] = listed()  # of rewards, advantages, batches
+    teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # imitated; {}: none
     critic: CriticOptions | None = None  # a second model that learns values; None: no critic
     minibatches_per_step: PositiveInt = 1  # optimizer updates per pass over a step's episodes
     epochs_per_step: PositiveInt = 1  # passes over a step's episodes
@@ -134,23 +153,22 @@ class CheckpointSection:
 
 @dataclass
 class MetricsSection:
-    sinks: list[Annotated[Component, SINK]] = field(default_factory=list)  # beside metrics.jsonl
-    trajectories_per_step: NonNegativeInt = 4  # written to trajectories/ and tokens/, in whole groups
+    sinks: list[Annotated[Component, SINK]] = listed()  # beside metrics.jsonl
+    trajectories_per_step: NonNegativeInt = 4  # stored as text and tokens, in whole groups
     progress: Literal["auto", "rich", "plain", "none"] = "auto"  # how the terminal shows a run
     picture: bool = True  # draw progress.png
-    page: bool = False  # served while the run goes on, on this machine alone; report.html at the end
+    page: bool = False  # serve a page while the run goes on, for this machine; then report.html
 
 
 @dataclass
 class ClusterSection:
     ranks: NonNegativeInt = 0  # 0: everything in this process; N: N trainer ranks, each a Ray actor
     address: str | None = None  # of a running Ray cluster; None starts one on this machine
-    services: str | None = None  # name under which `rlflow serve` offers processes there; None: actors of the run's own
     threads_per_rank: PositiveInt = 1  # CPU threads of a rank
-    gpus_per_rank: NonNegativeFloat = 0.0  # GPUs of a rank or rollout worker
-    rollout_workers: NonNegativeInt = 0  # 0: episodes in this process; N: N Ray actors, each with engine and environment
-    weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = field(default_factory=lambda: {"name": "auto"})
-    stall_timeout_s: PositiveFloat = 300.0  # nothing has moved for so long, or three times as long as it ever took: it hangs
+    gpus_per_rank: NonNegativeFloat = 0.0  # 1: a GPU each; up to 0.5: shared with a rollout worker
+    rollout_workers: NonNegativeInt = 0  # Ray actors with engine and environment; 0: this process
+    weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = named("auto")
+    stall_timeout_s: PositiveFloat = 600.0  # a rank hangs: no progress for so long
 
 
 @dataclass
@@ -179,7 +197,9 @@ class RunConfig:
 
 
 def load_config(
-    path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), preset: str | None = None
+    path: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    preset: str | None = None,
 ) -> RunConfig:
-    """The run configuration from a YAML file, a preset and `section.key=value` overrides, over the defaults above."""
+    """The run configuration: a YAML file, a preset and `section.key=value` over the defaults."""
     return configuration.load_config(path, overrides, RunConfig, preset)

@@ -10,6 +10,9 @@ from typing import Any
 from rlflow.errors import did_you_mean
 from rlflow.models.entries import (
     MOST_LAYERS,
+    Experts,
+    check_routing,
+    experts_of,
     flag,
     number,
     refused,
@@ -19,22 +22,19 @@ from rlflow.models.entries import (
     whole,
 )
 from rlflow.models.rules import Rule, Where
-from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
+from rlflow.models.tables import (
+    EMBEDDING,
+    FAMILIES,
+    LATENT_ATTENTION,
+    Q_NORM,
+    QKV_BIAS,
+    ROUTER_BIAS,
+    SHARED_GATE,
+)
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes
-    through, 0 without. sparse: for each layer, whether it has experts."""
-
-    count: int
-    ffn: int
-    shared_ffn: int
-    sparse: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,19 @@ class Architecture:
         return sizes[symbol]
 
     @property
+    def active_ffn(self) -> int:
+        """Width of the MLPs that a token passes through in a layer, the widest layer's."""
+        if self.experts is None:
+            return self.ffn
+        chosen = self.experts.top_k * self.experts.ffn + self.experts.shared_ffn
+        return chosen if all(self.experts.sparse) else max(chosen, self.ffn)
+
+    @property
+    def shared_gate(self) -> bool:
+        """Whether a token weighs the MLP that stands beside the experts."""
+        return SHARED_GATE in FAMILIES[self.family]
+
+    @property
     def qkv_bias(self) -> bool:
         return QKV_BIAS in FAMILIES[self.family] or self.qkv_biases
 
@@ -134,15 +147,15 @@ def architecture(config: dict[str, Any]) -> Architecture:
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
     family = str(config.get("model_type"))[:100]
-    trained = [name for name in sorted(FAMILIES) if _dense(name)]
+    trained = [name for name in sorted(FAMILIES) if _trained(name)]
     if family not in FAMILIES:
         raise refused(
             f"model family '{family}' cannot be trained or sampled from here; "
             f"possible: {', '.join(trained)}.{did_you_mean(family, trained)} {HOW_TO_ADD}"
         )
     model = stored_architecture(config)
-    if model.experts is not None or model.latent is not None:
-        what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
+    if family not in trained:
+        what = "latent attention" if model.latent is not None else "a bias per expert in routing"
         raise refused(
             f"{what} (model family '{model.family}') can be converted, but not "
             f"trained or sampled from here; possible: {', '.join(trained)}."
@@ -158,13 +171,14 @@ def architecture(config: dict[str, Any]) -> Architecture:
         raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed = config.get(
-        "use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None
-    )
+    own_window = family in ("mistral", "mixtral") and config.get("sliding_window") is not None
+    windowed = config.get("use_sliding_window", own_window)
     kinds = config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise refused("sliding-window attention is not supported; expected sliding_window null.")
     _check_rope(rope_of(config))
+    if model.experts is not None:
+        check_routing(config, model.experts)
     return model
 
 
@@ -204,7 +218,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
-        experts=_experts(config)
+        experts=experts_of(config)
         if any(rule.where is Where.SPARSE for rule in FAMILIES[family])
         else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
@@ -257,29 +271,6 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
-def _experts(config: dict[str, Any]) -> Experts:
-    """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
-    ffn = whole(config, "moe_intermediate_size", "intermediate_size")
-    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
-    first = whole(config, "first_k_dense_replace", default=0, least=0)
-    every = whole(config, "decoder_sparse_step", default=1)
-    dense = config.get("mlp_only_layers") or ()
-    if not isinstance(dense, list | tuple):
-        raise refused(f"'mlp_only_layers' is {short(dense)}; expected a list of layers.")
-    shared = whole(config, "n_shared_experts", default=0, least=0) * ffn
-    return Experts(
-        count=whole(
-            config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS
-        ),
-        ffn=ffn,
-        shared_ffn=whole(config, "shared_expert_intermediate_size", default=0, least=0) or shared,
-        sparse=tuple(
-            layer >= first and layer not in dense and (layer + 1) % every == 0
-            for layer in range(layers)
-        ),
-    )
-
-
 def _latent(config: dict[str, Any]) -> Latent:
     return Latent(
         query_rank=None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank"),
@@ -290,8 +281,8 @@ def _latent(config: dict[str, Any]) -> Latent:
     )
 
 
-def _dense(family: str) -> bool:
-    return all(rule.where is not Where.SPARSE for rule in FAMILIES[family])
+def _trained(family: str) -> bool:
+    return not {LATENT_ATTENTION[-1], ROUTER_BIAS} & set(FAMILIES[family])
 
 
 def _switched_on(config: dict[str, Any], family: str) -> set[Where]:

@@ -1,5 +1,5 @@
-"""Tiny models to start from: a byte-level BPE tokenizer learned from texts, and a random Qwen2
-model that can copy."""
+"""Tiny models to start from: a byte-level BPE tokenizer learned from texts, and a random model of
+Qwen2's kind that can copy, or of another family."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.errors import ConfigError, did_you_mean
 from rlflow.models.huggingface import quiet_transformers
 
 ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
+COPYING = ("qwen2", "qwen2_moe")
+"""Families whose queries and keys have the biases that copying is made of."""
+TINY_FAMILIES = (*COPYING, "qwen3_moe", "mixtral")
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -83,18 +87,27 @@ def write_random_model(
     kv_heads: int = 2,
     ffn: int = 320,
     seed: int = 0,
+    family: str = "qwen2",
 ) -> None:
-    """Adds a randomly initialised Qwen2 model that fits the tokenizer in `directory` and can copy
-    (see `_teach_copying`)."""
+    """Adds a randomly initialised model that fits the tokenizer in `directory`; those of COPYING
+    can copy (see `_teach_copying`). ffn: what each token passes through; of experts, two of eight,
+    each with half of it. Raises ConfigError for a family that is not one of TINY_FAMILIES."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if family not in TINY_FAMILIES:
+        raise ConfigError(
+            f"family: expected one of {', '.join(TINY_FAMILIES)}, found '{family}'."
+            f"{did_you_mean(family, TINY_FAMILIES)}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        family,
+        **_mlp_sizes(family, ffn),
+        **({"head_dim": hidden // heads} if family == "qwen3_moe" else {}),
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -109,9 +122,28 @@ def write_random_model(
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    _teach_copying(model, torch.Generator().manual_seed(seed))
+    if family in COPYING:
+        _teach_copying(model, torch.Generator().manual_seed(seed))
     with quiet_transformers():
         model.save_pretrained(directory)
+
+
+def _mlp_sizes(family: str, ffn: int) -> dict[str, Any]:
+    """Of transformers' configuration: one MLP of that width, or eight experts of half of it, two
+    for each token."""
+    if family == "qwen2":
+        return {"intermediate_size": ffn}
+    if family == "mixtral":
+        return {"intermediate_size": ffn // 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    beside = {"shared_expert_intermediate_size": ffn} if family == "qwen2_moe" else {}
+    return {
+        "intermediate_size": ffn,
+        "moe_intermediate_size": ffn // 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        **beside,
+    }
 
 
 def _teach_copying(model: Any, generator: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run reports, and to whom: metrics, episodes, charts, the page, the terminal, findings."""
+"""Reports of a run: metrics, episodes, charts, the page, the terminal, findings."""
 
 from __future__ import annotations
 

@@ -1,22 +1,20 @@
-"""Finds what goes wrong quietly in a run: from the metrics of each step, and from its episodes.
-
-A run whose reward rises may still learn nothing, or something else: groups that stopped to differ,
-responses that are cut, an entropy that is gone, an engine with other weights. The rules here look
-for signs that no correct run shows for long."""
+"""Finds faults that no error shows, by signs that no correct run shows for long: groups that stop
+to differ, responses that are cut, an entropy that is gone, an engine with other weights."""
 
 from __future__ import annotations
 
+import operator
 import re
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlflow.report.lines import Records, values_of
 from rlflow.report.metrics import Metrics, label, leading_score, training_name
 from rlflow.report.recorded import Record, RunFiles
 from rlflow.report.records import answers_of, text_of
 
-Step = Mapping[str, float]
 LASTING = 3  # steps in a row that a sign must be seen in
 ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
 WORTH_LOSING = 0.05  # nats per token: below it a policy was already certain
@@ -51,18 +49,18 @@ class Fault:
 
 
 class Watch:
-    """Looks at the metrics of one step after another; each fault is told once.
+    """Watches the metrics of one step after another; tells each fault once.
 
     registered: the metrics of the environment, whose alarms count too."""
 
     def __init__(self, registered: Metrics) -> None:
         self._registered = registered
-        self._recent: deque[Step] = deque(maxlen=ENTROPY_STEPS + 1)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=ENTROPY_STEPS + 1)
         self._first_gaps: list[float] = []
         self._told: set[str] = set()
 
-    def observe(self, step: int, metrics: Step) -> list[Fault]:
-        """What is to be told after a training step with these metrics."""
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Fault]:
+        """The new faults that a training step's metrics show."""
         self._recent.append(metrics)
         if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
             self._first_gaps.append(metrics["train/logprob_gap"])
@@ -76,29 +74,28 @@ class Watch:
             CERTAIN: entropy_collapse(recent),
             **{label(name): alarm(recent, name, known) for name in known},
         }
-        found = {key: text for key, text in texts.items() if text and key not in self._told}
+        found = {
+            key: text for key, text in texts.items() if text and key not in self._told
+        }
         self._told |= found.keys()
         return [Fault(name, text, step) for name, text in found.items()]
 
-    def recall(self, records: Sequence[Step]) -> list[Fault]:
-        """What was told of the training steps among these records, which is not told again."""
-        trained = [record for record in records if "train/reward" in record]
-        return [fault for one in trained for fault in self.observe(int(one["step"]), one)]
+    def recall(self, records: Records) -> list[Fault]:
+        """The faults of earlier sessions' records, which are not told again."""
+        trained = [one for one in records if "train/reward" in one]
+        return [
+            fault for one in trained for fault in self.observe(int(one["step"]), one)
+        ]
 
 
-def faults_of(records: Sequence[Step], registered: Metrics) -> list[Fault]:
-    """What a run with these records was told, step after step."""
-    return Watch(registered).recall(records)
-
-
-def no_difference(recent: Sequence[Step], registered: Metrics) -> str:
+def no_difference(recent: Records, registered: Metrics) -> str:
     """No attempt was better than the others at its task, step after step.
 
     Not told where all tasks are solved, or where all attempts are cut, which is why then."""
     scores = _scores_without_difference(recent, registered)
     if not scores or set(scores) == {1.0} or all_cut(recent):
         return ""
-    reward = statistics.fmean(record.get("train/reward", 0.0) for record in recent[-LASTING:])
+    reward = statistics.fmean(one.get("train/reward", 0.0) for one in recent[-LASTING:])
     none_solved = (
         "No task is solved: they are too hard. Take easier ones, reward for a part of the way, or "
         "a policy that solves some of them (rlflow env policy)."
@@ -114,7 +111,7 @@ def no_difference(recent: Sequence[Step], registered: Metrics) -> str:
     )
 
 
-def all_solved(recent: Sequence[Step], registered: Metrics) -> str:
+def all_solved(recent: Records, registered: Metrics) -> str:
     """Every attempt got the full score (without a score: a reward of 1), step after step."""
     if set(_scores_without_difference(recent, registered)) != {1.0}:
         return ""
@@ -124,21 +121,22 @@ def all_solved(recent: Sequence[Step], registered: Metrics) -> str:
     )
 
 
-def _scores_without_difference(recent: Sequence[Step], registered: Metrics) -> list[float]:
+def _scores_without_difference(recent: Records, registered: Metrics) -> list[float]:
     """The leading scores of the last steps where no group differed in any; else nothing."""
     flat = _lasting(recent, "train/advantage_zero")
     if not flat or min(flat) < 1:
         return []
-    names = [f"train/{leading_score(registered, one, 'train')}" for one in recent[-LASTING:]]
-    return [one.get(name, 0.0) for name, one in zip(names, recent[-LASTING:], strict=True)]
+    return [
+        one.get(f"train/{leading_score(registered, one, 'train')}", 0.0)
+        for one in recent[-LASTING:]
+    ]
 
 
-def all_cut(recent: Sequence[Step]) -> str:
+def all_cut(recent: Records) -> str:
     """No response came to its own end."""
-    cut, turns = _lasting(recent, "rollout/responses_cut"), _lasting(recent, "rollout/turns")
-    if not cut or not turns or not min(turns):
-        return ""
-    if any(some < every for some, every in zip(cut, turns, strict=True)):
+    cut = _lasting(recent, "rollout/responses_cut")
+    turns = _lasting(recent, "rollout/turns")
+    if not cut or not turns or not min(turns) or any(map(operator.lt, cut, turns)):
         return ""
     return (
         f"All responses are cut, for {LASTING} steps: no stop string matched, and the policy never "
@@ -148,9 +146,9 @@ def all_cut(recent: Sequence[Step]) -> str:
     )
 
 
-def entropy_collapse(recent: Sequence[Step]) -> str:
+def entropy_collapse(recent: Records) -> str:
     """The policy became certain of everything within a few steps."""
-    values = [record["train/entropy"] for record in recent if "train/entropy" in record]
+    values = values_of(recent, "train/entropy")
     if len(values) <= ENTROPY_STEPS or values[0] < WORTH_LOSING:
         return ""
     if values[-1] > ENTROPY_LEFT * values[0]:
@@ -164,12 +162,14 @@ def entropy_collapse(recent: Sequence[Step]) -> str:
     )
 
 
-def drift(recent: Sequence[Step], first_gaps: Sequence[float]) -> str:
+def drift(recent: Records, first_gaps: Sequence[float]) -> str:
     """The engine's log-probs are not the trainer's, though both have the same policy."""
     gaps = _lasting(recent, "train/logprob_gap")
-    if not gaps or any(record.get("rollout/staleness", 0.0) > 0 for record in recent[-LASTING:]):
+    stale = values_of(recent[-LASTING:], "rollout/staleness")
+    if not gaps or max(stale, default=0.0) > 0:
         return ""
-    usual = min(first_gaps)  # an engine that never gets new weights is right in the first step
+    # An engine that never gets new weights is right in the first step
+    usual = min(first_gaps)
     risen = min(gaps) > GAP_LEAST and min(gaps) > GAP_RISE * usual
     if min(gaps) < GAP and not risen:
         return ""
@@ -182,7 +182,7 @@ def drift(recent: Sequence[Step], first_gaps: Sequence[float]) -> str:
     )
 
 
-def episodes_lost(recent: Sequence[Step]) -> str:
+def episodes_lost(recent: Records) -> str:
     """Tools or other infrastructure fail more and more."""
     shares = _lasting(recent, "rollout/aborted")
     if not shares or min(shares) < LOST:
@@ -194,8 +194,8 @@ def episodes_lost(recent: Sequence[Step]) -> str:
     )
 
 
-def alarm(recent: Sequence[Step], name: str, registered: Metrics) -> str:
-    """What the environment registered for a metric that stays above a level (`Metric.alarm`)."""
+def alarm(recent: Records, name: str, registered: Metrics) -> str:
+    """The environment's advice on a metric that stays above its level (`Metric.alarm`)."""
     metric = registered[name]
     values = _lasting(recent, name if "/" in name else training_name(name, registered))
     if metric.alarm is None or not values or min(values) <= metric.alarm:
@@ -206,9 +206,9 @@ def alarm(recent: Sequence[Step], name: str, registered: Metrics) -> str:
     return f"{what}, for {LASTING} steps. {metric.advice}".strip()
 
 
-def _lasting(recent: Sequence[Step], name: str) -> list[float]:
+def _lasting(recent: Records, name: str) -> list[float]:
     """The metric in the last steps, where all of them have it; else nothing."""
-    values = [record[name] for record in recent[-LASTING:] if name in record]
+    values = values_of(recent[-LASTING:], name)
     return values if len(values) == LASTING else []
 
 
@@ -216,14 +216,15 @@ def _lasting(recent: Sequence[Step], name: str) -> list[float]:
 
 
 def findings(run: RunFiles) -> list[Fault]:
-    """What the run was warned of, and what its last episodes show that it was not."""
+    """The faults that the run was warned of, and those that its last episodes show."""
     episodes = []
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
         for step in sorted(steps)[-RECENT:]:
-            episodes += [one for one in run.records(kind, step) if one.get("stop") != "aborted"]
-    limit = (run.config.get("rollout") or {}).get("max_response_tokens")
-    most = limit if isinstance(limit, int) else None
-    found = {fault.name: fault for fault in faults_of(run.metrics, run.registered)}
+            episodes += [
+                one for one in run.records(kind, step) if one.get("stop") != "aborted"
+            ]
+    most = run.settings.get("rollout.max_response_tokens")
+    found = {fault.name: fault for fault in Watch(run.registered).recall(run.metrics)}
     for fault in (stale(run), never_stopping(episodes, most), unproven(episodes)):
         if fault is not None:
             found.setdefault(fault.name, fault)
@@ -234,15 +235,16 @@ def stale(run: RunFiles) -> Fault | None:
     """Tokens of the run's own rollout that older weights sampled than its configuration allows.
 
     Allowed is `max_staleness` of runs that sample ahead, and one version at the least."""
-    rollout = run.config.get("rollout") or {}
-    ahead = rollout.get("asynchronous") if isinstance(rollout, dict) else None
-    allowed = ahead.get("max_staleness", 0) if isinstance(ahead, dict) else 0
+    allowed = run.settings.get("rollout.asynchronous.max_staleness") or 0
     lags: list[tuple[int, int]] = []
     for step in sorted(set(run.tokens) & set(run.training))[-RECENT:]:
-        records = run.records("train", step)
-        own = {str(one.get("id")) for one in records if one.get("source", "local") == "local"}
+        foreign = {
+            str(one.get("id"))
+            for one in run.records("train", step)
+            if one.get("source", "local") != "local"
+        }
         for name, episode in run.tokens_of(step).items():
-            for segment in episode.segments if name in own else ():
+            for segment in episode.segments if name not in foreign else ():
                 known = segment.versions[segment.versions >= 0]
                 if len(known):
                     lags.append((step - 1 - int(known.min()), step))
@@ -261,10 +263,14 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault 
     cut = [record for record in records if record.get("stop") == "max_tokens"]
     if len(records) < LEAST or len(cut) < CUT_SHARE * len(records):
         return None
-    full = [one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens]
+    full = [
+        one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens
+    ]
     told = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
     if len(full) < CUT_SHARE * len(cut):
-        advice = ": raise rollout.max_total_tokens or shorten what the environment shows."
+        advice = (
+            ": raise rollout.max_total_tokens or shorten what the environment shows."
+        )
     else:
         advice = (
             f", {len(full)} of them in a response of exactly rollout.max_response_tokens = "
@@ -277,7 +283,9 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault 
 def unproven(records: Sequence[Record]) -> Fault | None:
     """Rewards above 0 without the answer in any observation, where observations show something."""
     judged = [one for one in records if (one["reward"] or 0) > 0 and provable(one)]
-    shows = any(turn.get("observation") for record in records for turn in record["turns"])
+    shows = any(
+        turn.get("observation") for record in records for turn in record["turns"]
+    )
     without = [record for record in judged if not evidence(record)]
     if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):
         return None

@@ -1,4 +1,4 @@
-"""Metrics and results of a run in words: for the terminal, the log, the page and `rlflow show`."""
+"""A run's metrics over its steps, and as text for terminal, log, page and `rlflow show`."""
 
 from __future__ import annotations
 
@@ -6,93 +6,167 @@ import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from rlflow.errors import command
-from rlflow.report.charts import Records, drawn_score, series
 from rlflow.report.metrics import PHASES, Metrics, label, leading_score, scores, shown
 
+Records = Sequence[Mapping[str, float]]
 SPARKS = "▁▂▃▄▅▆▇█"
-ALWAYS_SHOWN = {
-    "train/logprob_gap": "gap {:.1e}",
-    "train/entropy": "entropy {:.2f}",
-    "train/gradient_norm": "grad {:.2f}",
-}
-SHOWN_ABOVE_ZERO = {
-    "rollout/aborted": "ABORTED {:.0%}",
-    "rollout/truncated_max_tokens": "cut at tokens {:.0%}",
-    "rollout/truncated_max_turns": "cut at turns {:.0%}",
-}
+ALWAYS_SHOWN = (
+    "gap {train/logprob_gap:.1e}",
+    "entropy {train/entropy:.2f}",
+    "grad {train/gradient_norm:.2f}",
+    "engine -{memory/engine_freed_gib:.2f} +{memory/engine_taken_gib:.2f} GiB",
+)
+SHOWN_ABOVE_ZERO = (
+    "ABORTED {rollout/aborted:.0%}",
+    "cut at tokens {rollout/truncated_max_tokens:.0%}",
+    "cut at turns {rollout/truncated_max_turns:.0%}",
+)
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float], registered: Metrics) -> str:
-    """One step of `steps`: its number, what a person looks at first, seconds per phase."""
+# ---------------------------------------------------------------- over the steps
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A value at a step, after seconds of steps and trained tokens. low, high: 95% interval."""
+
+    step: int
+    seconds: float
+    tokens: float
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The value with its interval, where there is one."""
+        return f"{self.value:.3f}{interval_text(self.low, self.high)}"
+
+
+def curve(records: Records, name: str) -> list[Measurement]:
+    """The metric over the run. Seconds are those of finished steps, evaluations left out."""
+    points, seconds, tokens = [], 0.0, 0.0
+    for record in records:
+        seconds += record.get("time/step_s", 0.0)
+        tokens += record.get("train/tokens", 0.0)
+        if name in record:
+            ends = record.get(f"{name}_low"), record.get(f"{name}_high")
+            points.append(
+                Measurement(int(record["step"]), seconds, tokens, record[name], *ends)
+            )
+    return points
+
+
+def values_of(records: Records, name: str) -> list[float]:
+    """The metric where it was measured."""
+    return [record[name] for record in records if name in record]
+
+
+def drawn_score(records: Records, registered: Metrics) -> str:
+    """The name of the metric to draw: the first score that was ever measured, else the reward."""
+    return leading_score(registered, set().union(*records), "train", "eval")
+
+
+def run_seconds(records: Records) -> float:
+    """How long the run took by its own clock; without one, the seconds of steps and evaluations."""
+    steps = values_of(records, "time/step_s") + values_of(records, "time/evaluate_s")
+    return max(values_of(records, "time/run_s"), default=math.fsum(steps))
+
+
+# ---------------------------------------------------------------- as text
+
+
+def step_line(
+    step: int, steps: int, metrics: Mapping[str, float], registered: Metrics
+) -> str:
+    """One step of `steps`: its number, its leading metrics, seconds per phase."""
     place = f"step {step:>{len(str(steps))}}/{steps}"
-    parts = [place, *numbers(metrics, registered), phase_seconds(metrics)]
+    parts = [place, *numbers(metrics, registered), phase_times(metrics)]
     return "  ".join(part for part in parts if part)
 
 
-def evaluated_line(step: int, steps: int, metrics: Mapping[str, float], registered: Metrics) -> str:
+def evaluated_line(
+    step: int, steps: int, metrics: Mapping[str, float], registered: Metrics
+) -> str:
     """An evaluation after `step` of `steps`."""
     return f"eval {step:>{len(str(steps))}}/{steps}  {evaluation_line(metrics, registered)}"
 
 
-def numbers(metrics: Mapping[str, float], registered: Metrics, leading: bool = True) -> list[str]:
-    """What a person looks at first, absent numbers left out; `leading`: with reward and score."""
-    parts = []
-    if leading:
-        parts += _filled(metrics, {"train/reward": "reward {:.3f}"})
-        parts += _registered(metrics, registered, scores(registered)[:1], "train/")
-    parts += _filled(metrics, {"speed/tokens_per_s": "{:,.0f} tokens/s"})
-    parts += _registered(metrics, registered, shown_names(registered), "rollout/")
-    parts += _filled(metrics, ALWAYS_SHOWN)
-    if (freed := metrics.get("memory/engine_freed_gib")) is not None:
-        parts.append(f"engine {-freed:+.2f} {metrics['memory/engine_taken_gib']:+.2f} GiB")
-    above = {name: text for name, text in SHOWN_ABOVE_ZERO.items() if metrics.get(name, 0) > 0}
-    return parts + _filled(metrics, above)
+def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
+    """The leading metrics that are there."""
+    above_zero = {name: value for name, value in metrics.items() if value > 0}
+    return [
+        *_filled(metrics, "reward {train/reward:.3f}"),
+        *_registered(metrics, registered, scores(registered)[:1], "train"),
+        *_filled(metrics, "{speed/tokens_per_s:,.0f} tokens/s"),
+        *_registered(metrics, registered, shown_names(registered), "rollout"),
+        *_filled(metrics, *ALWAYS_SHOWN),
+        *_filled(above_zero, *SHOWN_ABOVE_ZERO),
+    ]
 
 
-def _filled(metrics: Mapping[str, float], texts: Mapping[str, str]) -> list[str]:
-    return [text.format(metrics[name]) for name, text in texts.items() if name in metrics]
+def _filled(metrics: Mapping[str, float], *texts: str) -> list[str]:
+    """The texts whose metrics are there, with their values."""
+    found = []
+    for text in texts:
+        with suppress(KeyError):
+            found.append(text.format_map(metrics))
+    return found
 
 
 def shown_names(registered: Metrics) -> list[str]:
     """The registered metrics that are no scores and stand in the progress line."""
-    return [name for name, metric in registered.items() if metric.shown and not metric.score]
+    return [
+        name for name, metric in registered.items() if metric.shown and not metric.score
+    ]
 
 
 def _registered(
-    metrics: Mapping[str, float], registered: Metrics, names: Sequence[str], section: str
+    metrics: Mapping[str, float],
+    registered: Metrics,
+    names: Sequence[str],
+    section: str,
 ) -> list[str]:
-    """The metrics of these names; one without a section is looked up as `section` + name."""
-    keys = {name: name if "/" in name else section + name for name in names}
-    found = {name: metrics[key] for name, key in keys.items() if key in metrics}
-    return [shown(name, registered[name], value) for name, value in found.items()]
+    """The metrics of these names; one without a section is looked up in `section`."""
+    keys = {name: name if "/" in name else f"{section}/{name}" for name in names}
+    there = {name: metrics[key] for name, key in keys.items() if key in metrics}
+    return [shown(name, registered[name], value) for name, value in there.items()]
 
 
-def phase_seconds(metrics: Mapping[str, float]) -> str:
+def phase_times(metrics: Mapping[str, float]) -> str:
     """`rollout 1.2 + update 0.8 = 2.1 s`; an evaluation comes after the step and is not in it."""
-    spent = {phase: metrics.get(f"time/{phase}_s", 0) for phase in PHASES if phase != "evaluate"}
-    parts = [f"{phase} {seconds:.1f}" for phase, seconds in spent.items() if seconds >= 0.05]
+    spent = {
+        name: metrics.get(f"time/{name}_s", 0) for name in PHASES if name != "evaluate"
+    }
+    parts = " + ".join(
+        f"{name} {value:.1f}" for name, value in spent.items() if value >= 0.05
+    )
     total = metrics.get("time/step_s")
-    return " + ".join(parts) + (f" = {total:.1f} s" if total is not None and parts else "")
+    return parts + (f" = {total:.1f} s" if parts and total is not None else "")
 
 
 def evaluation_line(metrics: Mapping[str, float], registered: Metrics) -> str:
     """The first score with its 95% interval (else the reward), other scores, failed tasks."""
     first = leading_score(registered, metrics, "eval")
-    parts = []
     if first in registered:
         ends = metrics.get(f"eval/{first}_low"), metrics.get(f"eval/{first}_high")
         score = shown(first, registered[first], metrics[f"eval/{first}"])
-        parts.append(score + interval_text(*ends))
+        parts = [score + interval_text(*ends)]
     else:
-        parts += _filled(metrics, {"eval/reward": "reward {:.3f}"})
+        parts = _filled(metrics, "reward {eval/reward:.3f}")
     others = [name for name in scores(registered) if name != first]
-    parts += _registered(metrics, registered, [*others, *shown_names(registered)], "eval/")
-    parts += _filled(metrics, {"eval/turns": "turns {:.2f}", "eval/questions": "{:.0f} tasks"})
+    parts += _registered(
+        metrics, registered, [*others, *shown_names(registered)], "eval"
+    )
+    parts += _filled(metrics, "turns {eval/turns:.2f}", "{eval/questions:.0f} tasks")
     if metrics.get("eval/failed", 0) > 0:
-        parts += _filled(metrics, {"eval/failed": "{:.0f} FAILED"})
+        parts += _filled(metrics, "{eval/failed:.0f} FAILED")
     return "  ".join(parts)
 
 
@@ -102,29 +176,28 @@ def interval_text(low: float | None, high: float | None) -> str:
 
 
 def headline(records: Records, registered: Metrics) -> str:
-    """What the run achieved: `exact match 89%, was 35%`; of training where none was evaluated."""
+    """The run's result: `exact match 89%, was 35%`; of training where none was evaluated."""
     name = drawn_score(records, registered)
-    share = name in registered and registered[name].unit == "share"
+    form = ".0%" if name in registered and registered[name].unit == "share" else ".2f"
     for section, where in (("eval", ""), ("train", " in training")):
-        _, values = series(records, f"{section}/{name}")
-        if values:
-            texts = [f"{value:.0%}" if share else f"{value:.2f}" for value in values]
-            before = f", was {texts[0]}" if len(values) > 1 else ""
-            return f"{label(name)} {texts[-1]}{where}{before}"
+        if values := values_of(records, f"{section}/{name}"):
+            before = f", was {values[0]:{form}}" if len(values) > 1 else ""
+            return f"{label(name)} {values[-1]:{form}}{where}{before}"
     return "nothing measured yet"
 
 
 def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
-    """The end of a run: how it ended, its evaluations, what was written, what to do next."""
-    rows = list(evaluations_of(summary, registered).items())
+    """The end of a run: its outcome, evaluations, files, and the next commands."""
+    rows = evaluations_of(summary, registered) | summary.get("written", {})
     gap = summary.get("export_logprob_difference")
-    for name, path in summary.get("written", {}).items():
-        told = name == "export" and gap is not None
-        rows.append((name, f"{path}  (log-probs differ by up to {gap:.1e})" if told else path))
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [ending(summary), *(f"  {name:<{width}}  {text}" for name, text in rows if text)]
+    if "export" in rows and gap is not None:
+        rows["export"] += f"  (log-probs differ by up to {gap:.1e})"
+    width = max(map(len, rows), default=0)
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
     following = [f"  {command}  # {what}" for command, what in next_commands(summary)]
-    return "\n".join([*lines, *(["next"] if following else []), *following])
+    return "\n".join(
+        [ending(summary), *lines, *(["next"] if following else []), *following]
+    )
 
 
 def ending(summary: Mapping[str, Any]) -> str:
@@ -135,18 +208,16 @@ def ending(summary: Mapping[str, Any]) -> str:
 
 
 def evaluations_of(summary: Mapping[str, Any], registered: Metrics) -> dict[str, str]:
-    """{`before`, `after` or `at step N`: line} of the first and the last evaluation.
-
-    One that was made neither before the first step nor after the last is called by its step: a run
-    that was interrupted has no `after`."""
+    """{`before`, `after` or `at step N`: line} of the first and the last evaluation; a run that was
+    interrupted has no `after`."""
     found = {}
+    names = {summary["steps"]: "after", 0: "before"}
     for which in ("first", "last"):
         step = summary.get(f"{which}_evaluation_step", -1)
         line = evaluation_line(summary.get(f"{which}_evaluation") or {}, registered)
         if step >= 0 and line:
-            found[step] = line
-    names = {summary["steps"]: "after", 0: "before"}
-    return {names.get(step, f"at step {step}"): line for step, line in found.items()}
+            found[names.get(step, f"at step {step}")] = line
+    return found
 
 
 def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -159,13 +230,15 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["status"] != "finished":
         found.append((f"{rlflow} train --config {run}/config.yaml --resume", "goes on"))
     if "export" in written and summary.get("takes_questions"):
-        question = summary.get("example_question")  # one that the policy has the words for
-        asked = f"{rlflow} ask {run}" + (f" {shlex.quote(question)}" if question else "")
-        found.append((asked, "talk to the policy"))
+        # One that the policy has the words for
+        question = summary.get("example_question")
+        asked = f" {shlex.quote(question)}" if question else ""
+        found.append((f"{rlflow} ask {run}{asked}", "talk to the policy"))
     found.append((f"{rlflow} view {run} --open", "its episodes, token by token"))
     found.append((f"{rlflow} show {run}", "in the terminal"))
     if "export" in written:
-        found.append((f"{rlflow} eval --model {shlex.quote(written['export'])}", "its scores"))
+        export = shlex.quote(written["export"])
+        found.append((f"{rlflow} eval --model {export}", "its scores"))
     return found
 
 
@@ -176,16 +249,23 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(index * len(finite) / count) for index in range(count + 1)]
-    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    means = [
+        sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)
+    ]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
 
 
 def clock(seconds: float) -> str:
-    """`4 s`, `3:05` (minutes:seconds) or `2:03:05`."""
+    """`4 s`, `3:05` (minutes:seconds), `2:03:05` or `1 day, 2:03:05`."""
     whole = round(max(seconds, 0))
-    if whole < 60:
-        return f"{whole} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    return f"{whole} s" if whole < 60 else str(timedelta(seconds=whole)).lstrip("0:")
+
+
+def printable(text: str) -> str:
+    """The text without control characters and halves of emoji, which no document may hold."""
+    return "".join(
+        letter if letter in "\n\t" or letter.isprintable() else "\ufffd"
+        for letter in text
+    )

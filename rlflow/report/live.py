@@ -1,16 +1,26 @@
-"""The page of a run that goes on: what `rlflow view` writes, served; its report at the end."""
+"""The page of a running run: the page of `rlflow view`, served, and written at the end.
+
+It is served on 127.0.0.1, under an address that holds a token, and can neither slow nor end the
+run: clients that are slow or silent lose their place."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
+import secrets
+import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, cast
 
 from rlflow.errors import RLFlowError
+from rlflow.places import Places
 from rlflow.report.page import (
+    END,
     Content,
     Entry,
     chunk_of,
@@ -23,19 +33,27 @@ from rlflow.report.page import (
     template,
     write_page,
 )
-from rlflow.report.page_server import RULES, PageServer
 from rlflow.report.recorded import RunFiles
 from rlflow.report.terminal import Progress
 
 logger = logging.getLogger(__name__)
 
 REST = 10.0  # times what a look at the files took, until the next one: 10% of a processor at most
-_CHUNK = re.compile(r"chunk-(train|eval)-(\d+)-(\d+)")
+WRITTEN = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.json")
+"""Files and folders in which something changes once the run has written more."""
+REQUEST_S = 10.0  # for a whole request
+MOST_CLIENTS = 16
+RULES = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'"
+)
+"""Content-Security-Policy: nothing is loaded, and only the page's own script runs."""
+Answer = Callable[[str, str], "str | None"]
+"""(path behind the token, nonce of the page's script) -> the text; None: there is none."""
 
 
 class LivePage:
-    """Shows a run's files as they are now, at `url`. Where it cannot be served or written, one line
-    in the log says so, and the run goes on."""
+    """Shows a run's files as they are now, at `url`; a failure is one warning, not the run's."""
 
     def __init__(self, progress: Progress) -> None:
         self.run: Path | None = None  # once there is a directory
@@ -43,14 +61,16 @@ class LivePage:
         self._lock = threading.Lock()
         self._content = Content(progress.title, opens="run")
         self._version, self._look_at = 0, 0.0
-        self._seen: tuple[int, ...] = ()
+        self._seen: list[int] = []
         self._entries: dict[tuple[str, int], list[Entry]] = {}
         self._server: PageServer | None = None
         try:
             self._server = PageServer(self._answer)
         except OSError as error:
-            told = "metrics.page: the page cannot be served (%s); the run goes on without it"
-            logger.warning(told, error.strerror or error)
+            found = error.strerror or error
+            logger.warning(
+                "metrics.page: no page (%s); the run goes on without it", found
+            )
         else:
             progress.message(f"page: {self.url}")
 
@@ -66,8 +86,9 @@ class LivePage:
         try:
             write_page(RunFiles.open(self.run), path, opens="run")
         except (OSError, RLFlowError) as error:
-            told = "metrics.page: %s cannot be written (%s); the run goes on without it"
-            logger.warning(told, path, error)
+            logger.warning(
+                "metrics.page: %s not written (%s); the run goes on", path, error
+            )
 
     def close(self) -> None:
         """Ends the service."""
@@ -76,59 +97,148 @@ class LivePage:
             self._server = None
 
     def _answer(self, path: str, nonce: str) -> str | None:
-        if not path:
-            content = self._look()
-            content.status = self._progress.status()
-            index = f"let version = {self._version};\n"
-            live = index + template("live.js")
-            return shell(content, RULES.format(nonce=nonce), nonce, live) + "</body></html>\n"
-        if path.startswith("now-"):
-            return self._now(path.removeprefix("now-"))
-        asked = _CHUNK.fullmatch(path)
-        if asked is None or self.run is None:
-            return None
-        kind, step, part = asked[1], int(asked[2]), int(asked[3])
-        run = RunFiles.open(self.run)
-        if (kind, step) not in steps_of(run):
-            return None
-        for place, groups in enumerate(parts(run, kind, step)):
-            if place == part:
-                return packed(chunk_of(run, groups, kind, step))
-        return None
-
-    def _now(self, known: str) -> str:
-        """The status; and what else is on the page, if the browser does not know it yet."""
         content = self._look()
-        told = {"status": self._progress.status(), "version": self._version}
-        if known != str(self._version):
-            names = ("holds", "findings", "overview", "index")
-            told |= {name: getattr(content, name) for name in names}
-        return json.dumps(told)
+        content.status = self._progress.status()
+        if path == "":
+            live = f"let version = {self._version};\n{template('live.js')}"
+            return shell(content, RULES.format(nonce=nonce), nonce, live) + END
+        if path.startswith("now-"):
+            told: dict[str, Any] = {"status": content.status, "version": self._version}
+            # What else is on the page, if the browser does not know it yet
+            if path != f"now-{self._version}":
+                names = ("holds", "findings", "overview", "index")
+                told |= {name: getattr(content, name) for name in names}
+            return json.dumps(told)
+        group = next((one for one in content.groups if one["chunk"] == path), None)
+        if group is None or self.run is None:
+            return None
+        place, run = (group["kind"], group["step"]), RunFiles.open(self.run)
+        part = parts(run, *place).get(path) if place in steps_of(run) else None
+        return packed(chunk_of(run, part, *place)) if part else None
 
     def _look(self) -> Content:
         """The content, made anew where there is more and the last look was a while ago."""
         with self._lock:
             began = time.monotonic()
-            seen = _state(self.run) if self.run is not None else ()
+            there = (
+                [self.run / name for name in WRITTEN] if self.run is not None else []
+            )
+            seen = [path.stat().st_mtime_ns for path in there if path.exists()]
             if self.run is None or seen == self._seen or began < self._look_at:
                 return self._content
             run = RunFiles.open(self.run)
-            for kind, step in steps_of(run):
-                if (kind, step) not in self._entries:
-                    self._entries[kind, step] = [
+            for place in steps_of(run):
+                if place not in self._entries:
+                    self._entries[place] = [
                         entry
-                        for part, groups in enumerate(parts(run, kind, step))
-                        for entry in entries(run, groups, kind, step, part)
+                        for name, part in parts(run, *place).items()
+                        for entry in entries(run, part, *place, name)
                     ]
-            groups = [entry for place in steps_of(run) for entry in self._entries[place]]
+            groups = [
+                entry for place in steps_of(run) for entry in self._entries[place]
+            ]
             self._content, _ = content_of(run, groups, opens="run")
             self._seen, self._version = seen, self._version + 1
             self._look_at = time.monotonic() + REST * (time.monotonic() - began)
             return self._content
 
 
-def _state(run: Path) -> tuple[int, ...]:
-    """What differs once the run has written more."""
-    names = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.json")
-    there = [run / name for name in names if (run / name).exists()]
-    return tuple(path.stat().st_mtime_ns for path in there)
+class PageServer:
+    """Answers `/TOKEN/...` with what `answer` returns, which it calls in another thread."""
+
+    def __init__(self, answer: Answer, port: int = 0) -> None:
+        """Raises OSError where the port cannot be had."""
+        self.token = secrets.token_urlsafe(16)
+        self._server = _Host(("127.0.0.1", port), _Request)
+        self._server.token, self._server.answer = self.token, answer
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=serve, name="rlflow-page", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://127.0.0.1:{self._server.server_port}/{self.token}/"
+
+    def close(self) -> None:
+        """Ends the service; answers that are under way are cut."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=REQUEST_S)
+
+
+class _Request(BaseHTTPRequestHandler):
+    timeout = REQUEST_S
+    server_version, sys_version = "rlflow", ""
+
+    def do_GET(self) -> None:
+        host, nonce = cast(_Host, self.server), secrets.token_urlsafe(12)
+        # By another name a page of another site may have sent the browser here, to read this one.
+        names = [f"{name}:{host.server_port}" for name in ("127.0.0.1", "localhost")]
+        given, _, rest = self.path.removeprefix("/").partition("/")
+        known = secrets.compare_digest(given.encode(), host.token.encode())
+        if not known or self.headers.get("Host", "") not in names:
+            self.send_error(404)
+            return
+        try:
+            text = host.answer(rest, nonce)
+        except Exception:
+            logger.info("the page could not be made", exc_info=True)
+            self.send_error(500)
+            return
+        if text is None:
+            self.send_error(404)
+            return
+        body = text.encode("utf-8", "replace")
+        self.send_response(200)
+        self.send_header(
+            "Content-Type", f"text/{'plain' if rest else 'html'}; charset=utf-8"
+        )
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", RULES.format(nonce=nonce))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+class _Host(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = (
+        128  # a full one makes a newcomer wait a second before the kernel retries
+    )
+    token: str
+    answer: Answer
+
+    def __init__(
+        self, address: tuple[str, int], request: type[BaseHTTPRequestHandler]
+    ) -> None:
+        super().__init__(address, request)
+        self._places = Places(MOST_CLIENTS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own."""
+        self._places.take(request, client_address[0], lambda: _hang_up(request))
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.leave(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: whoever takes longer than REQUEST_S for a whole request is left alone."""
+        self._places.end(REQUEST_S)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is nobody's problem."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,4 @@
-"""Metric names with their units and meanings: the core's table, and what an environment registers
-of its own.
+"""Metrics with their units and meanings: the core's table, and those of an environment.
 
 A name is `section/name`. A metric of an environment's episodes is registered without a section: it
 is logged as `rollout/<name>` (a score as `train/<name>`) and `eval/<name>`. With a section it is
@@ -8,10 +7,9 @@ one of `Environment.report`."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.storage.files import read_json, write_json
@@ -22,15 +20,14 @@ REDUCTIONS = ("mean", "max", "min", "sum")
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number is. Raises ConfigError for an unknown reduction or a format that formats no
-    number.
+    """A number's unit and meaning.
 
-    reduction: what the values of several episodes or minibatches become. score: says how well an
-    episode went; one that lacks it got 0, evaluations give its 95% interval, and the first score of
-    an environment leads every display. shown: how it stands in the progress line, e.g. "tools
-    {:.2f}"; other metrics than scores stand there only with it. share_of: the name of a metric in
-    seconds; this one is its share of the seconds of the whole step. alarm: a run warns once where
-    it is above that for three steps, and gives `advice`, a sentence that says what to do."""
+    reduction: of the values of several episodes or minibatches. score: says how well an episode
+    went; one that lacks it got 0, evaluations give its 95% interval, and an environment's first
+    score leads every display. shown: its form in the progress line, e.g. "tools {:.2f}"; metrics
+    other than scores stand there only with it. share_of: a metric in seconds, whose share of the
+    step's seconds this one is. alarm: a run that is above it for three steps warns once, with
+    `advice`. Raises ConfigError for an unknown reduction or a format that formats no number."""
 
     unit: str
     meaning: str
@@ -42,17 +39,17 @@ class Metric:
     advice: str = ""
 
     def __post_init__(self) -> None:
+        name = f"metric '{self.meaning}'"
         if self.reduction not in REDUCTIONS:
+            told = f"expected one of {', '.join(REDUCTIONS)}, found '{self.reduction}'"
             hint = did_you_mean(self.reduction, REDUCTIONS)
-            raise ConfigError(
-                f"metric '{self.meaning}': reduction: expected one of {', '.join(REDUCTIONS)}, found '{self.reduction}'.{hint}"
-            )
+            raise ConfigError(f"{name}: reduction: {told}.{hint}")
         try:
             self.shown.format(0.5)
         except (ValueError, IndexError, KeyError) as error:
+            told = "expected a format of one number such as 'tools {:.2f}'"
             raise ConfigError(
-                f"metric '{self.meaning}': shown: expected a format of one number such as 'tools {{:.2f}}', found '{self.shown}' "
-                f"({error})."
+                f"{name}: shown: {told}, found '{self.shown}' ({error})."
             ) from None
 
 
@@ -70,26 +67,34 @@ _PHASE_MEANING = {
 
 
 METRICS: Metrics = {
-    "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
+    "train/loss": Metric(
+        "nats", "the minimized loss, mean over the step's minibatches"
+    ),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
     "train/shaped_reward": Metric(
         "reward", "as train/reward, with what algorithm.transforms added"
     ),
-    "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
+    "train/gradient_norm": Metric(
+        "1", "global L2 norm before clipping, mean over minibatches"
+    ),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric(
         "share", "of trained tokens in the rows that were fed whose ratio was clipped"
     ),
     "train/ratio": Metric(
-        "1", "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens"
+        "1",
+        "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens",
     ),
-    "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
+    "train/old_kl": Metric(
+        "nats/token", "KL(old policy || policy), the same two (k3 estimator)"
+    ),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
     "train/kept": Metric(
         "share", "of trained tokens that transforms left in the policy-gradient terms"
     ),
     "train/coefficient": Metric(
-        "1", "mean factor of transforms on the policy-gradient terms, over trained tokens"
+        "1",
+        "mean factor of transforms on the policy-gradient terms, over trained tokens",
     ),
     "train/capped": Metric(
         "share", "of trained tokens whose importance weight is beyond a transform's cap"
@@ -101,19 +106,26 @@ METRICS: Metrics = {
         "1", "upper end of the clip range of ratios, where a transform sets it"
     ),
     "train/second_moment": Metric(
-        "nats^2", "mean square of the log-ratios that a transform bounds, before it does"
+        "nats^2",
+        "mean square of the log-ratios that a transform bounds, before it does",
     ),
-    "train/value_loss": Metric("reward^2", "the critic's loss per trained token (value)"),
+    "train/value_loss": Metric(
+        "reward^2", "the critic's loss per trained token (value)"
+    ),
     "train/value_clip_fraction": Metric(
         "share", "of trained tokens whose value moved beyond the clip"
     ),
     "train/value": Metric(
-        "reward", "mean value of the states before trained tokens, before the step's first update"
+        "reward",
+        "mean value of the states before trained tokens, before the step's first update",
     ),
-    "train/return": Metric("reward", "mean return that the critic learns, over the same tokens"),
+    "train/return": Metric(
+        "reward", "mean return that the critic learns, over the same tokens"
+    ),
     "train/value_explained_variance": Metric(
         "1",
-        "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all returns are equal",
+        "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all "
+        "returns are equal",
     ),
     "train/critic_loss": Metric(
         "reward^2", "the critic's minimized loss, mean over the step's minibatches"
@@ -121,35 +133,48 @@ METRICS: Metrics = {
     "train/critic_gradient_norm": Metric(
         "1", "global L2 norm of the critic before clipping, mean over minibatches"
     ),
-    "train/critic_lr": Metric("1", "learning rate of the critic, mean over minibatches"),
+    "train/critic_lr": Metric(
+        "1", "learning rate of the critic, mean over minibatches"
+    ),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric(
-        "nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"
+        "nats/token",
+        "KL of the policy to the reference (the loss's estimator; of wk3 its k3)",
     ),
     "train/teacher_gap": Metric(
         "nats/token",
-        "log-prob of sampled tokens less the teacher's, before the update: estimates KL(policy || teacher)",
+        "log-prob of sampled tokens less the teacher's, before the update: estimates KL(policy || "
+        "teacher)",
     ),
     "train/teacher_kl": Metric(
-        "nats/token", "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)"
+        "nats/token",
+        "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)",
     ),
-    "train/teacher_mass": Metric("share", "of the teacher's probability on those tokens"),
+    "train/teacher_mass": Metric(
+        "share", "of the teacher's probability on those tokens"
+    ),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
-    "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
+    "train/entropy_coefficient": Metric(
+        "1", "of the entropy bonus, with the entropy_target loss"
+    ),
     "train/logprob_gap": Metric(
         "nats",
-        "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update",
+        "mean absolute difference of engine and trainer log-probs of sampled tokens, before the "
+        "update",
     ),
     "train/advantage_zero": Metric(
         "share",
-        "of episodes without any advantage (where a group is compared: of groups that score alike): they teach nothing",
+        "of episodes without any advantage (where a group is compared: of groups that score "
+        "alike): "
+        "they teach nothing",
     ),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
     "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),
     "train/updates_skipped": Metric(
         "count",
-        "updates of the step without any gradient: the optimizer made no step; left out where it is 0",
+        "updates of the step without any gradient: the optimizer made no step; left out where it "
+        "is 0",
         "sum",
     ),
     "rollout/episodes": Metric("count", "collected in the step, aborted ones included"),
@@ -160,8 +185,18 @@ METRICS: Metrics = {
     "rollout/observations_cut": Metric(
         "per episode", "observations cut to rollout.max_observation_tokens"
     ),
-    "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
-    "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
+    "rollout/forks": Metric(
+        "per episode", "times that the chat template rewrote earlier turns; each starts a segment"
+    ),
+    "rollout/refed_tokens": Metric(
+        "tokens/episode", "fed again after forks, rewritten: what was in view before them"
+    ),
+    "rollout/truncated_max_turns": Metric(
+        "share", "of episodes cut by rollout.max_turns"
+    ),
+    "rollout/truncated_max_tokens": Metric(
+        "share", "of episodes cut by a token budget"
+    ),
     "rollout/aborted": Metric(
         "share", "of episodes lost to infrastructure; out of loss and baseline"
     ),
@@ -169,51 +204,82 @@ METRICS: Metrics = {
         "versions", "that trained tokens lag behind the weights in training"
     ),
     "rollout/staleness_max": Metric(
-        "versions", "of the oldest token; at most rollout.asynchronous.max_staleness", "max"
+        "versions",
+        "of the oldest token; at most rollout.asynchronous.max_staleness",
+        "max",
     ),
-    "rollout/on_policy": Metric("share", "of trained tokens that the weights in training sampled"),
-    "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
+    "rollout/on_policy": Metric(
+        "share", "of trained tokens that the weights in training sampled"
+    ),
+    "rollout/groups_ahead": Metric(
+        "count", "groups that are finished and wait for a later step"
+    ),
     "rollout/groups_running": Metric("count", "groups under way beyond the step"),
     "rollout/groups_stale": Metric(
         "count", "groups that were too old for the step and are sampled again", "sum"
     ),
     "rollout/groups_short": Metric(
-        "count", "groups that ended without the attempts that ran longer than group_s", "sum"
+        "count",
+        "groups that ended without the attempts that ran longer than group_s",
+        "sum",
     ),
     "rollout/engine_restarts": Metric(
-        "count", "engines that ended and were started again, in this session of the run", "max"
+        "count",
+        "engines that ended and were started again, in this session of the run",
+        "max",
     ),
     "workers/up": Metric("count", "rollout workers that are up at the end of the step"),
-    "workers/restarts": Metric("count", "rollout workers that were started again", "sum"),
+    "workers/restarts": Metric(
+        "count", "rollout workers that were started again", "sum"
+    ),
     "workers/attempts_lost": Metric(
         "count", "attempts that were lost with a rollout worker and issued again", "sum"
     ),
-    "workers/attempts_most": Metric("count", "attempts that ended on the worker that ended most"),
+    "workers/attempts_most": Metric(
+        "count", "attempts that ended on the worker that ended most"
+    ),
     "workers/attempts_fewest": Metric(
         "count", "attempts that ended on the worker that ended fewest"
     ),
-    "workers/weights_mib": Metric(
-        "MiB", "of weights that all workers together read since the step before", "sum"
+    "sync/mib": Metric(
+        "MiB",
+        "of weights that went to all engines together; of rollout workers, what they read since the step before",
+        "sum",
     ),
-    "workers/weights_delta": Metric(
+    "sync/delta_share": Metric(
         "share", "of these reads that got what had changed; the others got whole weights"
     ),
+    "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
+    "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),
+    "time/sync_read_s": Metric("s", "reading and verifying them, of the slowest rollout worker", "max"),
+    "time/sync_load_s": Metric(
+        "s", "engines taking them over; of the slowest rollout worker, verification included", "max"
+    ),
+    "time/sync_verify_s": Metric("s", "comparing what engines have, by hash or probe"),
     "data/prompts_dropped": Metric(
         "count", "prompts over data.max_prompt_tokens, of the training split"
     ),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
-    "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
+    "speed/tokens_per_s": Metric(
+        "tokens/s", "train/fed_tokens by the seconds of the whole step"
+    ),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
     "time/run_s": Metric(
         "s",
-        "the run so far, from its start on and all its sessions: loading, steps, evaluations, checkpoints",
+        "the run so far, from its start on and all its sessions: loading, steps, evaluations, "
+        "checkpoints",
     ),
-    **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
+    **{
+        f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}")
+        for phase in PHASES
+    },
     "memory/engine_freed_gib": Metric(
         "GiB", "that engines gave back before the trainer's turn on their device"
     ),
-    "memory/engine_taken_gib": Metric("GiB", "that they took again with the new weights"),
+    "memory/engine_taken_gib": Metric(
+        "GiB", "that they took again with the new weights"
+    ),
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
     "eval/reward_high": Metric("reward", "upper end of its 95% interval"),
@@ -221,7 +287,8 @@ METRICS: Metrics = {
     "eval/response_tokens": Metric("tokens/task", "sampled by the policy"),
     "eval/questions": Metric("count", "tasks with an attempt that did not fail"),
     "eval/attempts": Metric(
-        "count", "attempts at them (evaluation.samples_per_prompt each), failed ones left out"
+        "count",
+        "attempts at them (evaluation.samples_per_prompt each), failed ones left out",
     ),
     "eval/failed": Metric(
         "count", "attempts lost to infrastructure: reported apart, never scored 0"
@@ -230,19 +297,20 @@ METRICS: Metrics = {
 
 
 def scores(registered: Metrics) -> list[str]:
-    """The names of an environment's scores, the first one being what displays and `run.target` go
-    by."""
+    """The names of an environment's scores; displays and `run.target` go by the first."""
     return [name for name, metric in registered.items() if metric.score]
 
 
-def leading_score(registered: Metrics, values: Mapping[str, Any], section: str) -> str:
-    """The first score that `values` hold as `section/<name>`, else `reward`."""
-    return next((name for name in scores(registered) if f"{section}/{name}" in values), "reward")
+def leading_score(registered: Metrics, names: Collection[str], *sections: str) -> str:
+    """The first score that stands as `section/<name>` among the names, else `reward`."""
+    for name in scores(registered):
+        if any(f"{section}/{name}" in names for section in sections):
+            return name
+    return "reward"
 
 
 def training_name(name: str, registered: Metrics) -> str:
-    """What a metric of episodes is called in training: `train/<name>` for a score, else
-    `rollout/<name>`."""
+    """A metric of episodes in training: `train/<name>` for a score, else `rollout/<name>`."""
     return f"{'train' if name in registered and registered[name].score else 'rollout'}/{name}"
 
 
@@ -257,18 +325,19 @@ def shown(name: str, metric: Metric, value: float) -> str:
 
 
 def save_registered(path: str | Path, registered: Metrics) -> None:
-    """Writes what an environment registered, so that its run can be read without it."""
-    write_json(path, {name: dataclasses.asdict(metric) for name, metric in registered.items()})
+    """Writes an environment's metrics, so that its run can be read without it."""
+    write_json(
+        path, {name: dataclasses.asdict(metric) for name, metric in registered.items()}
+    )
 
 
 def load_registered(path: str | Path) -> dict[str, Metric]:
-    """What `save_registered` wrote; nothing where there is no such file. Raises CheckpointError for
-    a damaged one."""
+    """The metrics that `save_registered` wrote; none without the file. Raises CheckpointError for a
+    damaged one."""
     if not Path(path).is_file():
         return {}
     known = {field.name for field in dataclasses.fields(Metric)}
-    rows = read_json(path).items()
     return {
         name: Metric(**{key: value for key, value in row.items() if key in known})
-        for name, row in rows
+        for name, row in read_json(path).items()
     }

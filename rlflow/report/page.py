@@ -9,32 +9,38 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.report.charts import NARROW, Records, has_curves, printable, run_seconds, run_svg
+from rlflow.report.charts import NARROW, WIDE, has_curves, run_svg
 from rlflow.report.findings import Fault, findings
 from rlflow.report.lines import (
+    Records,
     clock,
     ending,
     evaluation_line,
     headline,
     next_commands,
     numbers,
-    phase_seconds,
+    phase_times,
+    printable,
+    run_seconds,
+    values_of,
 )
 from rlflow.report.metrics import Metrics, label, scores
 from rlflow.report.recorded import Record, RunFiles, grouped
 from rlflow.report.records import answers_of, question_of, solved
 from rlflow.report.tokens import EpisodeTokens
-from rlflow.storage.files import plain, replacing
+from rlflow.storage.files import plain, write_text
 
 CHUNK_EPISODES = 96
 MOST_VALUES = 12
@@ -45,6 +51,9 @@ MOST_EVALUATIONS = 8
 SCALES = {"logprobs": 1e4, "gap": 1e6, "entropy": 1e4, "advantages": 1e4}
 """What a number is multiplied by to stand as an integer in a chunk."""
 RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+OF_THE_TASK = ("task_id", "answer", "metadata", "group_id")
+"""Of a record: the same in all attempts of a group, and said once."""
+END = "</body>\n</html>\n"
 Entry = dict[str, Any]
 """What the index says of a group."""
 _PLACE = re.compile(r"@@([A-Z]+)@@")
@@ -70,28 +79,29 @@ class Content:
         return {**told, "attributes": _attributes(self.groups)}
 
 
-def write_page(run: RunFiles, out: str | Path, opens: str = "train") -> tuple[Content, list[Fault]]:
+def write_page(
+    run: RunFiles, out: str | Path, opens: str = "train"
+) -> tuple[Content, list[Fault]]:
     """Writes the page as a file; returns what is on it and what was found wrong with the run.
 
     Raises ConfigError for a run without episodes, unless it opens with the charts; CheckpointError
     for damaged files."""
     if opens == "train" and not steps_of(run):
         raise ConfigError(nothing_stored(run))
-    groups: list[Entry] = []
-    chunks = []
+    groups, chunks = [], []
     for kind, step in steps_of(run):
-        for part, chunk in enumerate(parts(run, kind, step)):
-            groups += entries(run, chunk, kind, step, part)
-            chunks.append(element(groups[-1]["chunk"], chunk_of(run, chunk, kind, step)))
+        for name, part in parts(run, kind, step).items():
+            groups += entries(run, part, kind, step, name)
+            chunks.append(element(name, chunk_of(run, part, kind, step)))
     content, found = content_of(run, groups, opens)
-    with replacing(out, durable=False) as aside, aside.open("w", encoding="utf-8") as page:
-        page.write(shell(content, RULES))
-        page.writelines(chunks)
-        page.write("</body>\n</html>\n")
+    text = shell(content, RULES) + "".join(chunks) + END
+    write_text(out, text, durable=False)
     return content, found
 
 
-def content_of(run: RunFiles, groups: list[Entry], opens: str) -> tuple[Content, list[Fault]]:
+def content_of(
+    run: RunFiles, groups: list[Entry], opens: str
+) -> tuple[Content, list[Fault]]:
     """Everything but the chunks, and what is wrong with the run."""
     found = findings(run)
     rows = [f"<li><b>{markup(one.title)}</b> {markup(one.text)}</li>" for one in found]
@@ -119,7 +129,7 @@ def shell(content: Content, rules: str, nonce: str = "", more_script: str = "") 
         "HOLDS": markup(content.holds),
         "FINDINGS": content.findings,
         "OVERVIEW": content.overview,
-        "STYLE": template("view.css"),
+        "STYLE": template("palette.css") + template("view.css"),
         "INDEX": element("index", content.index),
         "NONCE": f' nonce="{markup(nonce)}"' if nonce else "",
         "SCRIPT": template("view.js") + more_script,
@@ -129,8 +139,8 @@ def shell(content: Content, rules: str, nonce: str = "", more_script: str = "") 
 
 def nothing_stored(run: RunFiles) -> str:
     """Why there is nothing to view, and what would store it."""
-    there = sorted(entry.name for entry in run.path.iterdir()) if run.path.is_dir() else []
-    kept = (run.config.get("metrics") or {}).get("trajectories_per_step")
+    there = sorted(entry.name for entry in run.path.glob("*"))
+    kept = run.settings.get("metrics.trajectories_per_step")
     held = f"found {', '.join(there[:8])}" if there else "found nothing"
     setting = f" (it is {kept} there)" if kept is not None else ""
     return (
@@ -149,8 +159,7 @@ def holds(run: RunFiles, content: Content) -> str:
     if run.evaluations:
         count = len(run.evaluations)
         parts.append(f"{count} evaluation{'s' if count > 1 else ''}")
-    name = f"eval/{content.score}"
-    values = [record[name] for record in run.metrics if name in record]
+    values = values_of(run.metrics, f"eval/{content.score}")
     if len(values) > 1:
         parts.append(f"{label(content.score)} {values[0]:.3f} → {values[-1]:.3f}")
     if run.training and not run.tokens:
@@ -167,11 +176,11 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
         return ""
     parts = [f'<p class="headline">{markup(headline(records, registered))}</p>']
     if has_curves(records, registered):
-        wide, narrow = (run_svg(records, registered, *width) for width in ((), (NARROW,)))
-        parts.append(picture(wide, narrow, "what the policy learned, and seconds per step"))
+        drawn = partial(run_svg, records, registered)
+        parts.append(picture(drawn, "what the policy learned, and seconds per step"))
     trained = [record for record in records if "train/reward" in record]
     if trained:
-        shown = [*numbers(trained[-1], registered), phase_seconds(trained[-1])]
+        shown = [*numbers(trained[-1], registered), phase_times(trained[-1])]
         cells = "".join(f"<li>{markup(part)}</li>" for part in shown if part)
         step, seconds = int(trained[-1]["step"]), run_seconds(records)
         parts.append(f"<h2>Step {step}, after {clock(seconds)}</h2>")
@@ -179,29 +188,33 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     found = [one for one in records if any(name.startswith("eval/") for name in one)]
     if found:
         kept = found[:1] + found[1:][1 - MOST_EVALUATIONS :]
-        rows = [[str(int(one["step"])), evaluation_line(one, registered)] for one in kept]
+        rows = [
+            (str(int(one["step"])), evaluation_line(one, registered)) for one in kept
+        ]
         parts.append("<h2>Evaluations</h2>" + table(["step", ""], rows))
-    commands = [[command, what] for command, what in next_commands(summary)] if summary else []
-    if commands:
+    if commands := next_commands(summary):
         parts.append("<h2>Next</h2>" + table([], commands))
     return "\n".join(parts)
 
 
-def picture(wide: str, narrow: str, what: str) -> str:
-    """HTML of an SVG, and of the one that a phone gets. what: for those who do not see it."""
-    sources = []
-    for svg in (wide, narrow):
-        packed = base64.b64encode(svg.encode("utf-8", "replace")).decode()
-        sources.append(f"data:image/svg+xml;base64,{packed}")
-    phone = f'<source media="(max-width: 600px)" srcset="{sources[1]}">'
-    return f'<picture>{phone}<img alt="{markup(what)}" src="{sources[0]}"></picture>'
+def picture(drawn: Callable[[float], str], what: str) -> str:
+    """HTML of an SVG of a width, and of the one that a phone gets. what: for those who do not see
+    it."""
+    wide, narrow = (
+        "data:image/svg+xml;base64,"
+        + base64.b64encode(drawn(width).encode("utf-8", "replace")).decode()
+        for width in (WIDE, NARROW)
+    )
+    phone = f'<source media="(max-width: 600px)" srcset="{narrow}">'
+    return f'<picture>{phone}<img alt="{markup(what)}" src="{wide}"></picture>'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """HTML of a table."""
     lines = [[f"<th>{markup(cell)}</th>" for cell in heads]] if heads else []
     lines += [[f"<td>{markup(cell)}</td>" for cell in row] for row in rows]
-    return f"<table>{''.join('<tr>' + ''.join(line) + '</tr>' for line in lines)}</table>"
+    body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+    return f"<table>{body}</table>"
 
 
 def markup(text: str) -> str:
@@ -229,37 +242,34 @@ def steps_of(run: RunFiles) -> list[tuple[str, int]]:
     return train + [("eval", step) for step in sorted(run.evaluations)]
 
 
-def parts(run: RunFiles, kind: str, step: int) -> Iterator[list[list[Record]]]:
-    """The groups of a step, some at a time: a chunk is made of each part."""
-    part: list[list[Record]] = []
+def parts(run: RunFiles, kind: str, step: int) -> dict[str, list[list[Record]]]:
+    """{name of a chunk: the groups in it} of a step."""
+    found: list[list[list[Record]]] = []
     for group in grouped(run.records(kind, step)):
-        part.append(group)
-        if sum(map(len, part)) >= CHUNK_EPISODES:
-            yield part
-            part = []
-    if part:
-        yield part
+        if not found or sum(map(len, found[-1])) >= CHUNK_EPISODES:
+            found.append([])
+        found[-1].append(group)
+    return {f"chunk-{kind}-{step}-{place}": part for place, part in enumerate(found)}
 
 
 def entries(
-    run: RunFiles, groups: Sequence[list[Record]], kind: str, step: int, part: int
+    run: RunFiles, groups: Sequence[list[Record]], kind: str, step: int, chunk: str
 ) -> list[Entry]:
-    """What the index says of the groups of a part.
+    """What the index says of the groups of a chunk.
 
     outcomes: a letter per attempt: s(olved), f(ailed), c(ut), a(borted)."""
     found = []
     for place, group in enumerate(groups):
-        record = group[0]
         rewards = [one["reward"] for one in group]
         entry = {
             "kind": kind,
             "step": step,
-            "task": str(record["task_id"]),
-            "question": question_of(record)[:QUESTION_CHARACTERS],
+            "task": str(group[0]["task_id"]),
+            "question": question_of(group[0])[:QUESTION_CHARACTERS],
             "outcomes": "".join(_outcome(run, one) for one in group),
-            "rewards": [None if one is None else round(float(one), 4) for one in rewards],
-            "attributes": dict(_short_facts(record)),
-            "chunk": f"chunk-{kind}-{step}-{part}",
+            "rewards": [one if one is None else round(one, 4) for one in rewards],
+            "attributes": dict(_short_facts(group[0])),
+            "chunk": chunk,
             "place": place,
         }
         found.append(plain(entry))
@@ -289,29 +299,30 @@ def _attributes(groups: Sequence[Entry]) -> dict[str, list[Any]]:
             seen = values.setdefault(key, {})
             if len(seen) <= MOST_VALUES:
                 seen[str(value)] = value
-    few = {key: seen.values() for key, seen in values.items() if 1 < len(seen) <= MOST_VALUES}
-    return {key: sorted(found, key=lambda one: (str(type(one)), one)) for key, found in few.items()}
+    return {
+        key: sorted(seen.values(), key=lambda one: (str(type(one)), one))
+        for key, seen in values.items()
+        if 1 < len(seen) <= MOST_VALUES
+    }
 
 
 def chunk_of(
     run: RunFiles, groups: Sequence[list[Record]], kind: str, step: int
 ) -> list[dict[str, Any]]:
-    """The groups of a part in full, with the tokens of training steps."""
+    """The groups of a chunk in full, with the tokens of training steps."""
     tokens = run.tokens_of(step) if kind == "train" else {}
-    return [
-        {
-            "question": question_of(group[0]),
-            "answers": answers_of(group[0]),
-            "attempts": [_attempt(one, tokens.get(str(one.get("id")))) for one in group],
-        }
-        for group in groups
-    ]
-
-
-def _attempt(record: Record, tokens: EpisodeTokens | None) -> dict[str, Any]:
-    left_out = ("task_id", "answer", "metadata", "group_id")
-    shown = {key: value for key, value in record.items() if key not in left_out}
-    return shown if tokens is None else {**shown, "tokens": columns(tokens)}
+    found = []
+    for group in groups:
+        attempts = [
+            {key: value for key, value in one.items() if key not in OF_THE_TASK}
+            for one in group
+        ]
+        for attempt in attempts:
+            if str(attempt.get("id")) in tokens:
+                attempt["tokens"] = columns(tokens[str(attempt["id"])])
+        question, answers = question_of(group[0]), answers_of(group[0])
+        found.append({"question": question, "answers": answers, "attempts": attempts})
+    return found
 
 
 def columns(episode: EpisodeTokens) -> dict[str, Any]:
@@ -321,32 +332,31 @@ def columns(episode: EpisodeTokens) -> dict[str, Any]:
     sampled tokens as scaled integers, null where not known."""
     segments = []
     for segment, texts in zip(episode.segments, episode.texts, strict=True):
-        columns = {
+        numbers = {
             "logprobs": segment.logprobs,
             "gap": segment.logprobs.astype(float) - segment.trainer_logprobs,
             "entropy": segment.entropy,
             "advantages": segment.advantages,
         }
-        scaled = {name: _integers(column, SCALES[name]) for name, column in columns.items()}
-        told = {"ids": segment.tokens.tolist(), "texts": texts}
-        told["runs"] = _runs(segment.sampled.tolist())
-        segments.append({**told, "versions": segment.versions.tolist(), **scaled})
+        told = {
+            "ids": segment.tokens.tolist(),
+            "texts": texts,
+            "runs": _runs(segment.sampled.tolist()),
+            "versions": segment.versions.tolist(),
+        }
+        for name, column in numbers.items():
+            scaled = (column.astype(float) * SCALES[name]).round().tolist()
+            told[name] = [
+                int(one) if abs(one) < 1e16 else None for one in scaled
+            ]  # NaN: None
+        segments.append(told)
     return {"segments": segments, "turns": [list(turn) for turn in episode.turns]}
 
 
 def _runs(mask: Sequence[bool]) -> list[int]:
-    lengths, value = [0], False
-    for sampled in mask:
-        if sampled != value:
-            lengths.append(0)
-            value = sampled
-        lengths[-1] += 1
-    return lengths
-
-
-def _integers(column: Any, scale: float) -> list[int | None]:
-    values = column.tolist()
-    return [round(value * scale) if abs(value) < 1e12 else None for value in values]  # NaN: None
+    """Lengths of runs of equal values, of false ones first."""
+    lengths = [len(list(run)) for _, run in itertools.groupby(mask)]
+    return [0, *lengths] if mask and mask[0] else lengths
 
 
 def element(name: str, value: Any) -> str:

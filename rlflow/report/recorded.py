@@ -1,8 +1,9 @@
-"""What a run or an evaluation left on disk, for reading: episodes, tokens, metrics,
-configuration."""
+"""Files of a run or an evaluation, for reading: episodes, tokens, metrics, configuration."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from rlflow.report.records import read_trajectories, solved
 from rlflow.report.sinks import read_metrics
 from rlflow.report.tokens import EpisodeTokens, read_tokens
 from rlflow.run.directory import RunDirectory
-from rlflow.storage.files import read_json
+from rlflow.storage.files import leaves, read_json
 
 Record = dict[str, Any]
 EVALUATED = "trajectories.jsonl"
@@ -24,8 +25,9 @@ EVALUATED = "trajectories.jsonl"
 
 @dataclass
 class RunFiles:
-    """A run, an evaluation's folder (one evaluation, at step 0) or a file of episodes. training,
-    evaluations: {step: file}."""
+    """A run, an evaluation's folder (one evaluation, at step 0) or a file of episodes.
+
+    training, evaluations, tokens: {step: file}."""
 
     path: Path
     name: str
@@ -36,33 +38,27 @@ class RunFiles:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFiles:
-        """What is there. Raises ConfigError where it is neither a run, nor an evaluation, nor a
-        file of episodes."""
+        """The files there. Raises ConfigError where it is none of the three."""
         path = Path(path)
         if path.is_file():
             return cls(path, path.stem, registered_beside(path), {}, {0: path})
-        if (path / EVALUATED).is_file():
-            return cls(
-                path,
-                path.resolve().name,
-                registered_beside(path / EVALUATED),
-                {},
-                {0: path / EVALUATED},
-            )
-        run = RunDirectory.open(path)
-        last = _last_step(run)
-        folders = {
-            name: _by_step(path / name, last) for name in ("trajectories", "evaluations", "tokens")
-        }
-        registered = load_registered(run.environment_metrics)
-        return cls(
-            path,
-            path.resolve().name,
-            registered,
-            folders["trajectories"],
-            folders["evaluations"],
-            folders["tokens"],
+        name, episodes = path.resolve().name, path / EVALUATED
+        if episodes.is_file():
+            return cls(path, name, registered_beside(episodes), {}, {0: episodes})
+        registered = load_registered(RunDirectory.open(path).environment_metrics)
+        run = cls(path, name, registered, {}, {})
+        # Files of later steps a resumed run is about to replace
+        last = run.metrics[-1]["step"] if run.metrics else math.inf
+        run.training, run.evaluations, run.tokens = (
+            _by_step(path / kind, last)
+            for kind in ("trajectories", "evaluations", "tokens")
         )
+        return run
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is a run, neither the folder of an evaluation nor a file."""
+        return self.path.is_dir() and not (self.path / EVALUATED).is_file()
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
@@ -72,8 +68,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration as it stands in config.yaml; empty without one. Raises
-        ConfigError for a damaged file."""
+        """The resolved config.yaml; empty without one. Raises ConfigError for a damaged file."""
         import yaml
 
         file = RunDirectory(self.path).config
@@ -82,69 +77,58 @@ class RunFiles:
         try:
             read = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(
-                f"{file}: expected YAML, found {str(error).splitlines()[0]}."
-            ) from None
+            found = str(error).splitlines()[0]
+            raise ConfigError(f"{file}: expected YAML, found {found}.") from None
         return read if isinstance(read, dict) else {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """{dotted key: value} of the configuration."""
+        return dict(leaves(self.config))
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What summary.json says; empty before the end."""
+        """The content of summary.json; empty before the end."""
         file = self.path / "summary.json"
         read = read_json(file) if file.is_file() else {}
         return read if isinstance(read, dict) else {}
 
     def records(self, kind: str, step: int) -> list[Record]:
         """The episodes of a step, whose files are there. kind: train or eval."""
-        return read_trajectories((self.training if kind == "train" else self.evaluations)[step])
+        files = self.training if kind == "train" else self.evaluations
+        return read_trajectories(files[step])
 
     def tokens_of(self, step: int) -> dict[str, EpisodeTokens]:
         """{id of the episode: its tokens} of a training step; empty where none were stored."""
         return read_tokens(self.tokens[step]) if step in self.tokens else {}
 
     def solved_share(self, group: Sequence[Record]) -> float | None:
-        """The share of the group's usable attempts that solved their task; None where none is
-        usable."""
-        usable = [record for record in group if record.get("stop") != "aborted"]
-        return (
-            sum(solved(record, self.registered) for record in usable) / len(usable)
-            if usable
-            else None
-        )
+        """The share of usable attempts that solved their task; None where none is usable."""
+        usable = [one for one in group if one.get("stop") != "aborted"]
+        won = sum(solved(one, self.registered) for one in usable)
+        return won / len(usable) if usable else None
 
 
 def registered_beside(episodes: Path) -> Metrics:
-    """What the environment of a file of episodes registered; the file lies in the run directory or
-    one folder below."""
-    here, above = (
-        RunDirectory(folder).environment_metrics for folder in episodes.absolute().parents[:2]
-    )
-    return load_registered(here) or load_registered(above)
+    """The metrics that the environment registered, of episodes in a run directory or below it."""
+    folders = map(RunDirectory, episodes.absolute().parents[:2])
+    here, above = (load_registered(folder.environment_metrics) for folder in folders)
+    return here or above
 
 
 def grouped(records: list[Record]) -> list[list[Record]]:
     """The episodes by group, in the order of the file."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(str(record.get("group_id", record["task_id"])), []).append(record)
+        name = str(record.get("group_id", record["task_id"]))
+        groups.setdefault(name, []).append(record)
     return list(groups.values())
 
 
-def _last_step(run: RunDirectory) -> int | None:
-    """The last step that metrics.jsonl knows: what a resumed run left of later ones is about to be
-    replaced."""
-    records = read_metrics(run.metrics) if run.metrics.is_file() else []
-    return int(records[-1]["step"]) if records else None
-
-
-def _by_step(folder: Path, last: int | None) -> dict[int, Path]:
+def _by_step(folder: Path, last: float) -> dict[int, Path]:
     found = {}
     for file in sorted(folder.glob("step_*.*")):
-        number = file.stem.removeprefix("step_")
-        if (
-            file.suffix in (".jsonl", ".npz")
-            and number.isdigit()
-            and (last is None or int(number) <= last)
-        ):
-            found[int(number)] = file
+        name = re.fullmatch(r"step_(\d+)\.(jsonl|npz)", file.name)
+        if name and int(name[1]) <= last:
+            found[int(name[1])] = file
     return found

@@ -17,10 +17,13 @@ if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
 
 
 def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
-    """Writes one line of JSON per episode: what the policy wrote, what the environment answered,
-    rewards, token counts."""
-    attempts = ((group, place) for group in groups for place in range(len(group.trajectories)))
-    write_json_lines(path, (trajectory_record(group, place) for group, place in attempts))
+    """Writes one line of JSON per episode: turns, rewards, token counts."""
+    attempts = (
+        (group, place) for group in groups for place in range(len(group.trajectories))
+    )
+    write_json_lines(
+        path, (trajectory_record(group, place) for group, place in attempts)
+    )
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
@@ -30,6 +33,8 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
     total = sum(len(segment) for segment in trajectory.segments)
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
+    # Segments repeat what stood before them
+    observed = trajectory.metrics.get("observation_tokens", total - sampled - prompt_tokens)
     turns = [
         {
             "response": turn.response,
@@ -40,33 +45,29 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
         }
         for turn in trajectory.turns
     ]
-    stats = (
-        dict(zip(("group_mean", "group_std"), trajectory.group_stats[1:]))
-        if trajectory.group_stats
-        else {}
-    )
-    return plain(
-        {
-            "id": trajectory.id,
-            "task_id": trajectory.task_id,
-            "group_id": trajectory.group_id,
-            "attempt": attempt,
-            "source": trajectory.source,
-            "prompt": trajectory.prompt or group.task.prompt,
-            "answer": group.task.answer,
-            "turns": turns,
-            "reward": trajectory.reward,
-            **stats,
-            **({"rewards": trajectory.rewards} if trajectory.rewards else {}),
-            "stop": trajectory.stop.value,
-            "metrics": trajectory.metrics,
-            "metadata": group.task.metadata,
-            "error": trajectory.error,
-            "prompt_tokens": prompt_tokens,
-            "response_tokens": sampled,
-            "observation_tokens": total - sampled - prompt_tokens,
-        }
-    )
+    record = {
+        "id": trajectory.id,
+        "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
+        "attempt": attempt,
+        "source": trajectory.source,
+        "prompt": trajectory.prompt or group.task.prompt,
+        "answer": group.task.answer,
+        "turns": turns,
+        "reward": trajectory.reward,
+        "stop": trajectory.stop.value,
+        "metrics": trajectory.metrics,
+        "metadata": group.task.metadata,
+        "error": trajectory.error,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": sampled,
+        "observation_tokens": int(observed),
+    }
+    if trajectory.group_stats:
+        _, record["group_mean"], record["group_std"] = trajectory.group_stats
+    if trajectory.rewards:
+        record["rewards"] = trajectory.rewards
+    return plain(record)
 
 
 def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
@@ -78,18 +79,24 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     records = read_json_lines(path)
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not record.keys() >= EXPECTED:
-            raise CheckpointError(f"{path}:{number}: expected an episode, found another value.")
+            raise CheckpointError(
+                f"{path}:{number}: expected an episode, found another value."
+            )
     return records
 
 
 def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
     """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
-    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
+    values = [
+        record["metrics"][name]
+        for name in scores(registered)
+        if name in record["metrics"]
+    ]
     return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
 
 
 def question_of(record: Mapping[str, Any]) -> str:
-    """What an episode's task asks: its `question` where it has one, else the end of its prompt."""
+    """The question of an episode's task, or where it has none the last line of its prompt."""
     question = record.get("metadata", {}).get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
@@ -100,24 +107,21 @@ def question_of(record: Mapping[str, Any]) -> str:
 
 
 def text_of(observation: Any, roles: bool = False) -> str:
-    """A prompt or an observation as one text: messages one below the other, on demand each behind
-    its role."""
-    if isinstance(observation, list):
-        parts = [
-            (f"[{one.get('role', '?')}] " if roles else "") + str(one.get("content", ""))
-            for one in observation
-        ]
-        return "\n".join(parts)
-    return str(observation)
+    """A prompt or an observation as text; of messages a line each, with its role on demand."""
+    if not isinstance(observation, list):
+        return str(observation)
+    shown = "[{role}] {content}" if roles else "{content}"
+    return "\n".join(
+        shown.format_map({"role": "?", "content": "", **one}) for one in observation
+    )
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:
     """The texts that a task's answer may be; none where it is no text."""
     answer = record.get("answer")
     values = answer if isinstance(answer, list) else [answer]
-    texts = [
+    return [
         str(value)
         for value in values
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if type(value) in (str, int, float) and str(value).strip()
     ]
-    return [text for text in texts if text.strip()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.report.metrics import METRICS, Metric, Metrics, scores, training_name
@@ -22,15 +22,12 @@ def total(values: Sequence[float]) -> float:
         return sum(values)
 
 
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": mean,
-    "max": max,
-    "min": min,
-    "sum": total,
-}
+REDUCTIONS: dict[str, Any] = {"mean": mean, "max": max, "min": min, "sum": total}
 
 
-def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[str, float]:
+def reduced(
+    records: Sequence[Mapping[str, float]], metrics: Metrics
+) -> dict[str, float]:
     """Per key one number from the records that have it, by its metric's reduction, else a mean."""
     values: dict[str, list[float]] = {}
     for record in records:
@@ -38,16 +35,19 @@ def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[st
             values.setdefault(key, []).append(value)
     unknown = Metric("", "")
     return {
-        key: REDUCTIONS[metrics.get(key, unknown).reduction](found) for key, found in values.items()
+        key: REDUCTIONS[metrics.get(key, unknown).reduction](found)
+        for key, found in values.items()
     }
 
 
 def update_metrics(
     updates: Sequence[Mapping[str, float]], reductions: Mapping[str, str]
 ) -> dict[str, float]:
-    """`train/` metrics of a step from its minibatches. reductions: as the loss wants its own."""
+    """`train/` metrics of a step from its minibatches. reductions: of the loss's own metrics."""
     metrics = {f"train/{name}": Metric("", "", how) for name, how in reductions.items()}
-    records = [{f"train/{name}": value for name, value in update.items()} for update in updates]
+    records = [
+        {f"train/{name}": value for name, value in update.items()} for update in updates
+    ]
     return reduced(records, {**METRICS, **metrics})
 
 
@@ -78,51 +78,73 @@ def interval95(values: Sequence[float]) -> tuple[float, float]:
     if count == 1:
         return -math.inf, math.inf
     distances = [value - center for value in values]
-    squares = total([distance * distance for distance in distances])  # ** raises for 1e300
+    # ** raises for 1e300
+    squares = total([distance * distance for distance in distances])
     half = z * math.sqrt(squares / (count - 1)) / math.sqrt(count)
     return center - half, center + half
 
 
-def episode_records(trajectories: Sequence[Any], registered: Metrics) -> list[dict[str, float]]:
+def episode_records(
+    trajectories: Sequence[Any], registered: Metrics
+) -> list[dict[str, float]]:
     """Per usable trajectory its environment's metrics and `turns`.
 
-    A score that another episode reports and this one lacks is 0: leaving it out would average over
-    the episodes that came to an answer only."""
+    A score that others report and this one lacks is 0: a mean over answered episodes would lie."""
     measured = {name for trajectory in trajectories for name in trajectory.metrics}
-    missing = dict.fromkeys((name for name in scores(registered) if name in measured), 0.0)
-    return [{"turns": float(len(one.turns)), **missing, **one.metrics} for one in trajectories]
+    missing = dict.fromkeys(
+        (name for name in scores(registered) if name in measured), 0.0
+    )
+    return [
+        {"turns": float(len(one.turns)), **missing, **one.metrics}
+        for one in trajectories
+    ]
 
 
 def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, float]:
     """`<section>/reward/<name>`: mean return of each named reward, 0 where one never got it."""
-    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
-    values = {name: [one.rewards.get(name, 0.0) for one in trajectories] for name in names}
-    return {f"{section}/reward/{name}": mean(found) for name, found in values.items()}
+    names = sorted({name for one in trajectories for name in one.rewards})
+    records = [
+        {f"{section}/reward/{name}": one.rewards.get(name, 0.0) for name in names}
+        for one in trajectories
+    ]
+    return reduced(records, {})
 
 
-def scores_by_set(groups: Sequence[Any], registered: Metrics, section: str) -> dict[str, float]:
+def scores_by_set(
+    groups: Sequence[Any], registered: Metrics, section: str
+) -> dict[str, float]:
     """`<section>/<score>/<set>`: means over the usable attempts at tasks of a set.
 
     groups: `rlflow.types.Group`; a task names its set in `metadata["set"]`."""
-    attempts = [(group.task.metadata.get("set"), one) for group in groups for one in group.usable]
+    attempts = [
+        (group.task.metadata.get("set"), one)
+        for group in groups
+        for one in group.usable
+    ]
     records = episode_records([one for _, one in attempts], registered)
-    by_name: dict[str, list[float]] = {}
-    for (name, _), record in zip(attempts, records, strict=True):
-        for score in scores(registered) if name else ():
-            if score in record:
-                by_name.setdefault(f"{section}/{score}/{name}", []).append(record[score])
-    return {name: mean(values) for name, values in sorted(by_name.items())}
+    named = [
+        {
+            f"{section}/{score}/{name}": record[score]
+            for score in scores(registered)
+            if score in record
+        }
+        for (name, _), record in zip(attempts, records, strict=True)
+        if name
+    ]
+    return dict(sorted(reduced(named, {}).items()))
 
 
-def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[str, float]:
+def rollout_metrics(
+    trajectories: Sequence[Any], registered: Metrics
+) -> dict[str, float]:
     """`train/` and `rollout/` metrics of a step's trajectories (`rlflow.types.Trajectory`).
 
     Reductions are over usable trajectories, shares over all. A metric that only some episodes
     report is reduced over those, but a score that an episode lacks is 0."""
-    usable = [trajectory for trajectory in trajectories if trajectory.stop.value != "aborted"]
+    usable = [one for one in trajectories if one.usable]
 
     def share(reason: str) -> float:
-        return mean([float(trajectory.stop.value == reason) for trajectory in trajectories])
+        return mean([float(one.stop.value == reason) for one in trajectories])
 
     rewards = [trajectory.reward for trajectory in usable]
     own = reduced(episode_records(usable, registered), registered)
@@ -138,10 +160,13 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
 
 
 def staleness_metrics(groups: Sequence[Any], version: int) -> dict[str, float]:
-    """How many versions the tokens of the groups' usable attempts lag behind the weights that train
-    on them."""
-    segments = [segment for group in groups for one in group.usable for segment in one.segments]
-    lags = [version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments]
+    """Versions that tokens of usable attempts lag behind the weights that train on them."""
+    segments = [
+        segment for group in groups for one in group.usable for segment in one.segments
+    ]
+    lags = [
+        version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments
+    ]
     lags = [one for one in lags if len(one)]
     tokens = sum(map(len, lags))
     if not tokens:

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Destinations of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.components import SINK
 from rlflow.errors import CheckpointError, install_command, needing
-from rlflow.storage.files import write_json_lines
+from rlflow.storage.files import plain, read_json_lines, write_json_lines
 
 
 class Sink(Protocol):
@@ -25,7 +25,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes each step's metrics to `<directory>/metrics.jsonl` and to further sinks.
 
     A line of the file is a JSON object: step, time (Unix seconds), metrics; null for what is not
@@ -49,14 +49,13 @@ class MetricsLog:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one record; its line is flushed whole."""
-        plain = {name: float(value) for name, value in values.items()}
-        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
+        values = {name: float(value) for name, value in values.items()}
         self._confirm()
-        record = {"step": step, "time": round(time.time(), 3), **finite}
-        self._file.write(json.dumps(record) + "\n")
+        record = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(plain(record)) + "\n")
         self._file.flush()
         for sink in self.sinks:
-            sink.write(step, plain)
+            sink.write(step, values)
 
     def sync(self) -> None:
         """Brings the file to disk: it must survive a power cut if a checkpoint does."""
@@ -66,9 +65,6 @@ class MetricsLog:
         with closing(self._file):
             for sink in self.sinks:
                 sink.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -81,7 +77,9 @@ class TensorBoardSink:
         with needing("metrics.sinks", install_command("tensorboard")):
             from torch.utils.tensorboard import SummaryWriter
         purge_step = None if resumed_step is None else resumed_step + 1
-        self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
+        self.writer = SummaryWriter(
+            str(Path(directory) / "tensorboard"), purge_step=purge_step
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -165,12 +163,8 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     Nulls are left out; so is a last line that a kill cut short.
 
     Raises:
-        CheckpointError: the file is missing, or a line other than the last is not JSON.
+        CheckpointError: the file is missing, or another line is no record.
     """
-    path = Path(path)
-    if not path.exists():
-        expected = "expected the metrics.jsonl of a run directory"
-        raise CheckpointError(f"{path}: no such file; {expected}.")
     merged: dict[int, dict[str, float]] = {}
     for record in _records(path):
         values = {name: value for name, value in record.items() if value is not None}
@@ -178,44 +172,33 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return [merged[step] for step in sorted(merged)]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_record(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(f"{path}:{number}: {error}; remove this line.") from None
+def _records(path: str | Path) -> list[dict[str, Any]]:
+    records = read_json_lines(path, unfinished=True)
+    for number, record in enumerate(records, start=1):
+        step = record.get("step") if isinstance(record, dict) else None
+        if (
+            not isinstance(step, (int, float))
+            or isinstance(step, bool)
+            or not math.isfinite(step)
+        ):
+            raise CheckpointError(
+                f"{path}:{number}: expected an object with the number of its step, found "
+                "another value; remove this line."
+            )
     return records
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, which says what is wrong with the line."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ValueError("not a record of metrics, but nested without end") from None
-    step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, (int, float)) or isinstance(step, bool) or not math.isfinite(step):
-        raise ValueError("expected an object with the number of its step, found another value")
-    return record
 
 
 def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -> None:
     """Rewrites the file without records after `step` and a half-written last line.
 
     Of the evaluations at `step` the first so many stay; None keeps all."""
-    kept = [record for record in _records(path) if step is None or record["step"] <= step]
-    if evaluations is not None:
-        evaluated = [one for one in kept if any(name.startswith("eval/") for name in one)]
-        unknown = [one for one in evaluated if one["step"] == step][evaluations:]
-        kept = [one for one in kept if not any(one is other for other in unknown)]
+    kept = []
+    for record in _records(path):
+        if step is not None and record["step"] > step:
+            continue
+        if record["step"] == step and any(name.startswith("eval/") for name in record):
+            if evaluations == 0:
+                continue
+            evaluations = None if evaluations is None else evaluations - 1
+        kept.append(record)
     write_json_lines(path, kept)

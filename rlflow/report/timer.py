@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +24,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run took so far, all sessions together."""
+        """Seconds of the run so far, all sessions together."""
         return self.before_s + time.monotonic() - self._started
 
 
@@ -46,23 +46,17 @@ class PeakMemory:
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak_bytes() / GIB)
 
-    def take_one(self, name: str) -> float:
-        """The highest peak of one name since the last call, in GiB; starts it anew."""
-        return self._peaks.pop(name)
-
-    def take(self) -> dict[str, float]:
-        """The highest peak of each name since the last call, in GiB; starts anew."""
-        taken, self._peaks = self._peaks, {}
-        return taken
+    def take(self, *names: str) -> dict[str, float]:
+        """The highest peak of each name, or of these, since the last call, in GiB; starts anew."""
+        return {name: self._peaks.pop(name) for name in names or list(self._peaks)}
 
 
 def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Per name the highest of the processes' peaks."""
-    result: dict[str, float] = {}
-    for peak in peaks:
-        for name, value in peak.items():
-            result[name] = max(result.get(name, 0.0), value)
-    return result
+    found = list(peaks)
+    return {
+        name: max(peak.get(name, 0.0) for peak in found) for name in set().union(*found)
+    }
 
 
 def _start() -> Callable[[], int]:
@@ -70,7 +64,7 @@ def _start() -> Callable[[], int]:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated
-    with suppress(OSError):  # another system, or a sandbox without it
+    with suppress(OSError):  # another system, or a container without it
         CLEAR_REFS.write_text(RESET_PEAK)
     return _resident_peak
 
@@ -80,10 +74,7 @@ def _resident_peak() -> int:
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class PhaseTimer:
@@ -110,19 +101,26 @@ class PhaseTimer:
                 yield
         finally:
             self.current = ""
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = (
+                self.seconds.get(name, 0.0) + time.perf_counter() - start
+            )
 
     def take_phase(self, name: str) -> dict[str, float]:
         """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which `take` then leaves out."""
         seconds = self.seconds.pop(name)
         self.started += seconds
-        return {f"time/{name}_s": seconds, f"memory/{name}_gib": self.memory.take_one(name)}
+        return {
+            f"time/{name}_s": seconds,
+            f"memory/{name}_gib": self.memory.take(name)[name],
+        }
 
     def take(self) -> dict[str, float]:
         """The same of every phase since the last call, and `time/step_s`; starts anew."""
         now = time.perf_counter()
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         taken["time/step_s"] = now - self.started
-        taken |= {f"memory/{name}_gib": peak for name, peak in self.memory.take().items()}
+        taken |= {
+            f"memory/{name}_gib": peak for name, peak in self.memory.take().items()
+        }
         self.seconds, self.started = {}, now
         return taken

@@ -1,5 +1,4 @@
-"""What a step knew of single tokens: one compressed file per step, written by runs and read by
-`rlflow view`.
+"""A step's numbers per token: one compressed file, written by runs and read by `rlflow view`.
 
 about      JSON: episodes with their number of segments and their turns, the segments' lengths in
            each array, the text of each id, and of places where it is another
@@ -12,7 +11,6 @@ logprobs, trainer_logprobs, entropy, advantages
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import zipfile
@@ -25,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rlflow.errors import CheckpointError
 from rlflow.storage.files import replacing
 
-if TYPE_CHECKING:  # files of tokens are read without torch, and numpy is loaded when there is one
+# Files of tokens are read without torch, and numpy is loaded when there is one
+if TYPE_CHECKING:
     import numpy
 
     from rlflow.types import Trajectory
@@ -53,8 +52,7 @@ class SegmentTokens:
 
 @dataclass
 class EpisodeTokens:
-    """An episode's segments, their tokens' text, and where its responses are: (segment, start,
-    stop) per turn."""
+    """An episode's segments, texts of their tokens, and (segment, start, stop) of each turn."""
 
     id: str
     segments: list[SegmentTokens]
@@ -67,8 +65,7 @@ def write_tokens(
     episodes: Sequence[tuple[Trajectory, Sequence[SegmentTokens]]],
     spell: Callable[[list[int]], list[str]],
 ) -> None:
-    """Writes the columns of some episodes, whole or not at all; what can be made again is not
-    synced to the disk. spell: the text of each token of a segment."""
+    """Writes the columns of some episodes, whole or not at all. spell: ids to each one's text."""
     import numpy as np
 
     from rlflow.storage.columns import join
@@ -83,12 +80,8 @@ def write_tokens(
             if texts.setdefault(token, text) != text:
                 exceptions[at] = text
     arrays, lengths = join([vars(segment) for segment in segments])
-    rows = [
-        (one.id, len(own), [(turn.segment, turn.start, turn.stop) for turn in one.turns])
-        for one, own in episodes
-    ]
     about = {
-        "episodes": rows,
+        "episodes": [(one.id, len(own), _places(one)) for one, own in episodes],
         "lengths": lengths,
         "texts": list(texts.items()),
         "exceptions": list(exceptions.items()),
@@ -98,6 +91,10 @@ def write_tokens(
         np.savez_compressed(file, about=document, **arrays)  # type: ignore[arg-type]
 
 
+def _places(trajectory: Trajectory) -> list[tuple[int, int, int]]:
+    return [(turn.segment, turn.start, turn.stop) for turn in trajectory.turns]
+
+
 def read_tokens(path: str | Path) -> dict[str, EpisodeTokens]:
     """{id of the episode: its tokens} of a file that `write_tokens` wrote.
 
@@ -105,18 +102,13 @@ def read_tokens(path: str | Path) -> dict[str, EpisodeTokens]:
     import numpy as np
 
     try:
-        content = io.BytesIO(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; expected the tokens of a step.") from None
-    try:
-        with np.load(content, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
         about = json.loads(arrays.pop("about").tobytes())
         return {episode.id: episode for episode in _episodes(arrays, about)}
     except DAMAGE as error:
-        raise CheckpointError(
-            f"{path}: damaged, no columns of tokens ({error}); remove it."
-        ) from None
+        told = f"damaged, no columns of tokens ({error}); remove it"
+        raise CheckpointError(f"{path}: {told}.") from None
 
 
 def _episodes(
@@ -131,7 +123,10 @@ def _episodes(
     for name, count, turns in about["episodes"]:
         own = list(itertools.islice(segments, count))
         said = [
-            [exceptions.get(next(places), texts[token]) for token in segment.tokens.tolist()]
+            [
+                exceptions.get(next(places), texts[token])
+                for token in segment.tokens.tolist()
+            ]
             for segment in own
         ]
         yield EpisodeTokens(name, own, said, [tuple(turn) for turn in turns])

@@ -35,7 +35,7 @@ def _answer(function: Callable[[], Any], answer: Answer, what: str) -> None:
     result, error = None, None
     try:
         result = function()
-    except BaseException as raised:  # noqa: BLE001 -- StopIteration and SystemExit too: a future takes neither
+    except BaseException as raised:  # noqa: BLE001 -- those that a future does not take, too
         error = raised
     if os.getpid() != process:
         end_forked_child(what)
@@ -194,5 +194,6 @@ def _escaped(error: BaseException, what: str) -> BaseException:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RolloutError(
-        f"{what} raised {error!r}, which is no error of an episode; raise an Exception that says what failed."
+        f"{what} raised {error!r}, which is no error of an episode; raise an Exception that says "
+        "what failed."
     )

@@ -14,6 +14,7 @@ from typing import Any
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
 from rlflow.rollout import Completion, Engine, Sampling
+from rlflow.rollout.tokenizer import NextTurn
 from rlflow.types import Message, Observation
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -25,7 +26,8 @@ taken out of everybody's text."""
 _PRIVATE = str.maketrans(dict.fromkeys((MESSAGE, CONTENT, BEGIN, END)))
 _OPENING = re.compile(r"</([^<>/\s]+)>$")
 WARNING = (
-    "a chat server takes and gives text: what was sampled is not known token by token, limits in tokens hold roughly, "
+    "a chat server takes and gives text: what was sampled is not known token by token, limits in "
+    "tokens hold roughly, "
     "and scores may differ from those of the same model as --model DIR"
 )
 
@@ -43,7 +45,8 @@ class PiecedText:
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Any:
         """Raises ConfigError: a server answers with calls in a form of its own, not with text."""
         raise ConfigError(
-            f"--server: this environment presents {len(tools)} tool(s) in the chat template, and a server would "
+            f"--server: this environment presents {len(tools)} tool(s) in the chat template, and a "
+            "server would "
             "answer with calls instead of text; take a protocol without tools, or --model DIR."
         )
 
@@ -65,8 +68,14 @@ class PiecedText:
         response: str,
         answer: Sequence[Message],
         closing: int | None,
-    ) -> list[int]:
-        return self.encode_prompt(list(answer))
+        exact: bool = False,
+    ) -> NextTurn:
+        """The answer: what becomes of earlier turns is the server's affair."""
+        return NextTurn(self.encode_prompt(list(answer)))
+
+    def without_control(self, text: str) -> str:
+        """The text without the marks."""
+        return _own(text)
 
     def encode_response(self, text: str) -> list[int]:
         """What the model said, between marks: it is recognised in the conversation again."""
@@ -196,7 +205,8 @@ class ChatEngine(Engine):
         reply = (await self._client.session.ask("POST", url, body)).checked()
         if reply.status in (401, 403, 404):
             raise ConfigError(
-                f"--server {self._base}: status {reply.status}: {reply.excerpt}. Correct the address, "
+                f"--server {self._base}: status {reply.status}: {reply.excerpt}. Correct the "
+                "address, "
                 "--server-model, or the key in the variable of --api-key-variable."
             )
         if reply.status != 200:  # this conversation alone, which may be too long for the model

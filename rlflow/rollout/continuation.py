@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.rollout.engine import Completion, Engine, Sampling, joined_routes
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -29,16 +29,19 @@ class Continued:
     ) -> Completion:
         """The whole completion; see `Engine.generate`."""
         whole = Completion([], [], [], "paused")
+        seed = None if self._engine.slow_seeds else sampling.seed
         while whole.stop == "paused":
             before = len(whole.tokens)
             room = sampling.max_tokens - before
             cut = before > 0 and _ends_within(self._decode(whole.tokens), sampling.stop)
             limit = min(room, _longest(sampling.stop)) if cut else room
-            rest = dataclasses.replace(sampling, max_tokens=limit)
+            rest = dataclasses.replace(sampling, max_tokens=limit, seed=seed)
             part = await self._engine.generate([*tokens, *whole.tokens], rest, request_id, priority)
             whole.tokens += part.tokens
             whole.logprobs += part.logprobs
             whole.versions += part.versions
+            most = len(tokens) + len(whole.tokens) - 1
+            whole.routes = joined_routes(whole.routes, part.routes, most)
             whole.stop = part.stop
             if cut and self._ended(whole, before, sampling.stop):
                 whole.stop = "stop"

@@ -1,16 +1,31 @@
-"""Deterministic generation: the engine gets whole rounds in a fixed order, whatever the timing of
-the environment."""
+"""Deterministic generation: seeds that nothing but the place of a turn decides; and whole rounds
+for the engine in a fixed order, whatever the timing of the environment."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
 
 RoundRequest = tuple[str, Sequence[int], Sampling, int, "asyncio.Future[Completion]"]
 """(id, tokens, sampling, priority, where the completion goes)."""
+
+
+@dataclass(frozen=True)
+class TurnSeeds:
+    """Maps turns of an attempt to seeds of 63 bits; the group's id holds step and task."""
+
+    seed: int
+    group_id: str
+    attempt: int
+
+    def __call__(self, turn: int) -> int:
+        text = f"{self.seed}/{self.group_id}/{self.attempt}/{turn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Rounds:

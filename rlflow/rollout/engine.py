@@ -1,10 +1,9 @@
-"""What Rollout asks of an inference engine. The embedded engine and vLLM are equal citizens behind
-it."""
+"""The interface of an inference engine; the embedded engine and vLLM stand behind it alike."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
@@ -16,6 +15,7 @@ from rlflow.errors import ConfigError, ModelError, RolloutError
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
 """(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer
 makes the next."""
+Pairs = list[tuple[str, Tensor]]
 PauseMode = Literal["keep", "abort", "wait"]
 Stop = Literal["stop", "length", "aborted", "paused"]
 """Why a completion ended: a stop string or token; its token limit; `abort` or `close`;
@@ -39,17 +39,28 @@ class Sampling:
 class Completion:
     """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the
     distribution sampled from (after temperature). versions: weight version that sampled each
-    token."""
+    token. routes: (N, layers with experts, experts of a token) of the first N tokens of prompt and
+    completion, which are all but the last; None where the engine does not say."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     stop: Stop
+    routes: Tensor | None = None
 
     @property
     def interrupted(self) -> bool:
         """Whether somebody ended it before it was complete."""
         return self.stop in ("aborted", "paused")
+
+
+def joined_routes(first: Tensor | None, later: Tensor | None, most: int) -> Tensor | None:
+    """Those of a text's first `most` tokens, each by the completion that was sampled behind it
+    first. A later one has those of all tokens before it too, of the weights that were there then."""
+    if first is not None and later is not None:
+        later = torch.cat([first, later[len(first) :]])
+    found = first if later is None else later
+    return None if found is None else found[:most]
 
 
 class Engine(ABC):
@@ -77,6 +88,10 @@ class Engine(ABC):
     """The tensors that are kept, for the hash (a tied model has no lm_head.weight); None: all that
     were sent."""
 
+    takes_device_tensors: bool = False
+    """Whether `load_weights` takes tensors where the trainer has them, on a GPU too, and keeps none
+    of them; else they are copies on the CPU."""
+
     sleeps: bool = False
     """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one
     device."""
@@ -84,6 +99,10 @@ class Engine(ABC):
     may_end: bool = False
     """Whether it may end by itself, as what runs in another process does; `load_weights` starts it
     again then."""
+
+    slow_seeds: bool = False
+    """Whether a seed per request slows sampling down; requests of episodes have none then, but in
+    deterministic runs."""
 
     patient: bool = False
     """Set by who gives it new weights when it has ended: its requests wait for them in place of
@@ -166,6 +185,22 @@ async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
     else:
         for pair in weights:
             yield pair
+
+
+def in_portions(
+    weights: Iterable[tuple[str, Tensor]], most_bytes: int, most: int | None = None
+) -> Iterator[Pairs]:
+    """The pairs in lists of at most so many bytes (a larger tensor is alone) and tensors."""
+    held: Pairs = []
+    size = 0
+    for name, tensor in weights:
+        if held and (size + tensor.nbytes > most_bytes or len(held) == most):
+            yield held
+            held, size = [], 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    if held:
+        yield held
 
 
 def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

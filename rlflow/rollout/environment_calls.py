@@ -59,7 +59,8 @@ def repeated_id(tasks: Sequence[Task]) -> str:
         first = places.setdefault(task.id, number)
         if first != number:
             return (
-                f"tasks {first} and {number} have the same id '{task.id:.60}'; seeds, groups and what a resumed run "
+                f"tasks {first} and {number} have the same id '{task.id:.60}'; seeds, groups and "
+                "what a resumed run "
                 "remembers go by it: give each task an id of its own."
             )
     return ""
@@ -119,6 +120,7 @@ def _contract(environment: Environment, method: str, expected: str) -> Iterator[
         raise
     except BaseException as failure:
         raise EnvironmentContractError(
-            f"{type(environment).__name__}.{method}: expected {expected}, found {described(failure)}. Fix it; RLFLOW_DEBUG=1 "
+            f"{type(environment).__name__}.{method}: expected {expected}, found "
+            f"{described(failure)}. Fix it; RLFLOW_DEBUG=1 "
             "shows where."
         ) from failure

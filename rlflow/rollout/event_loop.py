@@ -197,8 +197,10 @@ class LoopWatch:
         self._unanswered += 1
         if self._unanswered * self.poll_s > self._limit_s:
             raise RolloutError(
-                f"rollout: its event loop has not answered for {self._limit_s:g} s (rollout.faults.call_s), it is in "
-                f"{where(self._thread)}. An async method must not block; a plain one (def, not async def) runs in a thread."
+                f"rollout: its event loop has not answered for {self._limit_s:g} s "
+                "(rollout.faults.call_s), it is in "
+                f"{where(self._thread)}. An async method must not block; a plain one (def, not "
+                "async def) runs in a thread."
             )
 
 

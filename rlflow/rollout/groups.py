@@ -277,9 +277,8 @@ class Groups:
             whole = whole or not group.left
             if self.on_episode is not None:
                 self.on_episode(self._ended, self._ended + len(self._flying), event.trajectory)
-        self._start(
-            lost.values()
-        )  # played again, under the same ids and seeds; the rest of the group goes on
+        # Played again, under the same ids and seeds; the rest of the group goes on
+        self._start(lost.values())
         return whole
 
     def _give(self) -> bool:

@@ -1,5 +1,5 @@
-"""How far generation may run ahead of training: which groups may start, which a step trains on,
-which have become too old.
+"""Bounds how far generation runs ahead of training: groups that may start, be trained, or are too
+old.
 
 Arithmetic alone, without a clock, threads or storage: `Groups` says what there is, and does what is
 decided here."""

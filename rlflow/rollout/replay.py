@@ -75,7 +75,8 @@ class ScriptedEngine(Engine):
             said += self._tokenizer.eos_ids[:1]
         if not 0 < len(said) <= sampling.max_tokens:
             raise RolloutError(
-                f"transcript: expected a response of 1 to {sampling.max_tokens} tokens, found {len(said)}"
+                f"transcript: expected a response of 1 to {sampling.max_tokens} tokens, found "
+                f"{len(said)}"
             )
         return Completion(
             said,

@@ -19,16 +19,25 @@ from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError
 from rlflow.rollout.calls import THREADS, CallThreads
+from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
-from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
+from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
 from rlflow.rollout.groups import Admit, Groups, OnEpisode, Terms
 from rlflow.rollout.pacing import ANY_AGE, Pacing
 from rlflow.rollout.players import LocalPlayer, Player
 from rlflow.rollout.replay import replay
 from rlflow.rollout.tokenizer import Tokenizer, check_frame
-from rlflow.rollout.weight_sync import InProcessSync, ProbeQuestions, WeightProbe, WeightSync, check_answers, run_probe
+from rlflow.rollout.weight_sync import (
+    InProcessSync,
+    ProbeQuestions,
+    SyncReport,
+    WeightProbe,
+    WeightSync,
+    check_answers,
+    run_probe,
+)
 from rlflow.types import Group, Task
 
 T = TypeVar("T")
@@ -53,8 +62,7 @@ class TaskSource(Protocol):
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
     reported about the last collection. `on_episode`: told (ended, all in flight or ended, trajectory) of each episode that ends;
-    for displays. `on_group`: given each group of a step as it ends. Both are called in the thread that waits for groups, while
-    the others go on.
+    for displays. `on_group`: given each group of a step as it ends. Both are called in the thread that waits for groups.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -79,6 +87,7 @@ class Rollout:
         call_s: float = CALL_S,
         episode_s: float = EPISODE_S,
         chat_template: bool = False,
+        history: str = "template",
         seed: int = 0,
         deterministic: bool = False,
         verify_weights: bool = True,
@@ -90,10 +99,8 @@ class Rollout:
         max_turns = max_turns if environment.max_turns is None else environment.max_turns
         self.samples_per_prompt = samples_per_prompt
         self.max_aborted_share = max_aborted_share
-        self.seed = seed
-        self.deterministic = deterministic
-        self.verify_weights = verify_weights
-        self.weight_sync = weight_sync
+        self.seed, self.deterministic = seed, deterministic
+        self.verify_weights, self.weight_sync = verify_weights, weight_sync
         self.call_s = call_s
         self.version = 0
         self._limits = EpisodeLimits(
@@ -105,12 +112,14 @@ class Rollout:
             chat_template,
             call_s,
             episode_s,
+            history,
         )
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
-        self.memory_taken = 0  # bytes that engines took again after the last `load_weights`
+        self.synced = SyncReport()  # the last `load_weights`
+        self.memory_taken = 0  # bytes that engines took again after it
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
@@ -309,7 +318,8 @@ class Rollout:
         Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is neither."""
         answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
         if probe is not None:
-            check_answers(probe, answers, version)
+            with self.synced.part("verify"):
+                check_answers(probe, answers, version)
 
     def load_and_ask(
         self, weights: Iterable[tuple[str, Tensor]], version: int, questions: ProbeQuestions | None
@@ -319,12 +329,25 @@ class Rollout:
         if unhashed and questions is None:
             raise RolloutError(f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell "
                                "whether it samples from the trainer's policy; give load_weights a WeightProbe.")  # fmt: skip
-        (self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)).push(weights, version)
-        self.memory_taken = sum(self._thread().run(_all_of(one.wake() for one in self.engines if one.sleeps)))
+        report = self.synced = SyncReport(len(self.engines))
+        sync = self.weight_sync or InProcessSync(
+            self.engines, self._thread(), self.verify_weights, report
+        )
+        with report.part("load"):
+            sync.push(report.gathered(weights), version)
+            waking = _all_of(engine.wake() for engine in self.engines if engine.sleeps)
+            self.memory_taken = sum(self._thread().run(waking))
         self.resume()  # before the probe, which a paused engine never answers
-        asked = [] if questions is None else [self._thread().run(run_probe(one, questions, version)) for one in unhashed]
+        with report.part("verify"):
+            asked = [] if questions is None else self._thread().run(
+                _all_of(run_probe(one, questions, version) for one in unhashed))  # fmt: skip
         self.version = version
         return asked
+
+    @property
+    def weights_device(self) -> str | None:
+        """The device on which `load_weights` wants the trainer's tensors; None: where they are."""
+        return None if all(engine.takes_device_tensors for engine in self.engines) else "cpu"
 
     @property
     def hashes_weights(self) -> bool:
@@ -369,4 +392,9 @@ class Rollout:
 
 
 async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    return await asyncio.gather(*awaitables)
+    """The results, when all have ended. Raises what the first one in their order raised."""
+    found = await asyncio.gather(*awaitables, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class StreamingEngine(Engine):
             inner.dtype,
             inner.weight_names,
         )
+        self.takes_device_tensors = inner.takes_device_tensors
         self._tokenizer = tokenizer
         self._known: list[int] = []  # what the last completion ended with, its prompt included
 
@@ -62,10 +64,10 @@ class StreamingEngine(Engine):
         return whole
 
     def _new(self, tokens: list[int]) -> list[int]:
-        """The tokens behind those of the last completion; all of them where they do not continue it
-        (another episode, or an earlier observation that was rewritten)."""
-        known = len(self._known)
-        return tokens[known:] if known and tokens[:known] == self._known else tokens
+        """The tokens behind those that the last completion had in common: from where an earlier
+        turn was rewritten, all of another episode's."""
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, self._known))
+        return tokens[sum(1 for _ in shared) :]
 
     def _joined(self, whole: Completion, piece: Completion, stop: Sequence[str]) -> Completion:
         """Both, up to the token that completes a stop string, which may have begun in an earlier
@@ -82,6 +84,7 @@ class StreamingEngine(Engine):
             whole.logprobs + piece.logprobs[:kept],
             whole.versions + piece.versions[:kept],
             ended,
+            piece.routes,
         )
 
     def _text(self, tokens: list[int], ended: bool) -> str:

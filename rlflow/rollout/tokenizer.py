@@ -3,9 +3,11 @@ it was."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,18 @@ from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
+
+_USER: Message = {"role": "user", "content": "?"}
+_THOUGHT = "<think>\nh\n</think>\n\nw"
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """Ids in front of the next response. again: None where they follow those so far; where they
+    are all of a rewritten conversation, how many of them stand for what was in view before."""
+
+    tokens: list[int]
+    again: int | None = None
 
 
 class Tokenizer:
@@ -70,14 +84,18 @@ class Tokenizer:
         return len(self.inner)
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Tokenizer:
-        """This tokenizer with tools in every rendered prompt. Raises ModelError where the chat
-        template does not present them."""
+        """This tokenizer with tools in every rendered prompt. Raises ModelError where no chat
+        template presents them."""
         equipped = Tokenizer(self.inner, self.eos_ids, tools)
-        probe: list[Message] = [{"role": "user", "content": "?"}]
-        if equipped.render(probe) == self.render(probe):
+        probe = [_USER]
+        template = self.inner.chat_template
+        if not template or equipped.render(probe) == self.render(probe):
+            found = "its chat template has no place for them" if template else "no chat template"
             raise ModelError(
-                "tokenizer: its chat template has no place for tools, so the model would never hear of them; take a model that "
-                "is trained on tool calls, or a protocol without them."
+                "tokenizer: the environment's `tools` are shown by a chat template, found "
+                f"{found}; "
+                "take a model that is trained on tool calls, or describe them in the prompt and "
+                "leave `tools` empty."
             )
         return equipped
 
@@ -135,9 +153,8 @@ class Tokenizer:
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """The chat template's text. Raises ModelError where the tokenizer has no template."""
         if not self.inner.chat_template:
-            raise ModelError(
-                "tokenizer: it has no chat template, but a prompt or observation consists of messages."
-            )
+            told = "it has no chat template, but a prompt or observation consists of messages"
+            raise ModelError(f"tokenizer: {told}.")
         return self.inner.apply_chat_template(
             self._quoted(messages),
             tools=self.tools or None,
@@ -161,26 +178,102 @@ class Tokenizer:
         response: str,
         answer: Sequence[Message],
         closing: int | None,
-    ) -> list[int]:
+        exact: bool = False,
+    ) -> NextTurn:
         """The ids between a response and the next one: what the template puts behind the response,
         the environment's messages, and the generation prompt. Never the response itself, whose ids
         stay as sampled.
 
+        Where the template rewrites earlier turns (it strips their thinking, trims them, moves
+        tools), all of the conversation as it shows it now; with `exact`, what it puts behind a
+        response that it leaves alone.
+
         history: the messages before the response. closing: the end-of-turn token that the sampled
         ids end with, if they do: it is not appended again. Raises EnvironmentContractError where
-        the template would rewrite earlier turns (it strips their thinking, moves their tools, ...):
-        the ids of the next turn would then not continue those that were sampled."""
+        the template cannot show what was said, or with `exact` does not put the answer behind
+        it."""
         before = self.render(history) + response
-        turn: Message = {"role": "assistant", "content": response}
-        after = self.render([*history, turn, *answer])
-        if not after.startswith(before):
+        after = self.render([*history, {"role": "assistant", "content": response}, *answer])
+        end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
+        known = after[len(before) :] if after.startswith(before) else None
+        if known is not None and known.startswith(end):
+            return NextTurn(self.encode(known.removeprefix(end)))
+        rest = self._rest(history, answer, before + after)
+        if rest and (exact or rest == known):  # the latter: ended by another token than its own
+            return NextTurn(self.encode(rest.removeprefix(end)))
+        problem = self.history_problem
+        if exact:
+            problem = "it does not show the environment's messages behind the response"
+        if problem:
             raise EnvironmentContractError(
-                "chat template: it rewrites earlier turns of the conversation, so the next turn would not continue the "
-                f"sampled tokens (expected the render to start with {before[-60:]!r}); answer with text instead of messages."
+                f"chat template: it rewrites earlier turns of the conversation, and {problem} "
+                f"(expected the render to start with {before[-60:]!r}); answer with text instead "
+                f"of messages, or set rollout.history={'template' if exact else 'exact'}."
             )
-        rest = after[len(before) :]
-        sampled_end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
-        return self.encode(rest.removeprefix(sampled_end))
+        tokens = self.encode(after)
+        return NextTurn(tokens, max(0, len(tokens) - len(self.encode(rest))))
+
+    def _rest(self, history: Sequence[Message], answer: Sequence[Message], taken: str) -> str:
+        """What the template puts behind an assistant's turn that is one word, answer and generation
+        prompt; "" where the whole answer does not stand there. taken: text without the words that
+        stand for turns."""
+        said, shown = "said", "shown"
+        while said in taken or shown in taken:
+            said, shown = said + "x", shown + "x"
+        turns: list[Message] = [*history, {"role": "assistant", "content": said}]
+        marked = [{**message, "content": shown} for message in answer]
+        found = self.render([*turns, *marked]).partition(said)[2].count(shown)
+        rest = self.render([*turns, *answer]).partition(said)[2]
+        return rest if found >= len(answer) else ""
+
+    @functools.cached_property
+    def history_note(self) -> str:
+        """What becomes of a turn that holds thinking when the user speaks again, in a sentence; ""
+        where the template leaves it as it is, or there is none."""
+        turn: Message = {"role": "assistant", "content": _THOUGHT}
+        template = self.inner.chat_template
+        if not template or self.render([_USER, turn, _USER]).startswith(
+            self.render([_USER]) + _THOUGHT
+        ):
+            return ""
+        if self.history_problem:
+            told = f"{self.history_problem}: answers that are messages need rollout.history=exact"
+        else:
+            told = (
+                "the policy is trained on what it will see: an episode starts another segment "
+                "where an answer of messages makes it do so (rollout/forks); "
+                "rollout.history=exact keeps all in view"
+            )
+        return f"the chat template rewrites earlier turns, their thinking for one; {told}"
+
+    @functools.cached_property
+    def history_problem(self) -> str:
+        """Why the template cannot show earlier turns as they were said; "" where it can.
+
+        A response's text lacks control tokens. Where the template has some of its own between the
+        generation prompt and what an assistant said (gpt-oss: a channel), responses bring theirs,
+        and what they set apart (thinking and answer) cannot be told from the text."""
+        plain, asked = self.render([_USER], generation_prompt=False), self.render([_USER])
+        prompt = asked[len(plain) :] if asked.startswith(plain) else ""
+        turn: Message = {"role": "assistant", "content": "qzxw"}
+        head = self.render([_USER, turn, _USER]).partition("qzxw")[0]
+        known = next(size for size in range(len(prompt), -1, -1) if prompt[:size] in head)
+        between = head[head.rfind(prompt[:known]) + known :] if known else ""
+        if self._control.keys().isdisjoint(self.encode(between)):
+            return ""
+        return (
+            f"it puts {between!r} in front of what an assistant said: control tokens, which a "
+            "response brings itself and its text lacks"
+        )
+
+
+def cut_text(tokenizer: Any, text: str, closing: str, most: int) -> list[int]:
+    """The first tokens of an observation with the closing of its frame: `most` in all."""
+    encode = tokenizer.encode_text
+    if not closing or not text.endswith(closing):
+        return encode(text)[:most]
+    end = encode(closing)
+    return encode(text.removesuffix(closing))[: most - len(end)] + end
 
 
 def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
@@ -193,7 +286,8 @@ def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None)
     )
     if limit is not None and needed >= limit and any(frame):
         raise ConfigError(
-            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
+            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around "
+            "it in an observation alone "
             f"takes {needed}. Raise it, or remove it."
         )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,16 +14,18 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.models.huggingface import Digest
-from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.models.huggingface import combined_hash, tensor_hash
+from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, in_portions
 from rlflow.rollout.event_loop import LoopThread
+from rlflow.rollout.probe_rule import agree, told
 
 PROBE_TIMEOUT_S = 600.0  # an engine that is paused never answers
+PORTION, PORTION_BYTES = 32, 2**23
+"""Of tensors that are handed over at once: each portion costs a turn of two threads."""
 
 
 class WeightSync(Protocol):
-    """A way from the trainer to the engines. Within this process, or by shared memory, TCP,
-    NCCL."""
+    """A way from the trainer to the engines of this process."""
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Gives every engine the (HuggingFace name, tensor) pairs and returns when all of them
@@ -30,6 +34,44 @@ class WeightSync(Protocol):
         Takes the pairs in the caller's thread, one at a time: making them may be a collective of
         the trainer. Raises RolloutError where an engine that hashes its weights does not have what
         was sent."""
+
+
+class SyncReport:
+    """What a sync took, by parts: gather, the trainer makes the tensors; publish, for other
+    processes; load, by the engines; verify, that they have them. engines: of this process."""
+
+    def __init__(self, engines: int = 0) -> None:
+        self._engines = engines
+        self._bytes = 0
+        self._seconds = defaultdict[str, float](float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Inside, seconds count for this part, but for those of parts within it."""
+        began, others = time.monotonic(), sum(self._seconds.values())
+        try:
+            yield
+        finally:
+            within = sum(self._seconds.values()) - others
+            self._seconds[name] += time.monotonic() - began - within
+
+    def gathered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The pairs; making them is the part `gather`."""
+        pairs = iter(weights)
+        while True:
+            with self.part("gather"):
+                pair = next(pairs, None)
+            if pair is None:
+                return
+            self._bytes += pair[1].nbytes
+            yield pair
+
+    def metrics(self) -> dict[str, float]:
+        """`sync/` and `time/sync_` metrics; those of other processes tell themselves what they read."""
+        found = {f"time/sync_{part}_s": seconds for part, seconds in self._seconds.items()}
+        if self._engines:
+            found |= {"sync/mib": self._engines * self._bytes / 2**20, "sync/delta_share": 0.0}
+        return found
 
 
 @dataclass(frozen=True)
@@ -51,15 +93,18 @@ class WeightProbe:
     describes token t, in nats, at the probe's temperature, or 1 where that is 0), called in the
     thread that syncs, so it may be a collective. temperature: 0 is greedy; at another one than 1 an
     engine is found out that tells log-probs of another distribution than the one it samples from.
-    tolerance: nats, the largest difference of a token; float32 on both sides agrees to 1e-4,
-    bfloat16 to about 0.1. A probe finds weights that are damaged, incomplete or another model's; a
-    stale version only if the update moved some log-prob beyond the tolerance."""
+    tolerance: nats, the largest difference of a token in float32, which agrees to 1e-4 on both
+    sides. step: in lower precision, the spacing of log-probs (`probe_rule.spacing`); many tokens
+    are compared by their mean and a high quantile then (`probe_rule.agree`), and should be 256 or
+    more. A probe finds weights that are damaged, incomplete or another model's; a stale version
+    only if the update moved log-probs beyond that."""
 
     prompts: Sequence[Sequence[int]]
     score: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
     tolerance: float = 1e-3
     max_tokens: int = 8
     temperature: float = 0.0
+    step: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.prompts or self.max_tokens < 1:
@@ -74,37 +119,54 @@ class WeightProbe:
 
 
 class InProcessSync:
-    """Hands over references, one tensor at a time to all engines: there is never a list of all
+    """Hands over references, a few tensors at a time to all engines: there is never a list of all
     weights.
 
     What is sent is hashed on its way, as each engine keeps it (its names, its dtype), and compared
     with what the engine says it has. Engines with equal names and dtype share a hash."""
 
-    def __init__(self, engines: Sequence[Engine], thread: LoopThread, verify: bool = True) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        thread: LoopThread,
+        verify: bool = True,
+        report: SyncReport | None = None,
+    ) -> None:
         self._engines = engines
         self._thread = thread
         self._verify = verify
+        self._report = report or SyncReport()
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `WeightSync.push`. The engines' loads end, one way or another, before this returns or
         raises."""
         hashed = [engine for engine in self._engines if self._verify and engine.hashes_weights]
-        digests = {_kept(engine): Digest() for engine in hashed}
+        hashes: dict[Kept, list[str]] = {_kept(engine): [] for engine in hashed}
         handover = Handover(self._engines, version)
         try:
             self._thread.run(handover.start())
-            for name, tensor in weights:
-                for (names, dtype), digest in digests.items():
-                    if names is None or name in names:
-                        digest.add(name, tensor if dtype is None else tensor.to(dtype))
-                self._thread.run(handover.put((name, tensor)))
+            for pairs in in_portions(weights, PORTION_BYTES, PORTION):
+                giving = self._thread.start(handover.put(pairs))
+                for (names, dtype), found in hashes.items():
+                    found += [
+                        tensor_hash(name, tensor if dtype is None else tensor.to(dtype))
+                        for name, tensor in pairs
+                        if names is None or name in names
+                    ]
+                giving.result()
             self._thread.run(handover.finish())
         except BaseException:
             self._thread.run(handover.cancel())
             raise
+        with self._report.part("verify"):
+            self._compare(hashed, hashes, version)
+
+    def _compare(
+        self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int
+    ) -> None:
         for engine in hashed:
             expected, found = (
-                digests[_kept(engine)].hexdigest(),
+                combined_hash(hashes[_kept(engine)]),
                 self._thread.run(engine.weights_digest()),
             )
             if expected != found:
@@ -114,19 +176,23 @@ class InProcessSync:
                 )
 
 
+Kept = tuple[frozenset[str] | None, torch.dtype | None]
+"""What an engine keeps: names, dtype."""
+
+
 class Handover:
-    """One load on several engines: each takes its pairs from a queue that holds a single one. In
-    the loop's thread."""
+    """One load on several engines: each takes its pairs from a queue that holds one portion of
+    them. In the loop's thread."""
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
         self._engines = engines
         self._version = version
-        self._lanes: list[tuple[asyncio.Queue[tuple[str, Tensor] | None], asyncio.Task[None]]] = []
+        self._lanes: list[tuple[asyncio.Queue[Pairs | None], asyncio.Task[None]]] = []
 
     async def start(self) -> None:
         """Begins the loads, which wait for the first pair."""
         for engine in self._engines:
-            queue: asyncio.Queue[tuple[str, Tensor] | None] = asyncio.Queue(maxsize=1)
+            queue: asyncio.Queue[Pairs | None] = asyncio.Queue(maxsize=1)
             self._lanes.append(
                 (
                     queue,
@@ -134,11 +200,11 @@ class Handover:
                 )
             )
 
-    async def put(self, pair: tuple[str, Tensor] | None) -> None:
-        """Hands a pair to every engine as soon as it took the one before. Raises what a load
-        raised; an engine that stopped listening gets no more (its hash will tell)."""
+    async def put(self, pairs: Pairs | None) -> None:
+        """Hands pairs to every engine as soon as it took those before. Raises what a load raised;
+        an engine that stopped listening gets no more (its hash will tell)."""
         for queue, load in self._lanes:
-            putting = asyncio.ensure_future(queue.put(pair))
+            putting = asyncio.ensure_future(queue.put(pairs))
             await asyncio.wait((putting, load), return_when=asyncio.FIRST_COMPLETED)
             putting.cancel()  # of no effect where it is done
             if load.done():
@@ -225,26 +291,25 @@ def _difference(
     completions: Sequence[Completion],
     version: int,
 ) -> RolloutError | None:
+    ours, theirs = list[float](), list[float]()
     for row, completion in zip(rows, completions, strict=True):
-        trainer = list(scores[row])[len(row) - len(completion.tokens) :]
-        gap = max(
-            abs(ours - theirs) for ours, theirs in zip(trainer, completion.logprobs, strict=True)
-        )
-        if not gap <= probe.tolerance:  # also where it is NaN
-            return RolloutError(
-                f"weight sync: after version {version} engine and trainer differ by {gap:.3g} nats on a token of the probe, "
-                f"more than its tolerance of {probe.tolerance:g}; the engine would sample from a policy that is not the "
-                "trainer's."
-            )
-    return None
+        ours += list(scores[row])[len(row) - len(completion.tokens) :]
+        theirs += completion.logprobs
+    gaps = (torch.tensor(ours).double() - torch.tensor(theirs).double()).abs()
+    if agree(gaps, probe.step, probe.tolerance):
+        return None
+    return RolloutError(
+        f"weight sync: after version {version} engine and trainer differ by "
+        f"{told(gaps, probe.step, probe.tolerance)}; the engine would sample from a policy that is "
+        "not the trainer's."
+    )
 
 
-def _kept(engine: Engine) -> tuple[frozenset[str] | None, torch.dtype | None]:
+def _kept(engine: Engine) -> Kept:
     return engine.weight_names, engine.dtype
 
 
-async def _until_none(
-    queue: asyncio.Queue[tuple[str, Tensor] | None],
-) -> AsyncIterator[tuple[str, Tensor]]:
-    while (pair := await queue.get()) is not None:
-        yield pair
+async def _until_none(queue: asyncio.Queue[Pairs | None]) -> AsyncIterator[tuple[str, Tensor]]:
+    while (pairs := await queue.get()) is not None:
+        for pair in pairs:
+            yield pair

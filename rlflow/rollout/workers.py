@@ -4,12 +4,13 @@ bytes, not as objects of torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.rollout.engine import Completion, PauseMode
 from rlflow.rollout.players import Begun
 from rlflow.rollout.weight_sync import ProbeQuestions
+from rlflow.rollout.weights import Offer
 
 
 @dataclass(frozen=True)
@@ -27,27 +28,32 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. address, key: where a reader finds them, and what it
-    proves itself with. mode: what becomes of requests in flight. questions: of the probe, where the
-    engine cannot hash its weights."""
+    """Weights that a worker is to take over. mode: what becomes of requests in flight. questions: of
+    the probe, where the engine cannot hash its weights."""
 
-    version: int
-    address: str
+    offer: Offer
     mode: PauseMode = "keep"
-    key: str = field(default="", repr=False)
     questions: ProbeQuestions | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.offer.version
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A version that a worker took over. answers: to the probe's questions, which the driver
     compares; None where the engine has verified its weights by their hash. bytes: that were read.
-    delta: they were what had changed."""
+    delta: as what had changed. read_s: until all were there and verified; load_s: of the engine,
+    its verification or the probe included."""
 
     version: int
     answers: Sequence[Completion] | None = None
     bytes: int = 0
     delta: bool = False
+    read_s: float = 0.0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True)

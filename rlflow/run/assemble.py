@@ -1,10 +1,10 @@
-"""What a configuration names, made: rollout, trainer, the tasks that fit, the run directory and
-where metrics go."""
+"""Makes what a configuration names: rollout, trainer, fitting tasks, run directory, metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlflow.batching import token_batch
+from rlflow.cluster.placement import Placement
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
@@ -25,6 +26,7 @@ from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
+from rlflow.rollout.probe_rule import TOKENS, spacing
 from rlflow.rollout.rollout import Rollout, TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
@@ -37,24 +39,31 @@ from rlflow.types import Task
 logger = logging.getLogger(__name__)
 
 
-def make_rollout(config: RunConfig) -> Rollout:
-    """The rollout of a configuration over a new engine and environment; the caller closes it."""
+def make_rollout(config: RunConfig, gpus: list[list[str]] | None = None) -> Rollout:
+    """The rollout of a configuration over a new engine and environment; the caller closes it. gpus:
+    of each engine, where somebody has placed them."""
     if config.run.deterministic:
         PRODUCTS.fix()
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
+        config.model.path, config.model.trust_remote_code
     )
     environment = make_environment(config)
-    rollout = rollout_over(make_engine(config, tokenizer), environment, tokenizer, config)
+    rollout = rollout_over(
+        make_engine(config, tokenizer, gpus), environment, tokenizer, config
+    )
     if environment.max_turns is not None:
-        told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
-        logger.info(told, environment.max_turns, section.max_turns)
-    if rollout.max_total_tokens < section.max_total_tokens:
-        told = (
-            "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        logger.info(
+            "the environment's limit of %d responses replaces rollout.max_turns = %d",
+            environment.max_turns,
+            section.max_turns,
         )
-        logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
+    if rollout.max_total_tokens < section.max_total_tokens:
+        logger.warning(
+            "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d",
+            rollout.max_total_tokens,
+            section.max_total_tokens,
+        )
     return rollout
 
 
@@ -64,8 +73,7 @@ def rollout_over(
     tokenizer: Tokenizer,
     config: RunConfig,
 ) -> Rollout:
-    """The rollout of a configuration over these. Raises ConfigError, ModelError for what does not
-    go together."""
+    """The rollout of a configuration over these. Raises ConfigError, ModelError."""
     return Rollout(engines, environment, tokenizer, **rollout_options(config))
 
 
@@ -81,12 +89,15 @@ def rollout_options(config: RunConfig) -> dict[str, Any]:
         "temperature": section.temperature,
         **dataclasses.asdict(section.faults),
         "chat_template": section.chat_template,
+        "history": section.history,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
     }
 
 
-def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
+def make_engine(
+    config: RunConfig, tokenizer: Tokenizer, gpus: list[list[str]] | None = None
+) -> Engine:
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
     offered: dict[str, Any] = {
@@ -97,50 +108,55 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
         "trust_remote_code": config.model.trust_remote_code,
+        **({"devices": gpus} if gpus else {}),
+        **({"routes": True} if config.trainer.router_replay == "rollout" else {}),
     }
     engine: Engine = ENGINE.build(section.engine, "rollout.engine", **offered)
     return engine
 
 
 def make_environment(config: RunConfig, **offered: Any) -> Environment:
-    """The environment of a configuration. offered: keywords for the constructor, where it has them.
-    Raises ConfigError where what is named is none, before it is made if that shows."""
+    """The environment of a configuration. offered: keywords that its constructor may have. Raises
+    ConfigError for what is no environment."""
     name = environment_name(config)
     environment_class(config)
     environment = ENVIRONMENT.build(config.environment, **offered)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
+        expected = "expected a function that makes an Environment"
         raise ConfigError(
-            f"environment.name: '{name}': expected a function that makes an Environment, it returned {found}."
+            f"environment.name: '{name}': {expected}, it returned {found}."
         )
     return environment
 
 
-def environment_class(config: RunConfig) -> tuple[type[Environment] | None, dict[str, Any]]:
-    """(the class of the configured environment, None where a function makes it; its keywords).
-    Raises ConfigError where what is named is no environment."""
+def environment_class(
+    config: RunConfig,
+) -> tuple[type[Environment] | None, dict[str, Any]]:
+    """(the environment's class, None where a function makes it; its keywords). Raises ConfigError
+    for what is no environment."""
     name = environment_name(config)
     target, options = ENVIRONMENT.check(config.environment)
     if not isinstance(target, type):
         return None, options
     missing = sorted(getattr(target, "__abstractmethods__", ()))
-    found = (
-        "a class that is not one"
-        if not issubclass(target, Environment)
-        else f"one without {', '.join(missing)}"
-    )
-    if missing or not issubclass(target, Environment):
-        raise ConfigError(
-            f"environment.name: '{name}': expected an rlflow.Environment, found {found}."
+    derived = issubclass(target, Environment)
+    if missing or not derived:
+        found = (
+            f"one without {', '.join(missing)}"
+            if derived
+            else "a class that is not one"
         )
+        expected = "expected an rlflow.Environment"
+        raise ConfigError(f"environment.name: '{name}': {expected}, found {found}.")
     return target, options
 
 
 def fitting_tasks(
     rollout: Rollout, split: str, config: RunConfig, first: int | None = None
 ) -> tuple[list[Task], int]:
-    """(the split's tasks whose prompt fits, how many did not). first: looks at so many. Raises
-    DataError where none is left."""
+    """(the tasks whose prompts fit, number of the others) of the split's first ones or of all.
+    Raises DataError where none is left."""
     limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
@@ -149,31 +165,28 @@ def fitting_tasks(
     dropped = len(tasks) - len(kept)
     if not kept:
         raise DataError(
-            f"split '{split}': all {len(tasks)} prompts are longer than {limit} tokens; raise data.max_prompt_tokens and "
-            "rollout.max_total_tokens."
+            f"split '{split}': all {len(tasks)} prompts are longer than {limit} tokens; raise "
+            "data.max_prompt_tokens and rollout.max_total_tokens."
         )
     if dropped:
-        logger.warning(
-            "split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit
-        )
+        told = "split '%s': %d of %d prompts over %d tokens dropped"
+        logger.warning(told, split, dropped, len(tasks), limit)
     return kept, dropped
 
 
-def make_trainer(config: RunConfig) -> Trainer:
-    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors.
+def make_trainer(config: RunConfig, placement: Placement | None = None) -> Trainer:
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors, at
+    the places of a placement where there is one.
 
-    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
-    """
+    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without
+    Ray."""
     if config.run.deterministic:
         PRODUCTS.fix()
     section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
     section.check(ranks)
-    options = dataclasses.asdict(section)
-    options |= {
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "seed": config.run.seed,
-    }
+    options = {**dataclasses.asdict(section), "seed": config.run.seed}
+    for name in ("dtype", "trust_remote_code"):
+        options[name] = getattr(config.model, name)
     if config.algorithm.critic is not None:
         critic = config.algorithm.critic.decaying_over(config.updates)
         options["critic"] = dataclasses.asdict(critic)
@@ -183,25 +196,21 @@ def make_trainer(config: RunConfig) -> Trainer:
         name: getattr(config.cluster, name)
         for name in (
             "address",
-            "services",
             "threads_per_rank",
             "gpus_per_rank",
             "stall_timeout_s",
         )
     }
-    return RayTrainer(config.model.path, ranks=ranks, **places, **options)
+    return RayTrainer(config.model.path, ranks=ranks, placement=placement, **places, **options)
 
 
 @contextmanager
 def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
-    """The directory of a run, open for writing, with config.yaml in it. An error leaves no trace of
-    a run that has not begun.
+    """The directory of a run, open for writing, with config.yaml in it; a failed start leaves none.
 
     Raises ConfigError as `RunDirectory.create` does."""
-    section = config.run
-    with RunDirectory.create(
-        run_path(config), resume=section.resume, overwrite=section.overwrite
-    ) as directory:
+    modes = {"resume": config.run.resume, "overwrite": config.run.overwrite}
+    with RunDirectory.create(run_path(config), **modes) as directory:
         try:
             save_config(config, directory.config)
             mark_own(directory.config)
@@ -214,12 +223,10 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
 def make_metrics(
     config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int
 ) -> MetricsLog:
-    """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the
-    caller closes it.
+    """The run's metrics.jsonl and further sinks; the caller closes it.
 
-    resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation
-    before the first step: it is made again. evaluations: how many the checkpoint knows of at its
-    own step; one that was measured and not yet noted there is made again too."""
+    resumed_step: that of the checkpoint, later records are dropped; -1 drops all. evaluations:
+    number that the checkpoint knows of at its own step; others there are made again."""
     sinks = make_sinks(
         directory.path,
         config.metrics.sinks,
@@ -227,18 +234,27 @@ def make_metrics(
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
-    return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
+    return MetricsLog(
+        directory.path, sinks, resumed_step, evaluations, directory.confirm
+    )
 
 
 def make_groups(
-    config: RunConfig, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
+    config: RunConfig,
+    rollout: Rollout,
+    source: TaskSource,
+    tasks: Sequence[Task],
+    max_rounds: int,
 ) -> Groups:
-    """What gives a run's steps their groups, of tasks from the source. tasks: all that it may name.
-    The caller closes it."""
-    asynchrony, section, faults = config.asynchrony, config.rollout, config.rollout.faults
-    pacing = Pacing(
-        section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale
+    """The groups of a run's steps, of tasks from the source; the caller closes it. tasks: all that
+    the source may name."""
+    asynchrony, section, faults = (
+        config.asynchrony,
+        config.rollout,
+        config.rollout.faults,
     )
+    ages = (asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
+    pacing = Pacing(section.prompts_per_step, *ages)
     terms = Terms(
         section.samples_per_prompt,
         faults.max_aborted_share,
@@ -250,23 +266,25 @@ def make_groups(
     return rollout.groups(source.take, pacing, terms, tasks=tasks)
 
 
-PROMPTS = 4
+PROMPTS, PROBED = 4, 32
+"""Prompts and tokens of a probe in float32; four times the prompts, and more tokens, below it."""
 TEMPERATURE = 0.7
 """Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by
 another one, would not show."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and
-trainer add."""
+TOLERANCE = 1e-3
+"""Nats, in float32."""
 
 
 def trainable(rollout: Rollout) -> Rollout:
-    """The same. Raises ConfigError where an engine keeps the weights that it has: the policy would
-    never be the trainer's."""
-    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
+    """The same rollout. Raises ConfigError where an engine takes no weights."""
+    fixed = next(
+        (engine for engine in rollout.engines if not engine.takes_weights), None
+    )
     if fixed is not None:
         raise ConfigError(
-            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not training. For vllm_server name "
-            "a folder that rlflow and the server see, in rollout.engine.weights_folder."
+            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not "
+            "training. For vllm_server name a folder that rlflow and the server see, in "
+            "rollout.engine.weights_folder."
         )
     return rollout
 
@@ -284,7 +302,14 @@ def make_probe(
         logprobs = trainer.score(
             batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
         )["logprobs"]
-        return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
+        return [
+            values[: len(row)].tolist()
+            for row, values in zip(rows, logprobs, strict=True)
+        ]
 
-    prompts = [rollout.prompt_tokens(task) for task in tasks[:PROMPTS]]
-    return WeightProbe(prompts, score, TOLERANCE[dtype], temperature=TEMPERATURE)
+    dtypes = {getattr(torch, dtype), *(one.dtype for one in rollout.engines if one.dtype)}
+    step = max(spacing(one, TEMPERATURE) for one in dtypes)
+    count, tokens = (4 * PROMPTS, TOKENS) if step else (PROMPTS, PROBED)
+    prompts = [rollout.prompt_tokens(task) for task in tasks[:count]]
+    each = math.ceil(tokens / max(1, len(prompts)))
+    return WeightProbe(prompts, score, TOLERANCE, each, TEMPERATURE, step)

@@ -1,11 +1,11 @@
-"""The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
+"""The checkpoints of one run: written aside, brought to disk, renamed.
 
-step_000050/            state.json (the run's part, sealed), where there are tensors in it
-state-CRC32.safetensors, and
-                        trainer/ (what the trainer saved)
-step_000050.<process>.<number>.partial/    being written, replaced or removed
-(rlflow/storage/files.py) step_000050.aside/      newer than the checkpoint that the run was resumed
-from by `run.resume_step`; read by nobody"""
+step_000050/            state.json (the run's part, sealed), state-XXH3.safetensors (its tensors,
+                        where it has some) and trainer/ (what the trainer saved)
+step_000050.<process>.<number>.partial/
+                        being written, replaced or removed (rlflow/storage/files.py)
+step_000050.aside/      newer than the checkpoint that the run was resumed from by
+                        `run.resume_step`; read by nobody"""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConfigError, DamagedCheckpointError, DirectoryLostError, StorageError
+from rlflow.errors import (
+    ConfigError,
+    DamagedCheckpointError,
+    DirectoryLostError,
+    StorageError,
+)
 from rlflow.storage.files import (
     PARTIAL,
     aside_path,
@@ -45,17 +50,18 @@ STATE = "state.json"
 TENSORS = "state-{}.safetensors"
 TRAINER = "trainer"
 CONFIG = "config"
-"""Of a saved state: the configuration, secrets redacted, that a resumed run is compared with."""
+"""Part of a saved state: the redacted configuration, to compare a resumed run with."""
 _STEP = re.compile(r"step_(\d{6,})$")
 
 
 class Checkpoints:
-    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged
-    later.
+    """A folder of checkpoints, which are complete under their final names.
 
-    confirm: called before anything is changed there; raises where this process may not."""
+    confirm: called before any change; raises where this process may make none."""
 
-    def __init__(self, folder: Path, confirm: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, confirm: Callable[[], object] = lambda: None
+    ) -> None:
         self.folder = folder
         self.confirm = confirm
         self.partial = folder  # where the checkpoint begun last is until it is complete
@@ -76,31 +82,34 @@ class Checkpoints:
         return (steps[-1], self.path(steps[-1])) if steps else None
 
     def choose(self, step: int | None) -> tuple[int, Path] | None:
-        """(step, directory) to resume from: the newest, or that of `step`. Raises ConfigError where
-        there is none."""
+        """(step, directory) to resume from: the newest, or `step`. Raises ConfigError for none."""
         if step is None:
             return self.latest()
         steps = self.steps()
         if step not in steps:
             known = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(
-                f"run.resume_step: {self.folder} has no checkpoint of step {step}; there are: {known}."
-            )
+            told = f"{self.folder} has no checkpoint of step {step}; there are: {known}"
+            raise ConfigError(f"run.resume_step: {told}.")
         return step, self.path(step)
 
+    def newest_text(self) -> str:
+        """The newest checkpoint in words."""
+        latest = self.latest()
+        if latest is None:
+            return "there is no checkpoint yet"
+        return f"the newest checkpoint is that of step {latest[0]}"
+
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint into; `commit` gives it its name. No other
-        process gets the same: one that lost the run's directory and does not know it writes beside
-        its successor."""
+        """An empty directory, of this process alone, for a checkpoint that `commit` will name."""
         self.clean()
         self.partial = aside_path(self.path(step))
         self.partial.mkdir(parents=True)
         return self.partial
 
     def commit(self, step: int, keep: int | None = None) -> None:
-        """Brings what was begun to disk and gives it its name; only then the oldest ones go, so
-        that `keep` are left."""
-        sync_tree(self.partial)  # takes long; the right to give it its name is asked for afterwards
+        """Brings the begun checkpoint to disk and names it; then removes all but `keep`."""
+        # Takes long, so the right to name it is asked for afterwards
+        sync_tree(self.partial)
         self.confirm()
         replace_directory(self.partial, self.path(step))
         older = [other for other in self.steps() if other < step]
@@ -108,8 +117,7 @@ class Checkpoints:
             remove_directory(self.path(old))
 
     def clean(self) -> None:
-        """Clears what a kill left half written or half removed; a checkpoint caught while being
-        replaced is put back."""
+        """Clears what a kill left half written or removed; puts back what was being replaced."""
         self.confirm()
         clear_partials(self.folder)
         for entry in self.folder.glob(f"*{PARTIAL}"):
@@ -117,8 +125,7 @@ class Checkpoints:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Renames the checkpoints after `step`, which the run has been taken back to; returns their
-        new names."""
+        """Renames the checkpoints after `step`; returns their new names."""
         renamed = []
         for newer in (other for other in self.steps() if other > step):
             aside = self.path(newer).with_name(self.path(newer).name + ".aside")
@@ -128,43 +135,43 @@ class Checkpoints:
         return renamed
 
     def advice(self, damaged: int) -> str:
-        """What to do about the damaged checkpoint of a step: one sentence that names the newest
-        whole one before it. Reads every file of those that it tries."""
+        """The newest whole checkpoint before a damaged one, as advice. Reads all files it tries."""
         for step in reversed([other for other in self.steps() if other < damaged]):
             if self.find_damage(step) is None:
-                return f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
-        return "No earlier checkpoint is whole: begin anew with --overwrite, or under another run.name."
+                advice = f"continue with --resume run.resume_step={step}"
+                return f"The newest whole checkpoint is that of step {step}: {advice}"
+        advice = "begin anew with --overwrite, or under another run.name"
+        return f"No earlier checkpoint is whole: {advice}."
 
     def find_damage(self, step: int) -> str | None:
-        """One line about what is wrong with the checkpoint; None where all its files are what was
-        written."""
+        """One line about the checkpoint's damage; None where all its files are as written."""
         trainer = self.path(step) / TRAINER
         try:
             self.read_state(step)
-            # Of further models below it
-            manifests = (trainer / TRAINER_MANIFEST, *trainer.glob(f"*/{TRAINER_MANIFEST}"))
-            files = [
-                (manifest.parent, read_fingerprints(read_sealed(manifest), manifest))
-                for manifest in manifests
-            ]
+            # The trainer's own, and those of further models below it
+            for manifest in (
+                trainer / TRAINER_MANIFEST,
+                *trainer.glob(f"*/{TRAINER_MANIFEST}"),
+            ):
+                held = read_fingerprints(read_sealed(manifest), manifest)
+                if damage := find_damage(manifest.parent, held):
+                    return damage
         except DamagedCheckpointError as error:
             return str(error)
-        return next(
-            (damage for folder, held in files if (damage := find_damage(folder, held))), None
-        )
+        return None
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The run's part of the checkpoint of a step.
 
         Raises DamagedCheckpointError where it, or the trainer's part, is of another step than the
-        directory's name says: what was copied or renamed by hand would load without a word."""
+        directory's name says, as after a copy by hand."""
         path = self.path(step)
         state, manifest = read_state(path), path / TRAINER / TRAINER_MANIFEST
         for file, held in ((path / STATE, state), (manifest, read_sealed(manifest))):
             if held.get("step", step) != step:
                 raise DamagedCheckpointError(
-                    f"{file}: expected the checkpoint of step {step}, as the directory is called, found that of step "
-                    f"{held['step']}: directories or files were exchanged."
+                    f"{file}: expected the checkpoint of step {step}, as the directory is called, "
+                    f"found that of step {held['step']}: directories or files were exchanged."
                 )
         return state
 
@@ -192,12 +199,17 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves trainer and run, one checkpoint at a time. `asynchronous`: `save` returns when the
-    state is copied; `poll` between steps makes a checkpoint of it once everything is written. A
-    kill before that leaves the one before."""
+    """Saves trainer and run, one checkpoint at a time.
+
+    asynchronous: `save` returns when the state is copied; `poll` between steps completes the
+    checkpoint once everything is written. A kill before that leaves the one before."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: Checkpoints, *, keep: int, asynchronous: bool = False
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        keep: int,
+        asynchronous: bool = False,
     ) -> None:
         self.trainer = trainer
         self.checkpoints = checkpoints
@@ -250,8 +262,7 @@ class Saver:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Gives up the checkpoint and the space that it took where writing fails, and says which
-        one is left."""
+        """Gives up a checkpoint that cannot be written, and its space; says which one is left."""
         try:
             yield
         except DirectoryLostError:  # what lies there is another process's
@@ -260,15 +271,10 @@ class Saver:
         except (OSError, StorageError) as error:
             self._pending = None
             self.checkpoints.clean()
-            latest = self.checkpoints.latest()
-            left = (
-                "There is no checkpoint yet"
-                if latest is None
-                else f"The newest checkpoint is that of step {latest[0]}"
-            )
-            reason = str(error).removesuffix(".")
+            reason, left = str(error).removesuffix("."), self.checkpoints.newest_text()
+            advice = "Free some space, or fix what is named, and continue with --resume"
             raise StorageError(
-                f"saving step {step}: {reason}. {left}; free some space, or fix what is named, and continue with --resume"
+                f"saving step {step}: {reason}; {left}. {advice}"
             ) from error
 
 
@@ -280,9 +286,8 @@ class RunState:
         self._document = plain(take_out(state, self._tensors))
 
     def write(self, checkpoint: Path) -> None:
-        """Writes it, sealed. Tensors go to a file of their own that is called after its content: a
-        kill while the state of a finished checkpoint is exchanged leaves the old state with the old
-        file."""
+        """Writes it, sealed. Tensors go to a file called after its content: a kill while a state is
+        exchanged leaves the old state with the old file."""
         document, file = self._document, None
         if self._tensors:
             from safetensors.torch import save_file

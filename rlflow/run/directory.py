@@ -1,14 +1,16 @@
-"""The one layout of a run directory, and how everything in it is written: aside first, then
-renamed.
+"""The layout of a run directory, in which every file is written aside and then renamed.
 
-config.yaml                      the resolved configuration, secrets redacted; config.origin: see
-`rlflow.run.origin` metrics.jsonl                    one object per step environment_metrics.json
-what the metrics of the environment are checkpoints/step_000050/         see
-`rlflow.run.checkpoints` export/                          the policy as a HuggingFace directory
+config.yaml                      the resolved configuration, secrets redacted
+config.origin                    see `rlflow.run.origin`
+metrics.jsonl                    one object per step
+environment_metrics.json         the environment's metrics
+checkpoints/step_000050/         see `rlflow.run.checkpoints`
+export/                          the policy as a HuggingFace directory
 adapter/                         with trainer.lora: the adapters as the package peft reads them
-trajectories/step_000010.jsonl   sampled training episodes, in whole groups tokens/step_000010.npz
-the same ones, token by token: see `rlflow.report.tokens` evaluations/step_000010.jsonl    every
-evaluated episode progress.png  report.html  summary.json  log.txt"""
+trajectories/step_000010.jsonl   sampled training episodes, in whole groups
+tokens/step_000010.npz           the same ones, token by token: see `rlflow.report.tokens`
+evaluations/step_000010.jsonl    every evaluated episode
+progress.png  report.html  summary.json  log.txt"""
 
 from __future__ import annotations
 
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
-          "trajectories", "tokens", "evaluations", "progress.png", "report.html", "summary.json", "log.txt",
-          "tensorboard", "wandb")  # fmt: skip
 STARTED = {
     "config.yaml",
     "config.origin",
@@ -43,42 +42,39 @@ STARTED = {
     "tensorboard",
     "wandb",
 }
-"""What a run may have written before its first metrics."""
+"""Files that a run may have written before its first metrics."""
+LAYOUT = (
+    *STARTED,
+    *("checkpoints", "export", "adapter", "trajectories", "tokens", "evaluations"),
+    *("progress.png", "report.html", "summary.json"),
+)
 
 
 def run_path(config: RunConfig) -> Path:
-    """Where the run writes. Raises ConfigError where `run.directory` holds another placeholder than
-    {name}."""
+    """The run's directory. Raises ConfigError for a placeholder other than {name}."""
     try:
         return Path(config.run.directory.format(name=config.run.name))
     except (KeyError, IndexError, ValueError):
-        raise ConfigError(
-            "run.directory: expected a path in which only {name} stands for something else, "
-            f"found '{config.run.directory}'."
-        ) from None
+        found = config.run.directory
+        told = f"expected a path with no placeholder but {{name}}, found '{found}'"
+        raise ConfigError(f"run.directory: {told}.") from None
 
 
 class RunDirectory:
-    """One run's files. While it is open for writing, nobody else can open it
-    (`rlflow.storage.lock`)."""
+    """One run's files; open for writing it is locked (`rlflow.storage.lock`)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config, self.metrics, self.log = (
-            self.path / "config.yaml",
-            self.path / "metrics.jsonl",
-            self.path / "log.txt",
-        )
-        self.environment_metrics, self.summary = (
-            self.path / "environment_metrics.json",
-            self.path / "summary.json",
-        )
-        self.checkpoints, self.export, self.adapter = (
-            self.path / "checkpoints",
-            self.path / "export",
-            self.path / "adapter",
-        )
-        self.picture, self.report = self.path / "progress.png", self.path / "report.html"
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.environment_metrics = self.path / "environment_metrics.json"
+        self.summary = self.path / "summary.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self.adapter = self.path / "adapter"
+        self.picture = self.path / "progress.png"
+        self.report = self.path / "report.html"
         self.saved = Checkpoints(self.checkpoints, self.confirm)
         self._lock: DirectoryLock | None = None
 
@@ -86,46 +82,44 @@ class RunDirectory:
     def create(
         cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False
     ) -> RunDirectory:
-        """Opens a directory for writing, made where missing. With `resume`, what is there stays;
-        with `overwrite`, an earlier run's files (and only those) are removed.
+        """Opens a directory for writing, made where missing; `overwrite` removes a run's files.
 
-        Raises:
-            ConfigError: an earlier run or foreign files are in the way, or another process is writing there.
-        """
+        Raises ConfigError where a run that is not to be resumed, foreign files or another process
+        are in the way."""
         run = cls(directory)
         begun = run._refuse_if_taken(resume, overwrite)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = DirectoryLock(run.path)
         except OSError as error:
-            raise ConfigError(
-                f"run.directory: {run.path} cannot be written ({error.strerror}); choose another one."
-            ) from None
+            told = (
+                f"{run.path} cannot be written ({error.strerror}); choose another one"
+            )
+            raise ConfigError(f"run.directory: {told}.") from None
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
-        for folder in (
-            run.path,
-            run.path / "trajectories",
-            run.path / "tokens",
-            run.path / "evaluations",
-        ):
-            clear_partials(folder)
-        if resume and run.latest_checkpoint() is None:
-            logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
+        for folder in ("", "trajectories", "tokens", "evaluations"):
+            clear_partials(run.path / folder)
+        if resume and run.saved.latest() is None:
+            logger.warning(
+                "resume: no checkpoint in %s, the run starts at step 0", run.path
+            )
         return run
 
     @classmethod
-    def check(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Returns where `create` would find no obstacle; makes nothing. Raises ConfigError as
-        `create` does."""
+    def check(
+        cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False
+    ) -> None:
+        """Raises ConfigError as `create` would; makes nothing."""
         run = cls(directory)
         run._refuse_if_taken(resume, overwrite)
-        ground = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
+        ground = next(
+            path for path in (run.path, *run.path.absolute().parents) if path.exists()
+        )
         if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"run.directory: {run.path} cannot be written, as {ground} does not allow it; choose another one."
-            )
+            told = f"{run.path} cannot be written, as {ground} does not allow it"
+            raise ConfigError(f"run.directory: {told}; choose another one.")
         if (run.path / "run.lock").is_file():
             DirectoryLock(run.path).close()
 
@@ -138,14 +132,10 @@ class RunDirectory:
         """
         run = cls(directory)
         if not run.config.is_file() and not run.metrics.is_file():
-            near = (
-                [entry.name for entry in sorted(run.path.glob("*/"))] if run.path.is_dir() else []
-            )
-            near = [name for name in near if (run.path / name / "config.yaml").is_file()]
+            near = _runs_in(run.path)
             hint = f" Runs in it: {', '.join(near[:8])}." if near else ""
-            raise ConfigError(
-                f"{run.path}: no run here; expected a directory with config.yaml and metrics.jsonl.{hint}"
-            )
+            expected = "expected a directory with config.yaml and metrics.jsonl"
+            raise ConfigError(f"{run.path}: no run here; {expected}.{hint}")
         return run
 
     def trajectories(self, step: int) -> Path:
@@ -157,20 +147,8 @@ class RunDirectory:
     def evaluations(self, step: int) -> Path:
         return self.path / "evaluations" / f"step_{step:06d}.jsonl"
 
-    def checkpoint_path(self, step: int) -> Path:
-        return self.saved.path(step)
-
-    def saved_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        return self.saved.steps()
-
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """(step, directory) of the newest complete checkpoint, or None."""
-        return self.saved.latest()
-
     def confirm(self) -> None:
-        """Returns where this run may still write here; whoever writes asks first. Raises
-        DirectoryLostError."""
+        """Raises DirectoryLostError where this run may not write here any more."""
         if self._lock is not None:
             self._lock.confirm()
 
@@ -187,8 +165,7 @@ class RunDirectory:
         self.close()
 
     def discard_unless_begun(self) -> None:
-        """Removes the directory if nothing but the start of a run is in it: a failed start leaves
-        no trace. What was moved away, or is another process's by now, is left alone."""
+        """Removes the directory of a failed start, unless it is another process's by now."""
         if self._lock is not None and not self._lock.held():
             return
         present = self._present()
@@ -200,26 +177,32 @@ class RunDirectory:
                 self.path.rmdir()
 
     def _present(self) -> list[str]:
-        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
-        return [name for name in names if name != "run.lock" and not name.endswith(PARTIAL)]
+        names = (
+            sorted(entry.name for entry in self.path.iterdir())
+            if self.path.is_dir()
+            else []
+        )
+        return [
+            name for name in names if name != "run.lock" and not name.endswith(PARTIAL)
+        ]
 
     def _begun(self, present: Sequence[str]) -> bool:
-        """Whether there is more than what a start writes before its first metrics: such a rest is
-        in nobody's way."""
-        return not ("log.txt" in present and set(present) <= STARTED) or bool(
-            self.metrics.is_file() and self.metrics.stat().st_size
-        )
+        """Whether there is more than what a start writes before its first metrics."""
+        if "log.txt" not in present or not set(present) <= STARTED:
+            return True
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     def _refuse_if_taken(self, resume: bool, overwrite: bool) -> bool:
-        """Whether a run has begun here, once nothing speaks against opening the directory for
-        writing."""
+        """Whether a run has begun here. Raises ConfigError where it may not be written."""
+        place = f"run.directory: {self.path}"
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(
-                f"run.directory: {self.path} is a file; expected a directory, or a name that is free."
+                f"{place} is a file; expected a directory, or a name that is free."
             )
         if resume and overwrite:
             raise ConfigError(
-                "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
+                "run.resume and run.overwrite are both on; resume continues a run, overwrite "
+                "throws it away."
             )
         if resume and not self.path.exists():
             self._refuse_nothing_to_resume()
@@ -228,29 +211,24 @@ class RunDirectory:
             return False
         if not resume and not overwrite:
             raise ConfigError(
-                f"run.directory: {self.path} already holds {_what(present)}: continue it with --resume, throw it "
-                "away with --overwrite, or choose another run.name."
+                f"{place} already holds {_what(present)}: continue it with --resume, throw it away "
+                "with --overwrite, or choose another run.name."
             )
         if "config.yaml" not in present:
             raise ConfigError(
-                f"run.directory: {self.path} holds files that are not of a run ({', '.join(present[:3])}); "
-                "choose another run.directory or run.name."
+                f"{place} holds files that are not of a run ({', '.join(present[:3])}); choose "
+                "another run.directory or run.name."
             )
         return True
 
     def _refuse_nothing_to_resume(self) -> None:
-        folder = self.path.parent
-        near = (
-            sorted(entry.parent.name for entry in folder.glob("*/config.yaml"))
-            if folder.is_dir()
-            else []
-        )
-        shown = (
-            f" (beside it: {', '.join(near[:8])}{', ...' if len(near) > 8 else ''})" if near else ""
-        )
+        near = _runs_in(self.path.parent)
+        more = ", ..." if len(near) > 8 else ""
+        shown = f" (beside it: {', '.join(near[:8])}{more})" if near else ""
         raise ConfigError(
-            f"run.resume: no run in {self.path}{shown}.{did_you_mean(self.path.name, near)} To begin it leave --resume out; a "
-            f"job that is always started with --resume begins where the directory is there: mkdir -p {self.path}."
+            f"run.resume: no run in {self.path}{shown}.{did_you_mean(self.path.name, near)} To "
+            "begin it leave --resume out; a job that is always started with --resume begins where "
+            f"the directory is there: mkdir -p {self.path}."
         )
 
     def _remove_run(self) -> None:
@@ -262,46 +240,39 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
 
+def _runs_in(folder: Path) -> list[str]:
+    return sorted(entry.parent.name for entry in folder.glob("*/config.yaml"))
+
+
 def _what(present: list[str]) -> str:
-    return (
-        "a run"
-        if "config.yaml" in present
-        else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
-    )
+    if "config.yaml" in present:
+        return "a run"
+    return f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK_FAILED = (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 IN_THE_RUN = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-"""Say something about the disk only of a file of the run."""
+"""About the disk only where the file is the run's."""
 
 
 def explain_unwritable(error: BaseException | None, directory: RunDirectory) -> None:
-    """Raises StorageError, from `error`, where it says that nothing more can be written; returns
-    for any other."""
+    """Raises StorageError, from `error`, where it says that nothing more can be written."""
     if not isinstance(error, OSError):
         return
+    ours = error.errno in IN_THE_RUN and _inside(error.filename, directory.path)
     if error.errno in DISK_FULL:
         remedy = "Free some space"
-    elif error.errno in DISK_FAILED or (
-        error.errno in IN_THE_RUN and _inside(error.filename, directory.path)
-    ):
+    elif error.errno in DISK_FAILED or ours:
         remedy = "Make it writable again"
     else:
         return
-    latest = directory.latest_checkpoint()
-    left = (
-        "there is no checkpoint yet"
-        if latest is None
-        else f"the newest checkpoint is that of step {latest[0]}"
-    )
-    where = error.filename or directory.path
-    raise StorageError(
-        f"{where}: {error.strerror}; {left}. {remedy} and continue with --resume"
-    ) from error
+    where, left = error.filename or directory.path, directory.saved.newest_text()
+    told = f"{where}: {error.strerror}; {left}. {remedy} and continue with --resume"
+    raise StorageError(told) from error
 
 
 def _inside(file: object, directory: Path) -> bool:
-    return isinstance(file, (str, os.PathLike)) and Path(file).absolute().is_relative_to(
-        directory.absolute()
-    )
+    if not isinstance(file, (str, os.PathLike)):
+        return False
+    return Path(file).absolute().is_relative_to(directory.absolute())

@@ -16,13 +16,11 @@ from rlflow.algorithms.algorithm import config_needs
 from rlflow.components import ENGINE
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.models.architecture import Architecture, architecture, padded_vocab, placed_rules
+from rlflow.models.architecture import Architecture, architecture, padded_vocab
 from rlflow.models.flops import forward_flops, training_flops
 from rlflow.models.huggingface import read_config
-from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
-from rlflow.trainer.layout import ParallelLayout, stage_of
+from rlflow.trainer.layout import ParallelLayout, stage_parameters
 
 GRADIENT_BYTES, MOMENT_BYTES = 4, 8  # per parameter: float32; Adam's two
 MAIN_BYTES = 4  # per parameter: the float32 weights behind bfloat16
@@ -36,7 +34,7 @@ FIRST_USE = 64 * 2**20  # what the first update or decode step leaves, whatever 
 VLLM_FRONT, VLLM_CORE = 900 * 2**20, 800 * 2**20
 """Of vLLM's two processes that do not compute, and of each that does, by imports and threads."""
 VLLM_STEP_TOKENS = 8192
-"""Of prompts in a step at the least; see `rlflow.rollout.vllm.worker.whole_prompts`."""
+"""Of prompts in a step at the least; see `rlflow.rollout.vllm.launch.Launch.flags`."""
 CORE_FLOPS, CORE_MEMORY_RATE = 90e9, 10e9
 """FLOP/s and bytes/s of a core of a server of 2022 to 2025 in float32: what a step of 93M parameters
 reached on an Intel Xeon (75e9) and an AMD EPYC (130e9), attention, optimizer and all."""
@@ -92,7 +90,7 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
         rank = "rank" if layout.pipeline_parallel == 1 else f"rank of stage {stage + 1}"
         process = rank if config.cluster.ranks else "process"
         held = {**libraries, **rank_parts(config, model, stage)}
-        given_back = ("sampling", "keys and values") if _sleeps(config) else ("sampling",)
+        given_back = ("sampling", "keys and values") if sleeps(config) else ("sampling",)
         kept = {name: size for name, size in engine.items() if name not in given_back}
         released = ("gradients",) if config.trainer.release_gradients else ()
         between = {name: size for name, size in held.items() if name not in released}
@@ -105,28 +103,6 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
 # ---------------------------------------------------------------- what lies there all the time
 
 
-def stage_parameters(model: Architecture, layout: ParallelLayout, values: bool = False) -> list[int]:
-    """Parameters on one rank of each pipeline stage. values: of a critic, whose head is one vector and a number."""
-    sizes = [0] * layout.pipeline_parallel
-    tensor = layout.tensor_parallel
-    for rule, layer in placed_rules(model):
-        if rule is OUTPUT and values:
-            continue
-        sizes[stage_of(rule, layer, model, layout)[0]] += _elements(rule, model, tensor)
-    if values:
-        sizes[-1] += model.hidden + 1
-    elif model.tied and layout.pipeline_parallel > 1:
-        sizes[-1] += _elements(TIED_OUTPUT, model, tensor)
-    return sizes
-
-
-def _elements(rule: Rule, model: Architecture, tensor: int) -> int:
-    if rule.split is Split.VOCAB:
-        return padded_vocab(model.vocab, tensor) // tensor * model.hidden
-    whole = sum(math.prod(shape) for shape in rule.shapes(model))
-    return whole if rule.split is Split.REPLICATED else whole // tensor
-
-
 def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
     """Weights, gradients and optimizer of a rank, a critic's included; snapshots and the teacher."""
     trainer, layout = config.trainer, config.trainer.layout
@@ -134,16 +110,21 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
     parameters = stage_parameters(model, layout)[stage]
     adapters = adapter_parameters(config, model)
     trained = adapters or parameters
+    # The experts' optimizer is split over the ranks that hold the same ones
+    experts = 0 if adapters else stage_parameters(model, layout, experts=True)[stage]
     if config.algorithm.critic is not None:
         trained += stage_parameters(model, layout, values=True)[stage]
+        experts += stage_parameters(model, layout, experts=True)[stage]
     ranks = layout.data_parallel(config.cluster.ranks) * layout.context_parallel
     shards = ranks if trainer.distributed_optimizer else 1
+    copies = ranks * layout.tensor_parallel // layout.expert_parallel
+    expert_shards = copies if trainer.distributed_optimizer else 1
     main = MAIN_BYTES if width < MAIN_BYTES else 0
-    moments = 0 if trainer.adamw.offload else MOMENT_BYTES
+    held = 0 if trainer.adamw.offload else main + MOMENT_BYTES
     parts = {
         "weights": (trained + (parameters if adapters else 0)) * width,
         "gradients": trained * GRADIENT_BYTES,
-        "optimizer": trained * (main + moments) // shards,
+        "optimizer": (trained - experts) * held // shards + experts * held // expert_shards,
     }
     copied = adapters or parameters  # a reference beside adapters is the model without them
     frozen = 0 if trainer.offload_snapshots else snapshots(config) * copied + teacher_parameters(config, stage)
@@ -151,27 +132,23 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
 
 
 def adapter_parameters(config: RunConfig, model: Architecture) -> int:
-    """Parameters of low-rank adapters (`trainer.lora`) on a rank: A (rank, in) and B (out, rank) of each target, one of the two
-    split over the tensor-parallel ranks; 0 where all weights are trained."""
-    lora = getattr(config.trainer, "lora", None)
-    if not lora:
+    """Parameters of low-rank adapters on a rank: A (rank, in) and B (out, rank) of each target, one of
+    the two split over the tensor-parallel ranks; 0 where all weights are trained."""
+    lora = config.trainer.adapters
+    if lora is None:
         return 0
-    tensor, hidden = config.trainer.tensor_parallel, model.hidden
-    query, key, ffn = model.heads * model.head_dim, model.groups * model.head_dim, model.ffn
-    sizes = {  # (what is split, what is whole)
-        "q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (query, hidden),
-        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (ffn, hidden),
-    }  # fmt: skip
-    targets = lora.get("targets") or tuple(sizes)
-    layer = sum(split // tensor + whole for name, (split, whole) in sizes.items() if name in targets)
-    return int(lora.get("rank", 16)) * layer * (model.layers // config.trainer.pipeline_parallel)
+    query, key = model.heads * model.head_dim, model.groups * model.head_dim
+    split = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}  # the others: ffn
+    tensor = config.trainer.tensor_parallel
+    layer = sum(split.get(name, model.ffn) // tensor + model.hidden for name in lora.targets)
+    return lora.rank * layer * (model.layers // config.trainer.pipeline_parallel)
 
 
 def snapshots(config: RunConfig) -> int:
     """Copies of the policy's weights that a run keeps."""
     teacher = config.algorithm.teacher
     copied = teacher.get("name") == "policy" and teacher.get("refresh_steps", 1) != 1
-    switched_off = bool(getattr(config.trainer, "lora", None))
+    switched_off = config.trainer.lora is not None
     return ("reference" in config_needs(config) and not switched_off) + copied
 
 
@@ -193,28 +170,29 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
     tokens = math.ceil(batch.tokens / layout.context_parallel)
     chunk_layers = model.layers // layout.stages
     in_flight = _in_flight(layout, stage)
-    kept = _kept_per_token(model, layout, width, config.trainer.recompute)
-    whole = _kept_per_token(model, layout, width, "none")
-    again = whole - kept if config.trainer.recompute != "none" else 0  # of the layer that is computed again
+    kept = _kept_per_token(model, layout, width, config.trainer.recomputed)
+    again = _kept_per_token(model, layout, width, frozenset()) - kept  # of the layer that is computed again
     parts = {"activations": round(tokens * (in_flight * chunk_layers * kept + again))}
     parts["backward pass"] = round(tokens * _transient_per_token(model, layout, width))
     if stage == layout.pipeline_parallel - 1:
         head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
         # The output layer comes before the first layer of the backward pass: they are not there at the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
-    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    slack = SLACK_CUDA if on_gpus(config) else SLACK
     return {**parts, "slack": round(slack * sum(parts.values())) + FIRST_USE}
 
 
 def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
-    """The tokens of the largest micro-batch of a mini-batch whose episodes all fill their budget, on one data-parallel rank."""
+    """The largest micro-batch that a data-parallel rank may get. Padded, of episodes that all fill
+    their budget; packed, shorter ones fill it to its limit."""
     rollout, trainer = config.rollout, config.trainer
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.minibatches_per_step
     rows = math.ceil(rows / trainer.layout.data_parallel(config.cluster.ranks))
-    longest = rollout.max_total_tokens
-    fitting = max(trainer.tokens_per_microbatch // longest, 1) * longest
-    tokens = min(fitting, rows * longest)
-    return LargestMicrobatch(tokens, min(tokens, tokens // longest * rollout.max_turns * rollout.max_response_tokens))
+    longest, limit = rollout.max_total_tokens, trainer.tokens_per_microbatch
+    full = max(limit if trainer.packing else limit // longest * longest, longest)
+    tokens = min(full, rows * longest)
+    sampled = rollout.max_turns * rollout.max_response_tokens
+    return LargestMicrobatch(tokens, min(tokens, math.ceil(tokens / longest) * sampled))
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> int:
@@ -226,24 +204,24 @@ def _in_flight(layout: ParallelLayout, stage: int) -> int:
     return 2 * after + (layout.virtual_pipeline - 1) * layout.pipeline_parallel + 1
 
 
-def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, recompute: str) -> float:
+def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, recomputed: frozenset[str]) -> float:
     """Bytes that a layer keeps of a token for its backward pass; see `rlflow.trainer.megatron.layers`."""
     tensor, hidden = layout.tensor_parallel, model.hidden
     outside = hidden / (tensor if layout.sequence_parallel else 1)  # norms and residuals
-    query, ffn = model.heads * model.head_dim / tensor, model.ffn / tensor
-    if recompute == "full":
+    query, ffn = model.heads * model.head_dim / tensor, model.active_ffn / tensor
+    if "full" in recomputed:
         return width * outside
     residuals, normed = 2 * outside, 2 * outside  # the inputs of the two norms, and what they give to the linear layers
     scaled = 2 * outside * (4 if width == 4 else 8)  # the norms' own, in float32; with bfloat16 their inputs too
     attention = 4 * query  # queries, the result, and keys and values, which keep as much memory as the queries
-    mlp = 0.0 if recompute == "selective" else 3 * ffn  # gate and up, and their product
+    mlp = 0.0 if "mlp" in recomputed else 3 * ffn  # gate and up, and their product
     statistics = 4 * model.heads / tensor + 2 * 4  # log-sum-exp of attention and the norms' scales, float32
     return width * (residuals + normed + attention + mlp) + scaled + statistics
 
 
 def _transient_per_token(model: Architecture, layout: ParallelLayout, width: int) -> float:
     """Bytes per token beside the kept ones in the middle of a layer's MLP: gradients of its parts."""
-    return width * (5 * model.ffn / layout.tensor_parallel + 2 * model.hidden)
+    return width * (5 * model.active_ffn / layout.tensor_parallel + 2 * model.hidden)
 
 
 def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int) -> int:
@@ -274,9 +252,9 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     decode = slots * model.vocab * 4 * 4  # logits, scaled ones, log-probs, probabilities
     longest = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens)
     prefilled = min(int(options.get("prefill_tokens", 8192)), slots * longest)
-    activations = 3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.ffn
+    activations = 3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.active_ffn
     prefill = prefilled * width * (activations + longest)  # with the masks of all that is prefilled in a step
-    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    slack = SLACK_CUDA if on_gpus(config) else SLACK
     sampling = round((1 + slack) * max(decode, prefill)) + FIRST_USE
     return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": sampling}
 
@@ -298,10 +276,15 @@ def _engine_place(config: RunConfig) -> str:
         return ""
 
 
-def _sleeps(config: RunConfig) -> bool:
+def sleeps(config: RunConfig) -> bool:
     """Whether the engine gives memory back while the trainer works."""
     asked = config.rollout.engine.get("sleep")
-    return (torch.cuda.is_available() if asked is None else bool(asked)) and not config.asynchrony.overlap
+    return (on_gpus(config) if asked is None else bool(asked)) and not config.asynchrony.overlap
+
+
+def on_gpus(config: RunConfig) -> bool:
+    """Whether the run trains on GPUs: ranks do that ask for some, on this machine or another."""
+    return config.cluster.gpus_per_rank > 0 if config.cluster.ranks else torch.cuda.is_available()
 
 
 def _episodes(config: RunConfig) -> int:
@@ -327,11 +310,11 @@ def checkpoint_bytes(config: RunConfig, model: Architecture) -> tuple[int, int]:
 
 
 def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
-    """vLLM's processes of one engine together, what they share counted once; none on a GPU.
+    """vLLM's processes of one engine together, what they share counted once; none on a GPU (see `gpu_memory`).
 
-    Keys and values are allotted whole at the start. A step of prompts and an update, which holds a
-    file of new weights in memory, do not happen at the same time."""
-    if torch.cuda.is_available() or not is_vllm(config):
+    Keys and values are allotted whole at the start. A step of prompts and an update, which holds
+    two files of new weights in memory, do not happen at the same time."""
+    if on_gpus(config) or not is_vllm(config):
         return []
     options = config.rollout.engine
     width = DTYPE_BYTES[options.get("dtype") or config.model.dtype]
@@ -340,13 +323,13 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     head = model.vocab * model.hidden * width if model.tied else 0  # packed: a copy
     longest = int(options.get("max_tokens") or config.rollout.max_total_tokens)
     # Of a layer: residual, normed and result; gate, up and their product.
-    step = max(VLLM_STEP_TOKENS, longest) * 3 * (model.hidden + model.ffn) * width
-    update = min(weights + head, int(options.get("bucket_mib", 256)) * 2**20)
+    step = max(VLLM_STEP_TOKENS, longest) * 3 * (model.hidden + model.active_ffn) * width
+    update = min(weights + head, 2 * int(options.get("bucket_mib", 256)) * 2**20)
     parts = {
         "libraries": VLLM_FRONT + tensor * VLLM_CORE,
         "engine's weights": weights + head,
         "keys and values": tensor * int(options.get("kv_gib", 1)) * 2**30,
-        "a step of prompts, or a file of new weights": max(step, update),
+        "a step of prompts, or files of new weights": max(step, update),
     }
     count = int(options.get("engines", 1))
     name = "vLLM" if count == 1 else f"vLLM, each of {count} engines"
@@ -365,7 +348,7 @@ def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTim
     rows, scored = [budget] * episodes, sampled * episodes
     forward, rate = forward_flops(model, rows, scored), CORE_FLOPS * cores
     trained = training_flops(model, rows, scored)
-    if config.trainer.recompute == "full":
+    if "full" in config.trainer.recomputed:
         trained += forward
     if config.algorithm.critic is not None:
         trained *= 2
@@ -391,10 +374,7 @@ def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int
 
 def cores_of(config: RunConfig) -> int | None:
     """CPU cores that the run uses; None where it trains on GPUs."""
-    cluster = config.cluster
-    if torch.cuda.is_available() and (cluster.gpus_per_rank > 0 or not cluster.ranks):
+    if on_gpus(config):
         return None
-    there = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
-    threads = cluster.ranks * cluster.threads_per_rank if cluster.ranks else torch.get_num_threads()
-    return min(cores, threads)
+    ranks, threads = config.cluster.ranks, config.cluster.threads_per_rank
+    return min(len(os.sched_getaffinity(0)), ranks * threads or torch.get_num_threads())

@@ -12,15 +12,14 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from types import FrameType
 from typing import Any
 
-from rlflow.cluster.watching import StallLimits, Stillness, Work, native_stack
+from rlflow.cluster.watching import Stillness, Work
 from rlflow.report.timer import PhaseTimer
+from rlflow.storage.child import start_listener
 from rlflow.storage.forks import in_forked_child
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,10 @@ class Interrupt:
                 pass
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
-            text = f"rlflow: {signal.Signals(number).name}: the process ends without closing what hangs (in {place}).\n"
+            text = (
+                f"rlflow: {signal.Signals(number).name}: the process ends without closing what "
+                f"hangs (in {place}).\n"
+            )
             os.write(2, text.encode())
             os._exit(128 + number)
 
@@ -169,12 +171,18 @@ try:
             continue
         silent += stat(f"/proc/{pid}/stat")[0] not in "Tt"
         if silent == word_s:
-            told = f"one call holds the interpreter, nothing else has run for {silent} s; it has {limit_s} s. It is in:"
+            told = (
+                f"one call holds the interpreter, nothing else has run for {silent} s; it has "
+                f"{limit_s} s. It is in:"
+            )
             print(f"rlflow: {told}", file=sys.stderr, flush=True)
             ctypes.CDLL(None).tgkill(pid, busiest(), number)
         if silent >= limit_s:
             told = f"ended: one call has held the interpreter for {limit_s} s ({what})"
-            print(f"rlflow: {told}. Release the GIL in it, or call it in a process of its own.", file=sys.stderr)
+            print(
+                f"rlflow: {told}. Release the GIL in it, or call it in a process of its own.",
+                file=sys.stderr,
+            )
             os.kill(pid, signal.SIGKILL)
             break
 except OSError:
@@ -200,19 +208,8 @@ class InterpreterWatch:
         if sys.platform.startswith("linux"):
             number = signal.SIGRTMAX - 3
             faulthandler.register(number, file=2, all_threads=False)
-            command = [
-                sys.executable,
-                "-I",
-                "-S",
-                "-c",
-                _CODE,
-                str(os.getpid()),
-                str(number),
-                *self._seconds,
-                self._what,
-            ]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            self._process = start_listener(
+                "-c", _CODE, str(os.getpid()), str(number), *self._seconds, self._what
             )
             self._thread = threading.Thread(target=self._beat, name="rlflow-beat", daemon=True)
             self._thread.start()
@@ -243,16 +240,16 @@ LOOK_EVERY_S = 5.0
 
 class Watchdog:
     """A thread that looks at the thread which makes it, within a `with` block: where that one has
-    not moved in a phase of the trainer for too long (`StallLimits`), the log says so once, with
-    phase and stack. A run that hangs is not ended: nothing could tell whether the call, which is in
-    this very process, would still return."""
+    not moved in a phase of the trainer for `limit_s`, the log says so once, with phase and stack. A
+    run that hangs is not ended: nothing could tell whether the call, which is in this very process,
+    would still return."""
 
     def __init__(
-        self, timer: PhaseTimer, floor_s: float, look_every_s: float = LOOK_EVERY_S
+        self, timer: PhaseTimer, limit_s: float, look_every_s: float = LOOK_EVERY_S
     ) -> None:
         self._timer = timer
-        self._deadlines = StallLimits(floor_s)
-        self._look_every_s = min(look_every_s, floor_s / 4)
+        self._limit_s = limit_s
+        self._look_every_s = min(look_every_s, limit_s / 4)
         self._work = Work()
         self._work.begin("run")
         self._ended = threading.Event()
@@ -267,20 +264,19 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        phase, since, told = "", 0.0, False
-        stillness = Stillness(0.0)
+        phase, told = "", False
+        stillness = Stillness(self._limit_s)
         while not self._ended.wait(self._look_every_s):
             now = self._timer.current
             if now != phase:
-                if phase not in OTHERS:
-                    self._deadlines.took(phase, time.monotonic() - since)
-                phase, since, told = now, time.monotonic(), False
-                stillness = Stillness(self._deadlines.of(phase))
-            if phase in OTHERS or told:
-                continue
+                phase, told, stillness = now, False, Stillness(self._limit_s)
             doing = self._work.look()
-            if stillness.look({0: doing}):
+            if phase not in OTHERS and not told and stillness.look({0: doing}):
                 told = True
-                told_of = "%s: the trainer has not moved for %g s (cluster.stall_timeout_s, or 3x its longest): %s\n%s"
-                stack = native_stack(os.getpid()) or doing.stack()
-                logger.error(told_of, phase, stillness.limit_s, doing.place, stack)
+                logger.error(
+                    "%s: the trainer has not moved for %g s (cluster.stall_timeout_s): %s\n%s",
+                    phase,
+                    self._limit_s,
+                    doing.place,
+                    doing.stack(),
+                )

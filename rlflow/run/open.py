@@ -1,24 +1,26 @@
-"""The life of a run: checked and built in the order in which least is lost where it fails, closed in any case."""
+"""Opens a run: checks and builds it, cheap parts first, and closes it in any case."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.base import Classroom
+from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.report.findings import Watch
 from rlflow.report.live import LivePage
-from rlflow.report.log import RunLog
 from rlflow.report.metrics import save_registered
+from rlflow.report.recorder import Recorder
 from rlflow.report.sinks import read_metrics
-from rlflow.report.terminal import Progress
+from rlflow.report.terminal import Progress, RunLog
 from rlflow.report.timer import Clock, PhaseTimer
+from rlflow.rollout.rollout import Rollout
 from rlflow.run.assemble import (
     fitting_tasks,
     make_groups,
@@ -29,26 +31,27 @@ from rlflow.run.assemble import (
     trainable,
 )
 from rlflow.run.checkpoints import Saver
-from rlflow.run.directory import explain_unwritable
+from rlflow.run.directory import RunDirectory, explain_unwritable
 from rlflow.run.evaluate import EvaluationSchedule
+from rlflow.run.gpus import gpu_table, make_placement
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.origin import fetch_models
-from rlflow.run.preflight import check_start
-from rlflow.run.recorder import Recorder
+from rlflow.run.preflight import check_start, policy_architecture
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
+from rlflow.run.rollout_workers import make_run_rollout
 from rlflow.run.run import Run
-from rlflow.run.workers import make_run_rollout
-from rlflow.types import Task
+from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
-    """A run at its first step, or at the checkpoint that it resumes from. Signals end it at once until it is open, between
-    steps from then on. On an error the save under way is ended first, unless the user wants out at once.
+    """A run at its first step, or at the checkpoint that it resumes from.
 
-    Raises RLFlowError where it cannot start; StorageError for a disk that is full, broken or gone, whenever that is met."""
+    Signals end it at once until it is open, then between steps. An error first ends the save under
+    way, unless the user wants out at once. Raises RLFlowError where it cannot start, and
+    StorageError for a disk that is full, broken or gone."""
     with ExitStack() as stack:
         run = _start(config, stack)
         parts = stack.pop_all()
@@ -59,7 +62,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     except BaseException as error:
         if isinstance(error, Exception):
             _end_save(run)
-        with suppress(OSError):  # a sink that cannot write its last lines; what went wrong first says more
+        with suppress(OSError):  # of a sink's last lines; the first error says more
             parts.close()
         explain_unwritable(error, run.directory)
         raise
@@ -74,35 +77,32 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     clock, timer = Clock(), PhaseTimer()
     fetch_models(config)
     check_start(config)
-    interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
+    # First, to end ranks that are starting too
+    interrupt = stack.enter_context(Interrupt())
     log = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
     progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
-    rollout = trainable(stack.enter_context(make_run_rollout(config)))
-    progress.registered, rollout.on_episode = rollout.environment.metrics, progress.episode
+    placement = _open_placement(config, progress, stack)
+    rollout = trainable(stack.enter_context(make_run_rollout(config, placement)))
+    metrics = progress.registered = rollout.environment.metrics
+    rollout.on_episode = progress.episode
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
-    trainer = make_trainer(config)
-    stack.callback(trainer.close)
-    if "reference" in algorithm.needs:
-        trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
-    _open_teacher(algorithm, Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature), stack)
-    # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
-    directory = stack.enter_context(open_directory(config))
-    log.write_to(directory.log)
-    if page is not None:
-        page.run = directory.path
-        stack.callback(page.write, directory.report)
-    told = "run %s: model %s, environment %s, %d steps"
-    logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
-    save_registered(directory.environment_metrics, rollout.environment.metrics)
-    source = CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed)
+    trainer = _open_trainer(config, algorithm, rollout, placement, stack)
+    # Only now: a failed start takes no directory, and `overwrite` throws nothing away
+    directory = _open_files(config, log, page, stack)
+    save_registered(directory.environment_metrics, metrics)
+    offered = {"tasks": train_tasks, "seed": config.run.seed}
+    source = CURATOR.build(config.data.curator, "data.curator", **offered)
+    upcoming = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
+    kept = config.metrics.trajectories_per_step
+    saving = config.checkpoint.keep, config.checkpoint.asynchronous
     run = Run(
         config,
         directory=directory,
@@ -110,29 +110,87 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         rollout=rollout,
         trainer=trainer,
         source=source,
-        evaluation=_schedule(val_tasks, config),
-        saver=Saver(trainer, directory.saved, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous),
-        recorder=Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step),
+        evaluation=EvaluationSchedule(val_tasks, config.evaluation),
+        saver=Saver(trainer, directory.saved, *saving),
+        recorder=Recorder(directory, rollout.tokenizer, kept),
         progress=progress,
         interrupt=interrupt,
         clock=clock,
         timer=timer,
         probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
-        upcoming=stack.enter_context(closing(make_groups(config, rollout, source, train_tasks, algorithm.max_rounds))),
-        watch=Watch(rollout.environment.metrics),
+        upcoming=stack.enter_context(closing(upcoming)),
+        watch=Watch(metrics),
         prompts_dropped=dropped,
     )
     _accompany(run, stack)
     resume(run)
-    run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, run.evaluation.made(run.saved_step)))
-    _recall(run)
+    evaluations = run.evaluation.made(run.saved_step)
+    log_of_run = make_metrics(config, directory, run.saved_step, evaluations)
+    run.metrics = stack.enter_context(log_of_run)
+    # No warning of earlier sessions is said again
+    run.watch.recall(read_metrics(run.directory.metrics))
     return run
+
+
+def _open_trainer(
+    config: RunConfig,
+    algorithm: Algorithm,
+    rollout: Rollout,
+    placement: Placement | None,
+    stack: ExitStack,
+) -> Trainer:
+    """The trainer, with the reference and the teacher that the algorithm needs."""
+    trainer = make_trainer(config, placement)
+    stack.callback(trainer.close)
+    if "reference" in algorithm.needs:
+        # The starting policy, unless the checkpoint holds another
+        trainer.snapshot("reference")
+    if algorithm.teacher is not None:
+        temperature = config.rollout.temperature
+        stack.callback(algorithm.teacher.close)
+        algorithm.teacher.open(
+            Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, temperature)
+        )
+    return trainer
+
+
+def _open_files(
+    config: RunConfig, log: RunLog, page: LivePage | None, stack: ExitStack
+) -> RunDirectory:
+    """The run's directory, with its log; at the end with the page."""
+    directory = stack.enter_context(open_directory(config))
+    log.write_to(directory.log)
+    if page is not None:
+        page.run = directory.path
+        stack.callback(page.write, directory.report)
+    logger.info(
+        "run %s: model %s, environment %s, %d steps",
+        config.run.name,
+        config.model.path,
+        config.environment["name"],
+        config.run.steps,
+    )
+    return directory
+
+
+def _open_placement(
+    config: RunConfig, progress: Progress, stack: ExitStack
+) -> Placement | None:
+    """The ranks' places, for as long as the run is open, told with the engines' before anything is
+    loaded."""
+    placement = make_placement(config)
+    if placement is not None:
+        stack.callback(placement.close)
+    for line in gpu_table(config, policy_architecture(config), placement):
+        logger.info("%s", line)
+        progress.message(line)
+    return placement
 
 
 def _displays(
     config: RunConfig, clock: Clock, stack: ExitStack
 ) -> tuple[Progress, LivePage | None]:
-    """What the run tells how it goes, and the page where one is wanted."""
+    """The run's progress, and the page where one is wanted."""
     checkpoint = chosen_checkpoint(config)
     progress = Progress(
         config.metrics.progress,
@@ -150,7 +208,7 @@ def _displays(
 
 
 def _accompany(run: Run, stack: ExitStack) -> None:
-    """Who works beside the steps: what starts engines again, what scores groups early, the watchdog of a trainer in here."""
+    """Starts what works beside the steps: restarts of engines, early scores, a watchdog."""
     run.rollout.outlive(run.restart_engines)
     if run.config.asynchrony.score_early:
         _score_early(run)
@@ -159,44 +217,21 @@ def _accompany(run: Run, stack: ExitStack) -> None:
 
 
 def _score_early(run: Run) -> None:
-    """Lets what is frozen score groups as they end. A live policy as teacher, and the log-probs of the policy itself, are those
-    of the step."""
+    """Lets frozen models score groups as they end; what follows the policy waits for the step."""
     algorithm, stages = run.algorithm, dict[str, Stage]()
     if "reference" in algorithm.needs:
         stages["reference"] = lambda batch, tasks: batch.replace(
-            reference_logprobs=run.trainer.score(batch, model="reference")["logprobs"]
+            reference_logprobs=run.trainer.score(batch.replace(wanted=batch.trained), "reference")["logprobs"]
         )
     if algorithm.teacher is not None and algorithm.teacher.frozen:
         stages["teacher"] = algorithm.teacher.fill
     if not stages:
-        logger.info("rollout.asynchronous.score_early: neither a reference nor a frozen teacher is there to score early")
+        logger.info(
+            "rollout.asynchronous.score_early: no reference and no frozen teacher is there"
+        )
         return
     algorithm.early = EarlyScores(stages)
     run.rollout.on_group = algorithm.early.take
-
-
-def _open_teacher(algorithm: Algorithm, classroom: Classroom, stack: ExitStack) -> None:
-    if algorithm.teacher is not None:
-        stack.callback(algorithm.teacher.close)
-        algorithm.teacher.open(classroom)
-
-
-def _schedule(tasks: Sequence[Task], config: RunConfig) -> EvaluationSchedule:
-    section = config.evaluation
-    return EvaluationSchedule(
-        tasks,
-        every_steps=section.every_steps,
-        at_start=section.at_start,
-        questions=section.questions,
-        final_questions=section.final_questions,
-    )
-
-
-def _recall(run: Run) -> None:
-    """Tells displays and watch what earlier sessions of a resumed run logged; what they warned of is not said again."""
-    records = read_metrics(run.directory.metrics)
-    run.progress.restore(records)
-    run.watch.recall(records)
 
 
 def _end_save(run: Run) -> None:

@@ -1,5 +1,5 @@
-"""Models and configurations that a command is given: the directory behind a run or a checkpoint,
-and of a stranger's configuration only the keys that are listed here, with plain values.
+"""Models and configurations that a command is given: the directory behind a run or a checkpoint;
+of a stranger's configuration only the keys listed here, with plain values.
 
 config.origin, beside config.yaml, holds its HMAC under a key of the user's
 (~/.local/state/rlflow/origin.key, or below XDG_STATE_HOME). What was downloaded cannot have it,
@@ -7,6 +7,7 @@ whatever else is in it, and whoever owns the file."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import logging
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.components import ENVIRONMENT
-from rlflow.config.loading import read_yaml, to_dict
+from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.hub import is_hub_name, local_model
 from rlflow.models.huggingface import refuse_adapter
@@ -36,27 +38,21 @@ ORIGIN = "config.origin"
 KEY_BYTES = 32
 MOST_NAMED, LONGEST_NAMED = 40, 160
 USED = ("model", "data", "environment", "rollout")
-"""The sections whose keys matter to an evaluation: each one that is left out is named."""
-_ROLLOUT = (
-    "max_turns",
-    "max_response_tokens",
-    "max_total_tokens",
-    "max_observation_tokens",
-    "temperature",
-    "chat_template",
-)
+"""The sections that matter to an evaluation: each key that is left out is named."""
 HARMLESS = (
-    "model.dtype",
-    "data.val_split",
-    "data.max_prompt_tokens",
-    *(f"rollout.{key}" for key in _ROLLOUT),
+    *("model.dtype", "data.val_split", "data.max_prompt_tokens", "rollout.max_turns"),
+    *(
+        "rollout.max_response_tokens",
+        "rollout.max_total_tokens",
+        "rollout.max_observation_tokens",
+    ),
+    *("rollout.temperature", "rollout.chat_template", "rollout.history"),
 )
 """Taken from a stranger's configuration, beside `Environment.harmless_options`."""
 
 
 def mark_own(config: Path) -> None:
-    """Notes that this user made the configuration. Where no key can be kept, nothing is noted: a
-    flag is needed later."""
+    """Notes that this user made the configuration, where a key can be kept."""
     key = _key(create=True)
     if key:
         write_text(config.with_name(ORIGIN), _digest(key, config) + "\n")
@@ -73,10 +69,9 @@ def is_own(config: Path) -> bool:
 
 
 def trusted(config: Path) -> Path | dict[str, Any]:
-    """What of a run's configuration an evaluation may use: the file, where this user made it; else
-    the harmless keys in it.
+    """The file, where this user made it; else its harmless keys, and a warning with the others.
 
-    The others are named in a warning. Raises ConfigError for a file that is no configuration."""
+    Raises ConfigError for a file that is no configuration."""
     if is_own(config):
         return config
     content = read_yaml(config, aliases=False)
@@ -93,30 +88,30 @@ def trusted(config: Path) -> Path | dict[str, Any]:
         elif key != "model.path" and not (key in defaults and defaults[key] == value):
             left.append(f"{key} = {value}" if section in USED else section)
     if left:
-        named = [re.sub(r"[^ -~]", "?", name)[:LONGEST_NAMED] for name in dict.fromkeys(left)]
+        named = [
+            re.sub(r"[^ -~]", "?", name)[:LONGEST_NAMED] for name in dict.fromkeys(left)
+        ]
+        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         logger.warning(
-            "%s was not made by you on this machine; left out: %s. Give what you trust as section.key=value, --env NAME or "
-            "--config FILE, or take it all, with the code, files and addresses that it names: --allow-code",
+            "%s was not made by you on this machine; left out: %s. Give what you trust as "
+            "section.key=value, --env NAME or --config FILE, or take it all, with the code, files "
+            "and addresses that it names: --allow-code",
             config,
-            ", ".join(named[:MOST_NAMED])
-            + (f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""),
+            ", ".join(named[:MOST_NAMED]) + more,
         )
     return taken
 
 
 def starting_model(config: Path, option: str) -> str:
-    """The model that a run started from. Raises ConfigError where this user did not make the run:
-    it could be any path."""
+    """The model that a run started from. Raises ConfigError for another user's run."""
     if not is_own(config):
-        raise ConfigError(
-            f"{config} was not made by you on this machine; name the model that the run started from: {option} DIR."
-        )
+        advice = f"name the model that the run started from: {option} DIR"
+        raise ConfigError(f"{config} was not made by you on this machine; {advice}.")
     return load_config(config).model.path
 
 
 def _environment_keys(component: Any) -> list[str]:
-    """The harmless keys of an installed environment. One that is not installed has none, not even
-    its name."""
+    """The harmless keys of an installed environment; of another one not even the name."""
     name = component.get("name") if isinstance(component, dict) else None
     if name not in ENVIRONMENT.names():
         return []
@@ -125,13 +120,10 @@ def _environment_keys(component: Any) -> list[str]:
 
 
 def _is_harmless(value: Any) -> bool:
-    """Whether a value is a number, true, false, nothing, or one word: no reference to code, no path
-    and no address."""
-    return (
-        value is None
-        or isinstance(value, int | float)
-        or (isinstance(value, str) and value.isidentifier())
-    )
+    """Whether a value is a number, true, false, nothing or one word: no code, path or address."""
+    if isinstance(value, str):
+        return value.isidentifier()
+    return value is None or isinstance(value, int | float)
 
 
 def _digest(key: bytes, config: Path) -> str:
@@ -141,19 +133,20 @@ def _digest(key: bytes, config: Path) -> str:
 def _key(create: bool) -> bytes | None:
     """The user's key; None where there is none, or it is not this user's alone."""
     with suppress(OSError, RuntimeError):  # RuntimeError: no home directory is known
-        state = os.environ.get("XDG_STATE_HOME")
-        file = (
-            (Path(state) if state else Path.home() / ".local" / "state") / "rlflow" / "origin.key"
-        )
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        file = Path(state, "rlflow", "origin.key")
         if create and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for_us = functools.partial(os.open, mode=0o600)
             with suppress(FileExistsError):  # another run of this user was faster
-                with open(
-                    file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)
-                ) as out:
+                with open(file, "xb", opener=for_us) as out:
                     out.write(secrets.token_bytes(KEY_BYTES))
         key, owner = file.read_bytes(), file.stat()
-        if len(key) == KEY_BYTES and owner.st_uid == os.getuid() and not owner.st_mode & 0o077:
+        if (
+            len(key) == KEY_BYTES
+            and owner.st_uid == os.getuid()
+            and not owner.st_mode & 0o077
+        ):
             return key
     return None
 
@@ -162,24 +155,21 @@ CONVERTERS = "rlflow.converters"
 
 
 class Converter(Protocol):
-    """What an entry point of the group `rlflow.converters` names: an object, or a module, with
-    these functions."""
+    """An entry point of the group `rlflow.converters`: an object or a module."""
 
     def check(self, checkpoint: Path) -> None:
-        """Returns for a checkpoint of a format that it reads. Raises ConversionError."""
+        """Raises ConversionError for a checkpoint of a format that it does not read."""
 
     def convert(
         self, checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]
     ) -> None:
-        """Makes the HuggingFace directory `out` with config and tokenizer of `reference`, in place
-        of one that is there; leaves it where it is already what would be made. Raises
-        ConversionError."""
+        """Makes or updates the HuggingFace directory `out`, with config and tokenizer of
+        `reference`. Raises ConversionError."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """path: the HuggingFace directory. name: what results are filed under. config: of the run that
-    it comes from."""
+    """A HuggingFace directory at `path`. name: of its results. config: of the run it is from."""
 
     path: Path
     name: str
@@ -187,10 +177,13 @@ class ModelDirectory:
 
 
 def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
-    """Puts directories in place of names on the hub: of the policy, and of a teacher that is a
-    model. What is not in the cache is fetched, without `weights` the small files alone; then what
-    is still missing is told, a line each. Raises ModelError."""
-    policy = local_model(config.model.path, weights, code=config.model.trust_remote_code)
+    """Replaces the hub names of policy and teacher by directories; fetches what is not cached.
+
+    weights: False fetches the small files alone, and returns a line per file that is missing.
+    Raises ModelError."""
+    policy = local_model(
+        config.model.path, weights, code=config.model.trust_remote_code
+    )
     config.model.path, notes = policy.path, policy.notes
     teacher = config.algorithm.teacher
     if teacher.get("name") == "model" and isinstance(teacher.get("path"), str):
@@ -204,13 +197,11 @@ def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
 def model_directory(
     given: str | Path, reference: str | Path | None, say: Callable[[str], None]
 ) -> Iterator[ModelDirectory]:
-    """A HuggingFace directory as it is; a checkpoint, or the newest one of a run, converted by an
-    installed converter.
+    """A HuggingFace directory as it is; a checkpoint, or a run's newest, after conversion.
 
-    The converted one stays beside the checkpoint as `<name>.hf` and serves again while the
-    checkpoint and the reference are what they were; where that place cannot be written, it is
-    temporary and gone afterwards. reference: the directory with config and tokenizer; None: the
-    model that the run started from.
+    The converted one stays beside the checkpoint as `<name>.hf` and serves again while checkpoint
+    and reference are the same; where that place cannot be written, it is temporary. reference: the
+    directory with config and tokenizer; None: the model that the run started from.
 
     Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA
     adapter, ConversionError for a checkpoint that cannot be converted."""
@@ -249,23 +240,21 @@ def model_directory(
 def _checkpoint(path: Path) -> tuple[Path | None, Path | None]:
     """(checkpoint, run directory) of a run, a step of a run, or a checkpoint of another program."""
     if (path / "config.yaml").is_file():
-        newest = RunDirectory.open(path).latest_checkpoint()
+        newest = RunDirectory.open(path).saved.latest()
         if newest is None and not (path / "export" / "config.json").is_file():
             raise ConfigError(
-                f"--model {path}: this run has neither a checkpoint nor an export yet."
+                f"--model {path}: this run has no checkpoint and no export yet."
             )
         return (newest[1] if newest else None), path
     step = path.resolve()
     step = step.parent if step.name == "trainer" else step
     run = step.parent.parent
-    return step, run if step.parent.name == "checkpoints" and (
-        run / "config.yaml"
-    ).is_file() else None
+    of_run = step.parent.name == "checkpoints" and (run / "config.yaml").is_file()
+    return step, run if of_run else None
 
 
 def _converter(checkpoint: Path) -> Converter:
-    """The first installed converter that reads the checkpoint. Raises what the first one has
-    against it where none does."""
+    """The first installed converter that reads the checkpoint. Raises the first one's refusal."""
     refusals: list[ConversionError] = []
     for entry in metadata.entry_points(group=CONVERTERS):
         converter: Converter = entry.load()
@@ -278,31 +267,25 @@ def _converter(checkpoint: Path) -> Converter:
     if refusals:
         raise refusals[0]
     raise ConfigError(
-        f"--model {checkpoint}: no config.json, and no installed package converts checkpoints (entry points of the group "
-        f"'{CONVERTERS}'); install one, or name a HuggingFace model directory."
+        f"--model {checkpoint}: no config.json, and no installed package converts checkpoints "
+        f"(entry points '{CONVERTERS}'); install one, or name a HuggingFace model directory."
     )
 
 
 def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> Path:
     """The directory with config and tokenizer for a checkpoint."""
-    if given is None and run is None:
+    if given is not None:
+        named, key, where = str(given), "--hf", "--hf"
+    elif run is not None:
+        named, key = starting_model(run / "config.yaml", "--hf"), "model.path"
+        where = f"model.path of {run}/config.yaml"
+    else:
         raise ConfigError(
-            f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; pass --hf with the model "
-            "directory that the training started from."
+            f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; "
+            "pass --hf with the model directory that the training started from."
         )
-    named = (
-        str(given)
-        if given is not None
-        else starting_model(run / "config.yaml", "--hf")
-        if run
-        else ""
-    )
-    found = Path(
-        local_model(named, weights=False, key="--hf" if given is not None else "model.path").path
-    )
+    found = Path(local_model(named, weights=False, key=key).path)
     if not (found / "config.json").is_file():
-        where = "--hf" if given is not None else f"model.path of {run}/config.yaml"
-        raise ConfigError(
-            f"{where}: {found} is no model directory (no config.json); pass --hf with one."
-        )
+        told = f"{found} is no model directory (no config.json); pass --hf with one"
+        raise ConfigError(f"{where}: {told}.")
     return found

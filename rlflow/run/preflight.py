@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +26,7 @@ from rlflow.errors import (
     Problems,
     RLFlowError,
     StorageError,
+    imports_triton,
     install_command,
 )
 from rlflow.http import unreachable
@@ -36,13 +36,13 @@ from rlflow.rollout.embedded.embedded_engine import device_of
 from rlflow.rollout.environment_calls import shut_down, tasks_of
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.device_buckets import check_device_transfer
-from rlflow.rollout.vllm.process import check_python, find_python
+from rlflow.rollout.vllm.devices import check_engine_devices
+from rlflow.rollout.vllm.launch import check_python, find_python
 from rlflow.run.assemble import environment_class, fitting_tasks, make_environment, rollout_over
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.estimates import checkpoint_bytes, is_embedded, is_vllm
+from rlflow.run.gpus import check_gpu_memory, check_gpus
 from rlflow.run.resume import check_continuation
-from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
 
 def check_start(config: RunConfig) -> None:
@@ -66,8 +66,7 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
             yield lambda: _check_weights(config)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
-    yield lambda: _check_megatron(config)
-    yield lambda: _check_gpus(config)
+    yield lambda: check_gpus(config)
     yield lambda: _check_offload(config)
     yield lambda: _check_engine_device(config)
     yield lambda: _check_workers(config)
@@ -88,18 +87,6 @@ def policy_architecture(config: RunConfig) -> Architecture:
 def _check_weights(config: RunConfig) -> None:
     policy_architecture(config)  # the families of its error are those that can be trained; more can be read
     check_loadable(config.model.path)
-
-
-def _check_gpus(config: RunConfig) -> None:
-    """Ray would wait for GPUs that a cluster of this machine alone can never have."""
-    section = config.cluster
-    who = f"{section.ranks} ranks" + (f" + {section.rollout_workers} workers" if section.rollout_workers else "")
-    wanted, here = (section.ranks + section.rollout_workers) * section.gpus_per_rank, torch.cuda.device_count()
-    if section.address is None and wanted > here:
-        raise ConfigError(
-            f"cluster.gpus_per_rank: {who} x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
-            f"{here}: lower cluster.ranks, rollout_workers or cluster.gpus_per_rank, or set cluster.address to a running cluster."
-        )
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -130,34 +117,15 @@ def _check_workers(config: RunConfig) -> None:
             f"rollout.engine.url: {section.rollout_workers} workers would load their weights into the same servers, each at its "
             "own time; set cluster.rollout_workers=0, where every url is an engine of the run."
         )
-    devices = options.get("tensor_parallel", 1)
-    if isinstance(devices, int) and 0 < section.gpus_per_rank < devices:
-        raise ConfigError(
-            f"rollout.engine.tensor_parallel: expected at most cluster.gpus_per_rank ({section.gpus_per_rank:g}), all that a "
-            f"rollout worker sees; found {devices}. Raise gpus_per_rank, or lower tensor_parallel."
-        )
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Whether vLLM is there for the run's engines, those of workers on this machine included. Raises ConfigError,
-    MissingPackageError."""
+    """Whether vLLM is there for the run's engines, and those of workers here. Raises RLFlowError."""
     section = config.cluster
     if is_vllm(config) and not (section.rollout_workers and section.address):  # workers elsewhere have interpreters of their own
-        check_python(find_python(config.rollout.engine.get("python")))
-        if config.rollout.engine.get("transfer") == "ipc":
-            check_device_transfer(section.ranks + section.rollout_workers)
-
-
-def _check_megatron(config: RunConfig) -> None:
-    """What `rlflow.trainer.megatron.cpu.check_version` says once megatron-core is imported, which takes seconds."""
-    if config.trainer.backend != "megatron" or torch.cuda.is_available():
-        return
-    try:
-        found = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:  # `_check_package` says it
-        return
-    if not found.startswith(MEGATRON_WITHOUT_CUDA):
-        raise MissingPackageError(untested_megatron(found))
+        options = config.rollout.engine
+        check_python(find_python(options.get("python")))
+        check_engine_devices(options, section.ranks, section.rollout_workers)
 
 
 def _check_resume_step(config: RunConfig) -> None:
@@ -168,6 +136,7 @@ def _check_resume_step(config: RunConfig) -> None:
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
     """(key that asks for it, package, how it is installed)."""
     sinks = {sink["name"] for sink in config.metrics.sinks}
+    megatron = config.trainer.backend == "megatron"
     needed = (
         ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
         ("cluster.rollout_workers", config.cluster.rollout_workers > 0, "ray", install_command("ray")),
@@ -176,7 +145,8 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
         ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
         ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),
-        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "pip install megatron-core"),
+        ("trainer.backend=megatron", megatron, "megatron", "pip install megatron-core"),
+        ("trainer.backend=megatron", megatron and imports_triton(), "triton", "pip install triton"),
     )
     return [(key, package, command) for key, asked, package, command in needed if asked]
 
@@ -229,6 +199,7 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
         found.problems.attempt(check_continuation, config)
     if found.model is not None:
         found.problems.attempt(_check_disk, config, found.model)
+        found.problems.attempt(check_gpu_memory, config, found.model)
     return found
 
 
@@ -295,9 +266,8 @@ def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
         )
     tokens = tokenizer.encode(text)
     said = tokenizer.decode(tokens)
-    alone = (
-        len(tokens) == 1 and tokens[0] in tokenizer.special_ids
-    )  # a special token has no text, and ends a response by itself
+    # A special token has no text, and ends a response by itself
+    alone = len(tokens) == 1 and tokens[0] in tokenizer.special_ids
     if text not in said and not alone:
         raise ConfigError(
             f"environment: the stop string {text!r} cannot be said with this tokenizer, which makes {said!r} of it: responses "
@@ -314,6 +284,10 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
         f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, {dropped:,} are too long"
     )
     first, tokenizer = kept[0], rollout.tokenizer
+    chat = config.rollout.chat_template or not isinstance(first.prompt, str)
+    note = tokenizer.history_note if chat and config.rollout.history == "template" else ""
+    if note and note not in found.notes:
+        found.notes.append(note)
     templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(rollout.prompt_tokens(first))
     if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
         found.notes.append(

@@ -1,5 +1,4 @@
-"""Taking a run back to a checkpoint: which one, whether it is the same run, and what is restored
-from it."""
+"""Resumes a run from a checkpoint, after comparing its configuration."""
 
 from __future__ import annotations
 
@@ -23,82 +22,85 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT = ("run.seed", "environment.name")
-"""Keys that a resumed run keeps: with another order of the tasks, or other tasks, its position in
-them means nothing."""
-COMPARED = ("run.seed", "model", "data", "environment", "rollout", "algorithm", "trainer")
-"""What results depend on. The rest says how long a run lasts, what it reports, and where it
-runs."""
+"""Keys that a resumed run keeps: its position means nothing among other tasks."""
+COMPARED = (
+    "run.seed",
+    "model",
+    "data",
+    "environment",
+    "rollout",
+    "algorithm",
+    "trainer",
+)
+"""Keys that results depend on; the others say how long a run lasts, what it reports and where."""
 
 
 def finished_summary(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of the run that is to be resumed, where all its steps are done and nothing is
-    left to do; else None."""
+    """The summary of the run to be resumed where nothing of it is left to do; else None."""
     directory = RunDirectory(run_path(config))
-    latest = directory.latest_checkpoint()
-    if (
-        latest is None
-        or not directory.summary.is_file()
-        or config.run.resume_step not in (None, latest[0])
-    ):
+    latest = directory.saved.latest()
+    if latest is None or not directory.summary.is_file():
         return None
-    summary = read_json(directory.summary)
+    summary, (step, _) = read_json(directory.summary), latest
     done = (
         summary.get("status") == "finished"
-        and summary.get("steps") == latest[0] >= config.run.steps
+        and summary.get("steps") == step >= config.run.steps
     )
-    return summary if done else None
+    return summary if done and config.run.resume_step in (None, step) else None
 
 
 def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:
-    """(step, directory) to resume from; None where a run starts anew. Raises ConfigError where
-    run.resume_step has none."""
+    """(step, directory) to resume from; None for a new run. Raises ConfigError without any."""
     if not config.run.resume:
         return None
     return RunDirectory(run_path(config)).saved.choose(config.run.resume_step)
 
 
 def check_continuation(config: RunConfig) -> None:
-    """Warns of every key with another value than when the checkpoint was written that the
-    configuration resumes from.
+    """Warns of keys with other values than at the checkpoint that the configuration resumes from.
 
-    Raises ConfigError for one that a resumed run has to keep, DamagedCheckpointError as
-    `resume`."""
+    Raises ConfigError for a key that a resumed run keeps, DamagedCheckpointError as `resume`."""
     chosen = chosen_checkpoint(config)
     if chosen is None:
         return
     saved = RunDirectory(run_path(config)).saved
     before = _read_state(saved, chosen[0]).get(CONFIG)
-    if before is None:  # an older version of rlflow wrote it
+    if before is None:  # of another version: `resume` refuses it
         return
     old, new = dict(_compared(before)), dict(_compared(plain(redact(to_dict(config)))))
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     for key in KEPT:
         if key in changed:
             raise ConfigError(
-                f"{key}: expected {_short(old, key)}, that of the checkpoint of step {chosen[0]}, found {_short(new, key)}: a "
-                "resumed run keeps it. Set it back, or begin another run with --overwrite or run.name."
+                f"{key}: expected {_short(old, key)}, that of the checkpoint of step {chosen[0]}, "
+                f"found {_short(new, key)}: a resumed run keeps it. Set it back, or begin another "
+                "run with --overwrite or run.name."
             )
     if changed:
-        told = ", ".join(f"{key} {_short(old, key)} -> {_short(new, key)}" for key in changed)
+        told = ", ".join(
+            f"{key} {_short(old, key)} -> {_short(new, key)}" for key in changed
+        )
         logger.warning("resume: other values than at step %d: %s", chosen[0], told)
 
 
 def resume(run: Run) -> None:
-    """Takes a new run to where its configuration says: to a checkpoint, the engine's weights
-    included, or nowhere.
+    """Takes a new run, its engine included, to the checkpoint of its configuration, if any.
 
-    Raises DamagedCheckpointError with the newest whole checkpoint in its text; CheckpointError for
+    Raises DamagedCheckpointError, which names the newest whole checkpoint, and CheckpointError for
     another format."""
     chosen = chosen_checkpoint(run.config)
     if chosen is None:
         return
     saved, (step, path) = run.directory.saved, chosen
     state = _read_state(saved, step)
-    missing = [name for name in run.state_dict() if name not in state and name != CONFIG]
+    missing = [
+        name for name in run.state_dict() if name not in state and name != CONFIG
+    ]
     if missing:
         raise CheckpointError(
-            f"{path / STATE}: expected {', '.join(run.state_dict())}, found no {', '.join(missing)}: another version of "
-            "rlflow wrote it. Continue with that version, or begin anew with --overwrite or another run.name."
+            f"{path / STATE}: expected {', '.join(run.state_dict())}, found no "
+            f"{', '.join(missing)}: another version of rlflow wrote it. Continue with that "
+            "version, or begin anew with --overwrite or another run.name."
         )
     try:
         run.trainer.load(path / TRAINER)
@@ -108,8 +110,7 @@ def resume(run: Run) -> None:
     run.sync_weights(version=step)
     for aside in saved.set_aside_after(step):
         logger.warning(
-            "resume: the newer checkpoint is set aside as %s; remove it when it is not needed",
-            aside,
+            "resume: the newer checkpoint is set aside as %s; remove it at will", aside
         )
     logger.info("resumed after step %d from %s", step, path)
 
@@ -122,16 +123,18 @@ def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:
 
 
 def _compared(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what is compared; objects by what they are, not by where they lie in
-    memory."""
+    """(dotted key, value) to compare; objects without their addresses in memory."""
     for key, value in leaves(config):
-        if value not in ([], {}) and any(
-            key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED
+        if value in ([], {}) or not f"{key}.".startswith(
+            tuple(f"{one}." for one in COMPARED)
         ):
-            text = re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
-            moved = key == "environment.name" and isinstance(text, str)
+            continue
+        if isinstance(value, str):
+            value = re.sub(r" at 0x[0-9a-f]+", "", value)
             # The same file elsewhere is the same environment
-            yield key, text.rpartition("/")[2] if moved else text
+            if key == "environment.name":
+                value = value.rpartition("/")[2]
+        yield key, value
 
 
 def _short(values: Mapping[str, Any], key: str) -> str:

@@ -15,11 +15,11 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.report.charts import run_png
 from rlflow.report.findings import Watch
-from rlflow.report.lines import evaluated_line, step_line, summary_text
 from rlflow.report.metrics import Metrics, leading_score
+from rlflow.report.recorder import Recorder
 from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, staleness_metrics, step_shares
-from rlflow.report.sinks import MetricsLog
+from rlflow.report.sinks import MetricsLog, read_metrics
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
@@ -29,7 +29,6 @@ from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import EvaluationSchedule, evaluate
 from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
-from rlflow.run.recorder import Recorder
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states
@@ -174,14 +173,16 @@ class Run:
             if ended := self.rollout.failure:
                 if self._restarts == MOST_RESTARTS:
                     raise RolloutError(
-                        f"{ended} It was started again {MOST_RESTARTS} times before. --resume goes on."
+                        f"{ended} It was started again {MOST_RESTARTS} times before. "
+                        "--resume goes on."
                     )
                 self._restarts += 1
                 logger.warning(
                     "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
                 )
             try:
-                return self.rollout.load_weights(self.trainer.weights(), version, self.probe)
+                weights = self.trainer.weights(self.rollout.weights_device)
+                return self.rollout.load_weights(weights, version, self.probe)
             except RolloutError:
                 if not self.rollout.failure:
                     raise
@@ -213,6 +214,7 @@ class Run:
         }
         metrics |= staleness_metrics(groups, version=self.step - 1) | self.upcoming.report()
         metrics |= highest([self.timer.take(), elsewhere]) | self._turns
+        metrics |= self.rollout.synced.metrics()
         metrics |= {
             "data/prompts_dropped": float(self.prompts_dropped),
             "data/epoch": self.source.epoch,
@@ -226,7 +228,6 @@ class Run:
             metrics["rollout/engine_restarts"] = float(self._restarts)
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
-        logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
         for fault in self.watch.observe(self.step, metrics):
             logger.warning("step %d: %s", self.step, fault.text)
         self.saver.poll()
@@ -246,17 +247,19 @@ class Run:
         trajectories and picture."""
         section, tasks = self.config.evaluation, self.evaluation.tasks(final)
         with self.timer.phase("evaluate"):
-            result = evaluate(self.rollout, tasks, step=self.step, samples_per_prompt=section.samples_per_prompt,
-                              temperature=section.temperature)  # fmt: skip
+            result = evaluate(
+                self.rollout,
+                tasks,
+                step=self.step,
+                samples_per_prompt=section.samples_per_prompt,
+                temperature=section.temperature,
+            )
         self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
         by_set = scores_by_set(result.groups, self.registered, "eval")
         self.metrics.log(self.step, {**result.metrics, **by_set, **elapsed})
         self.progress.evaluated(self.step, {**result.metrics, **elapsed})
-        logger.info(
-            "%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered)
-        )
         self.directory.confirm()
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
@@ -326,7 +329,6 @@ class Run:
         self.directory.confirm()
         summary = self._summary(interrupted, export_gap)
         write_json(self.directory.summary, summary)
-        logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)
         return summary
 
@@ -338,7 +340,7 @@ class Run:
         written = {
             "run": directory.path,
             "metrics": directory.metrics,
-            "checkpoint": directory.checkpoint_path(self.step),
+            "checkpoint": directory.saved.path(self.step),
         }
         if export_gap is not None:
             written["export"] = directory.export
@@ -367,7 +369,7 @@ class Run:
     def _draw(self) -> bool:
         """Draws the picture where the configuration wants one; returns whether there was anything
         to draw."""
-        path, title = self.directory.picture, self.config.run.name
-        return self.config.metrics.picture and run_png(
-            self.directory.metrics, path, title, self.registered
-        )
+        if not self.config.metrics.picture:
+            return False
+        records, title = read_metrics(self.directory.metrics), self.config.run.name
+        return run_png(records, self.directory.picture, title, self.registered)

@@ -264,25 +264,27 @@ def read_json(path: str | Path) -> Any:
         raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
 
 
-def read_json_lines(path: str | Path) -> list[Any]:
-    """The values of a file with one JSON document per line.
+def read_json_lines(path: str | Path, *, unfinished: bool = False) -> list[Any]:
+    """The values of a file with one JSON document per line. unfinished: a last line without its
+    end is one that a kill cut short, and is left out.
 
     Raises:
         CheckpointError: it cannot be read, or a line is damaged (file, line number).
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        *lines, last = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); expected lines of JSON."
         ) from None
     values = []
-    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, start=1):
+    for number, line in enumerate([*lines, last] if last and not unfinished else lines, start=1):
         try:
             values.append(json.loads(line.decode()))
         except (ValueError, RecursionError):
             raise CheckpointError(
-                f"{path}:{number}: expected a line of JSON in UTF-8, found {line[:80]!r}."
+                f"{path}:{number}: expected a line of JSON in UTF-8, found {line[:80]!r}; "
+                "remove this line."
             ) from None
     return values
 

@@ -24,7 +24,8 @@ def in_forked_child(method: Callable[[], object]) -> None:
 def end_forked_child(what: str) -> None:
     """Ends this process, which is the child of a fork and came back from where only its parent goes
     on."""
-    told = f"rlflow: {what} forked, and the child came back from it: it is ended here (process {os.getpid()}). "
+    told = f"rlflow: {what} forked, and the child came back from it: "
+    told += f"it is ended here (process {os.getpid()}). "
     os.write(
         2, f"{told}End it with os._exit, or start it with multiprocessing or subprocess.\n".encode()
     )

@@ -1,5 +1,4 @@
-"""Whether files are what was written: JSON documents that carry a checksum of their own, and
-manifests, which are such documents that list other files.
+"""Checksums of files: JSON documents that carry their own, and manifests, which list other files.
 
 {..., "files": {name: {"bytes": 704, "xxh3": "0f3a...", "sha256": "..."}}, "crc32": "9b0c2d4e"}
 
@@ -142,7 +141,8 @@ def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fing
         return {str(name): of_entry(entry) for name, entry in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpointError(
-            f'{path}: has no "files": {{name: {{"bytes": ..., "xxh3": ...}}}}; an older version of rlflow wrote it.'
+            f'{path}: has no "files": {{name: {{"bytes": ..., "xxh3": ...}}}}; an older version of '
+            "rlflow wrote it."
         ) from None
 
 
@@ -181,16 +181,22 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path}: missing, the checkpoint is incomplete.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: damaged ({error}).") from None
-    found = document.pop(SEAL, None) if isinstance(document, dict) else None
-    if found is None:
+    if not isinstance(document, dict) or document.get(SEAL) is None:
         raise DamagedCheckpointError(
             f"{path}: carries no checksum; it is damaged, or an older version of rlflow wrote it."
         )
-    if found != _checksum(document):
+    if not is_sealed(document):
         raise DamagedCheckpointError(
             f"{path}: damaged, its content does not agree with its checksum."
         )
-    return document
+    return {key: value for key, value in document.items() if key != SEAL}
+
+
+def is_sealed(document: Mapping[str, Any]) -> bool:
+    """Whether a document's checksum is that of its other values."""
+    return document.get(SEAL) == _checksum(
+        {key: value for key, value in document.items() if key != SEAL}
+    )
 
 
 def _checksum(document: Mapping[str, Any]) -> str:

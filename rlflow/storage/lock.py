@@ -74,12 +74,14 @@ class DirectoryLock:
             owner = _parsed(self.path.read_text(encoding="utf-8"))
         except OSError as error:
             raise DirectoryLostError(
-                f"run.directory: {self.directory}: {error.strerror} (run.lock): it was deleted, moved or unmounted while this "
+                f"run.directory: {self.directory}: {error.strerror} (run.lock): it was deleted, "
+                "moved or unmounted while this "
                 "run was writing there. Put it back and continue with --resume."
             ) from None
         if owner.get("token") != self.token:
             raise DirectoryLostError(
-                f"run.directory: {self.directory} is written by {_named(owner)} now (epoch {owner.get('epoch', '?')}, this run "
+                f"run.directory: {self.directory} is written by {_named(owner)} now (epoch "
+                f"{owner.get('epoch', '?')}, this run "
                 f"has {self.epoch}); this run ends and writes nothing more."
             )
 
@@ -139,7 +141,8 @@ class DirectoryLock:
 
     def _taken(self, owner: dict[str, Any]) -> ConfigError:
         return ConfigError(
-            f"run.directory: {_named(owner)} is writing to {self.directory}; wait for it, stop it, or choose another run.name."
+            f"run.directory: {_named(owner)} is writing to {self.directory}; wait for it, stop it, "
+            "or choose another run.name."
         )
 
     def _renew(self) -> None:

@@ -68,7 +68,8 @@ class Demonstrations(Filter):
         for number, (name, responses) in enumerate(self._rows, 1):
             if name not in tasks:
                 raise DataError(
-                    f"{self._path}:{number}: expected a task of the split '{self._split}', found '{name}'."
+                    f"{self._path}:{number}: expected a task of the split '{self._split}', found "
+                    f"'{name}'."
                 )
             said = tuple(
                 Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos")
@@ -80,7 +81,8 @@ class Demonstrations(Filter):
         if len(played) < len(groups):
             lost = [number for number, group in enumerate(groups, 1) if not group.trajectories]
             told = (
-                f"{self._path}:{lost[0]}: the episode does not end with its last response, or the tokenizer or the limits of the "
+                f"{self._path}:{lost[0]}: the episode does not end with its last response, or the "
+                "tokenizer or the limits of the "
                 f"rollout do not allow it; so it is with {len(lost)} of {len(groups)}"
             )
             if not played:
@@ -107,7 +109,8 @@ def _rows(path: Path) -> list[tuple[str, list[str]]]:
             or not all(isinstance(text, str) for text in responses)
         ):
             raise DataError(
-                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {str(row)[:80]!r}.'
+                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, '
+                f"...]}}, found {str(row)[:80]!r}."
             )
         found.append((name, responses))
     if not found:

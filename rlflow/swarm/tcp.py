@@ -1,6 +1,6 @@
 """TCP between peers that share a key: authenticated, in order, of bounded size and time.
 
-The handshake and the frames are those of `rlflow.rollout.frames`; messages go from who calls to who
+The handshake and the frames are those of `rlflow.swarm.frames`; messages go from who calls to who
 accepts only, and are not encrypted: across networks that others can read, use a tunnel."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rlflow.errors import ConfigError
 from rlflow.places import Places
 from rlflow.rollout.event_loop import LoopThread
-from rlflow.rollout.frames import (
+from rlflow.swarm.frames import (
     LEAST_KEY,
     LENGTH,
     MAC,
@@ -137,13 +137,13 @@ class TcpTransport(ExperienceTransport):
         handshake = Accepting(self._key)
         writer.write(handshake.challenge)
         writer.write(handshake.answer(await self._read(reader, NONCE + MAC)))
-        seal, _ = handshake.seals()
+        seal = handshake.seal()
         self._unproven.leave(writer)
         if self._accepted > MOST_CONNECTIONS + MOST_UNPROVEN:
             raise FrameError("too many connections")
         for _ in range(FRAMES):
             try:
-                head = await self._read(reader, LENGTH.size)
+                head = await self._read(reader, LENGTH)
             except asyncio.IncompleteReadError as error:
                 if error.partial:
                     raise
@@ -174,7 +174,7 @@ class TcpTransport(ExperienceTransport):
             handshake = Calling(self._key)
             writer.write(handshake.respond(await self._read(reader, NONCE)))
             handshake.confirm(await self._read(reader, MAC))
-            _, seal = handshake.seals()
+            seal = handshake.seal()
             for _ in range(FRAMES - 1):
                 if not outbox:
                     return

@@ -1,4 +1,4 @@
-"""What the swarm asks of a way to its peers."""
+"""The interface of a way to the swarm's peers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class Trainer(ABC):
         top_k: int = 0,
     ) -> dict[str, Tensor]:
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the
-        row's temperature. model: policy, or the name of a snapshot or of a frozen model. want:
+        row's temperature; of tokens that are not `Batch.wanted`, 0 where that saves work. model:
+        policy, or the name of a snapshot or of a frozen model. want:
         logprobs, entropy; with a critic values (of the state before the token). top_k: `top_ids`
         (B, T, k) too, the likeliest tokens in the place of each, and `top_logprobs`. Raises
         ConfigError for a k above the vocabulary."""
@@ -93,9 +94,10 @@ class Trainer(ABC):
         )
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time;
-        adapters are merged in."""
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Today's policy as (HuggingFace name, full tensor) pairs, one at a time; adapters are
+        merged in. device: where copies of them are made; None: what the trainer has, where it has
+        it, which is not to be written to and changes with the next update."""
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters that are trained (`trainer.lora`), else nothing: for each target of each
@@ -201,8 +203,8 @@ class ActorCritic(Trainer):
     def load_frozen(self, name: str, path: str | Path) -> None:
         self.policy.load_frozen(name, path)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.policy.weights()
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+        return self.policy.weights(device)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.adapter_weights()

@@ -1,15 +1,15 @@
-"""How a model lies over ranks, and what makes a layout impossible: all known before anything
-expensive starts."""
+"""A model's layout over ranks, and what makes one impossible, before anything expensive starts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.models.architecture import Architecture
-from rlflow.models.rules import Rule
-from rlflow.models.tables import EMBEDDING
+from rlflow.models.architecture import Architecture, padded_vocab, placed_rules
+from rlflow.models.rules import Rule, Split
+from rlflow.models.tables import EMBEDDING, OUTPUT, TIED_OUTPUT
 from rlflow.values import PositiveInt, checked
 
 
@@ -19,6 +19,8 @@ class ParallelLayout:
     product is allowed.
 
     `virtual_pipeline`: model chunks per pipeline rank, which take turns (the interleaved schedule).
+    `expert_parallel`: ranks of a pipeline stage, whatever else they split, that deal a layer's
+    experts out among themselves, each expert whole (Megatron's expert tensor parallel size is 1).
     Raises ConfigError for sizes that contradict each other."""
 
     tensor_parallel: int = 1
@@ -26,6 +28,7 @@ class ParallelLayout:
     context_parallel: int = 1
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -33,6 +36,7 @@ class ParallelLayout:
             "pipeline_parallel",
             "context_parallel",
             "virtual_pipeline",
+            "expert_parallel",
         ):
             checked(PositiveInt, getattr(self, name), f"trainer.{name}")
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -63,6 +67,7 @@ class ParallelLayout:
         return (
             f"TP{self.tensor_parallel} PP{self.pipeline_parallel} VPP{self.virtual_pipeline} CP{self.context_parallel}"
             f"{' SP' if self.sequence_parallel else ''}"
+            f"{f' EP{self.expert_parallel}' if self.expert_parallel > 1 else ''}"
         )
 
     @property
@@ -80,11 +85,22 @@ class ParallelLayout:
                 f"{sizes} = {self.model_ranks}, found {ranks}{' (one process)' if ranks == 0 else ''}; "
                 f"set cluster.ranks={-(-max(ranks, 1) // self.model_ranks) * self.model_ranks}, or make the sizes smaller."
             )
+        of_stage = max(ranks, 1) // self.pipeline_parallel
+        if of_stage % self.expert_parallel:
+            raise ConfigError(
+                "trainer.expert_parallel: expected a divisor of the ranks of a pipeline stage, "
+                f"{of_stage}, found {self.expert_parallel}."
+            )
         return max(ranks, 1) // self.model_ranks
+
+    def experts_here(self, model: Architecture) -> int:
+        """Experts of a layer on each rank."""
+        return model.experts.count // self.expert_parallel if model.experts is not None else 0
 
     def check_model(self, model: Architecture) -> None:
         """Raises ConfigError unless the model can be split so."""
-        parts = (
+        experts = model.experts
+        parts = [
             ("tensor_parallel", self.tensor_parallel, "attention heads", model.heads),
             ("tensor_parallel", self.tensor_parallel, "key-value heads", model.groups),
             ("tensor_parallel", self.tensor_parallel, "intermediate size", model.ffn),
@@ -95,12 +111,26 @@ class ParallelLayout:
                 "layers per pipeline rank",
                 model.layers // self.pipeline_parallel,
             ),
-        )
+        ]
+        if experts is not None:
+            parts.append(("expert_parallel", self.expert_parallel, "experts", experts.count))
+            if self.tensor_parallel > 1 and not self.sequence_parallel:
+                raise ConfigError(
+                    "trainer.sequence_parallel: expected true for a model with experts where "
+                    f"trainer.tensor_parallel is above 1 (found {self.tensor_parallel}): each rank "
+                    "sends tokens of its own to the experts."
+                )
+        elif self.expert_parallel > 1:
+            raise ConfigError(
+                f"trainer.expert_parallel={self.expert_parallel}: the model has no experts; set it "
+                "to 1."
+            )
         for name, count, what, size in parts:
             if size % count or not size:
                 divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
                 raise ConfigError(
-                    f"trainer.{name}={count} does not divide the model's {size} {what}; possible: {divisors}."
+                    f"trainer.{name}={count} does not divide the model's {size} {what}; possible: "
+                    f"{divisors}."
                 )
 
 
@@ -115,3 +145,28 @@ def stage_of(
     elif rule is EMBEDDING:
         stage = 0
     return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
+
+
+def stage_parameters(
+    model: Architecture, layout: ParallelLayout, values: bool = False, experts: bool = False
+) -> list[int]:
+    """Parameters on one rank of each pipeline stage. values: of a critic, whose head is one vector
+    and a number. experts: those of experts alone."""
+    sizes = [0] * layout.pipeline_parallel
+    tensor, most = layout.tensor_parallel, max(layout.experts_here(model), 1)
+    for rule, layer in placed_rules(model):
+        left_out = (rule is OUTPUT and values) or (experts and not rule.per_expert)
+        if not left_out and (rule.expert or 0) < most:
+            sizes[stage_of(rule, layer, model, layout)[0]] += _elements(rule, model, tensor)
+    if values and not experts:
+        sizes[-1] += model.hidden + 1
+    elif model.tied and layout.pipeline_parallel > 1 and not experts:
+        sizes[-1] += _elements(TIED_OUTPUT, model, tensor)
+    return sizes
+
+
+def _elements(rule: Rule, model: Architecture, tensor: int) -> int:
+    if rule.split is Split.VOCAB:
+        return padded_vocab(model.vocab, tensor) // tensor * model.hidden
+    whole = sum(math.prod(shape) for shape in rule.shapes(model))
+    return whole if rule.split is Split.REPLICATED or rule.per_expert else whole // tensor

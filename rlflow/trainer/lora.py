@@ -1,5 +1,5 @@
-"""What LoRA is in every trainer: the factors' start, their names, whose checkpoint is whose; and
-adapters in plain torch."""
+"""LoRA for every trainer: the factors' start and names, their checkpoints; and adapters in plain
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlflow.errors import CheckpointError
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.models.architecture import Architecture
 from rlflow.trainer.options import LoraOptions
 
 A, B = "lora_A", "lora_B"
@@ -29,6 +30,19 @@ def first_factor(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
     return torch.nn.init.kaiming_uniform_(
         torch.empty(rank, inputs), a=math.sqrt(5), generator=generator
     )
+
+
+def check_layers(options: LoraOptions | None, model: Architecture) -> None:
+    """Raises ConfigError for adapters of experts, whose products have other rows in every pass."""
+    if options is None or model.experts is None:
+        return
+    possible = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if not set(options.targets) <= set(possible):
+        raise ConfigError(
+            "trainer.lora.targets: experts get no adapters; expected some of "
+            f"[{', '.join(possible)}] for model family '{model.family}', found "
+            f"[{', '.join(options.targets)}]."
+        )
 
 
 def identity(options: LoraOptions | None, base: str) -> dict[str, Any] | None:

@@ -22,4 +22,4 @@ class AdamW:
     beta2: Annotated[float, Range(0, below=1)] = 0.95
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.01
-    offload: bool = False  # moments in host memory, updated there; GPUs only
+    offload: bool = False  # moments and float32 weights in host memory, updated there; GPUs only

@@ -19,8 +19,8 @@ from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveF
 DType = Literal["float32", "bfloat16"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of a transformer's layer, by their HuggingFace names."""
-MEGATRON_WITHOUT_CUDA = "0.16."
-"""What versions of megatron-core begin with that `rlflow.trainer.megatron.cpu` was tested with."""
+Module = Literal["core_attn", "mlp"]
+"""Parts of a transformer's layer whose activations can be computed again, by Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ class TrainerOptions:
     context_parallel: PositiveInt = 1  # every row's tokens split over these ranks
     virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank, interleaved
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
+    expert_parallel: PositiveInt = 1  # ranks of a stage that deal a layer's experts out, each expert whole
     distributed_optimizer: bool = False  # the optimizer's state split over the data- and context-parallel ranks
-    recompute: Literal["none", "selective", "full"] = "none"  # activations computed again in the backward pass
+    router_replay: Literal["off", "rollout"] = "off"  # experts: the trainer's choice, or those of when it was sampled
+    recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # activations: or parts of layers
     lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})
@@ -113,6 +115,13 @@ class TrainerOptions:
     def layout(self) -> ParallelLayout:
         """Raises ConfigError for sizes that contradict each other."""
         return ParallelLayout.of(self)
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The parts of a layer that the backward pass computes again; all of it: {"full"}."""
+        if not isinstance(self.recompute, str):
+            return frozenset(self.recompute)
+        return {"none": frozenset(), "selective": frozenset({"core_attn", "mlp"}), "full": frozenset({"full"})}[self.recompute]
 
     @property
     def adamw(self) -> AdamW:
@@ -163,14 +172,6 @@ class TrainerOptions:
 def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:
     _, keywords = SCHEDULE.complete(schedule, where, decay_steps=updates)
     return {"name": schedule["name"], **keywords}
-
-
-def untested_megatron(version: str) -> str:
-    """Says of a version of megatron-core that it is not MEGATRON_WITHOUT_CUDA."""
-    return (
-        f"megatron-core {version} was not tested without CUDA; "
-        f"expected {MEGATRON_WITHOUT_CUDA}x: pip install 'megatron-core==0.16.1'"
-    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,5 +1,4 @@
-"""How a loss's metrics (B, T) become one number: the same in every trainer, whatever the
-micro-batches and ranks."""
+"""Reduces a loss's metrics (B, T) to numbers that depend on neither micro-batches nor ranks."""
 
 from __future__ import annotations
 

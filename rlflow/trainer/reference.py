@@ -44,6 +44,8 @@ FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
 CANNOT = {
     "packing": "pads",
     "distributed_optimizer": "runs on one device",
+    "expert_parallel": "runs on one device",
+    "router_replay": "lets routers choose",
     "recompute": "keeps all activations",
     "offload_snapshots": "runs on one device",
     "release_gradients": "runs on one device",
@@ -175,7 +177,7 @@ class ReferenceTrainer(Trainer):
         check_new_name(name, [*self.snapshots, *self.frozen])
         self.frozen[name] = load_model(path).to(self.device).requires_grad_(False)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
         value: Tensor
         for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
             layer, _, kind = name.rpartition(".")
@@ -183,7 +185,16 @@ class ReferenceTrainer(Trainer):
                 continue
             if kind == "weight" and layer in self.adapters:
                 value = value + self.adapters[layer].change()
-            yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
+            for saved, part in self._as_saved(name, value.detach()).items():
+                yield saved, part.to(device=device, dtype=self.dtype, copy=device is not None)
+
+    def _as_saved(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """A parameter as files have it; in memory, transformers makes one of a layer's experts."""
+        if self.values or not hasattr(self.model.config, "num_experts_per_tok"):
+            return {name: value}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, {name: value})
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in lora.named_factors(self.adapters):

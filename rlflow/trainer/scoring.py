@@ -1,4 +1,4 @@
-"""What every trainer's `score` has in common."""
+"""Shared by every trainer's `score`."""
 
 from __future__ import annotations
 

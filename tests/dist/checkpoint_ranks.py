@@ -112,12 +112,12 @@ def run(job: Job) -> None:
     from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
     from rlflow_tools.ckpt_convert.oracle import model as oracle
 
-    from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
+    from rlflow.trainer.megatron.cpu import adapted
 
     sizes = (job.tensor, job.pipeline, job.virtual, job.expert)
     ends = {"first_layers": job.first_layers, "last_layers": job.last_layers}
     layout = CheckpointLayout(*sizes, fused=False, **ends)
-    with adapted(), without_transformer_engine():
+    with adapted():
         oracle.initialize_ranks(layout, job.expert_tensor)
         chunks = oracle.build(job.config, layout, _padded(job), job.dtype, job.expert_tensor)
         if job.load_from is not None:

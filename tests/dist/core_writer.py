@@ -1,14 +1,15 @@
-"""A checkpoint by another version of megatron-core: `PYTHON core_writer.py CONFIG_JSON OUT file|object`, without rlflow.
+"""A checkpoint by another version of megatron-core: `PYTHON core_writer.py CONFIG_JSON OUT own|object`, without rlflow.
 
 OUT/iter_0000007 is what dist_checkpointing.save writes with its default strategy; OUT/weights.pt the model's parameters by
-name. One rank, no GPU. object: arguments and iteration are an object of the checkpoint, as versions after 0.18 keep them
-(Megatron-LM, dist_checkpointing/serialization.py, save), and not common.pt."""
+name. One rank, no GPU. own: arguments and iteration lie where this version puts them. object: in an object of the checkpoint, as
+versions after 0.18 keep them (Megatron-LM, dist_checkpointing/serialization.py, save), and not in common.pt."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,13 @@ def main(config_file: str, out: str, common: str) -> None:
     place.mkdir(parents=True)
     args = argparse.Namespace(num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"])
     beside = {"args": args, "iteration": 7, "checkpoint_version": 3.0}
-    if common == "object":
+    dist_checkpointing.save({"model": model.sharded_state_dict(), **beside}, str(place))
+    if common == "object" and (place / "common.pt").exists():
+        shutil.rmtree(place)
+        place.mkdir()
         held = ShardedObject("common_state", beside, (1,), (0,), replica_id=0)
         dist_checkpointing.save({"model": model.sharded_state_dict(), "common_state": held}, str(place))
-        (place / "common.pt").unlink(missing_ok=True)
-    else:
-        dist_checkpointing.save({"model": model.sharded_state_dict(), **beside}, str(place))
+        (place / "common.pt").unlink()
     torch.save({name: value.detach() for name, value in model.named_parameters()}, Path(out) / "weights.pt")
     print(megatron.core.__version__)
     dist.destroy_process_group()

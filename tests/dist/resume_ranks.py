@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,27 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
         dist.barrier()
         torch.save(run(job), f"{job['result']}.{rank}")
     dist.destroy_process_group()
+
+
+def run_elsewhere(megatron: str, directory: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What rank 0 of four found in each job, with the megatron-core of another folder (RLFLOW_MEGATRON_PATHS)."""
+    torch.save(jobs, directory / "elsewhere.pt")
+    root = Path(__file__).resolve().parents[2]
+    places = os.pathsep.join([megatron, str(root), str(root / "tests")])
+    code = f"""
+from pathlib import Path
+import torch
+from tests.dist import megatron_ranks, resume_ranks
+if __name__ == "__main__":
+    directory = Path({str(directory)!r})
+    jobs = torch.load(directory / "elsewhere.pt", weights_only=False)
+    megatron_ranks.launch(directory, jobs, limit_s=280, main=resume_ranks.rank_main)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [torch.load(f"{job['result']}.0", weights_only=False) for job in jobs]
 
 
 def damage(checkpoint: Path) -> None:

@@ -19,7 +19,6 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, ValueLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
-from rlflow.cluster.watching import StallLimits
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
@@ -149,6 +148,17 @@ def test_a_checkpoint_brings_weights_and_step_back(two_ranks, batch, tmp_path):
     assert any(not torch.equal(before[name], changed[name]) for name in before)
     assert two_ranks.load(tmp_path / "checkpoint") == 11
     assert all(torch.equal(before[name], value) for name, value in two_ranks.weights())
+
+
+@needs_ray
+@pytest.mark.dist
+def test_ranks_begin_when_weights_are_asked_for_and_make_no_copies_of_their_own(two_ranks, monkeypatch):
+    """What they free for it is free before an engine takes memory; rank 0's tensors are copied once, into Ray's memory."""
+    whole, called, call = dict(two_ranks.weights()), [], two_ranks._call
+    monkeypatch.setattr(two_ranks, "_call", lambda *given: called.append(given) or call(*given))
+    tensors = two_ranks.weights(None)
+    assert called == [("start_weights", "weights", None)]
+    assert all(torch.equal(value, whole[name]) for name, value in tensors)
 
 
 @needs_ray
@@ -302,8 +312,9 @@ def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp
     }
     try:
         trainer.save(tmp_path / "saved", 1)
-        trainer._deadlines = StallLimits(4.0)  # only now: a start may take longer
-        os.kill(trainer._homes[1][1], signal.SIGSTOP)
+        trainer._stall_timeout_s = 4.0  # only now: a start may take longer
+        (pid,) = trainer._gather([trainer._actors[1].__ray_call__.remote(lambda rank: os.getpid())])
+        os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RankStuck, match=rf"^cluster: {phase}: nothing moved for 4 s: rank 1 does not answer"):
             calls[phase]()
     finally:

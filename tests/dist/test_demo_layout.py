@@ -55,7 +55,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         shutil.copytree(RECIPE / "starting_policy", policy)
     else:
         from rlflow.models.tiny import write_random_model, write_tokenizer
-        from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
+        from rlflow_environments.search.world.warm_up import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
 
         write_tokenizer(policy, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
         write_random_model(policy)

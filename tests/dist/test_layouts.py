@@ -15,6 +15,7 @@ import torch
 from fixtures import tiny_model
 from torch import Tensor
 
+from rlflow.batching import ROUTED, ROUTES
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
@@ -30,6 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
     "llama": {"family": "llama"},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "mixtral": {"family": "mixtral", "tied": True},
     # With a scale of 0.15 its logits in float32 are 1.4e-5 from those in double precision, transformers' too.
     "deep": {"family": "qwen2", "tied": True, "num_hidden_layers": 8, "scale": 0.1},
 }
@@ -38,6 +41,7 @@ SIZES = {
     "PP": "pipeline_parallel",
     "CP": "context_parallel",
     "VPP": "virtual_pipeline",
+    "EP": "expert_parallel",
 }
 WORDS: dict[str, dict[str, Any]] = {
     "SP": {"sequence_parallel": True},
@@ -47,6 +51,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "chunked": {"logits_chunk_mib": 0.01},  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
     "bf16": {"dtype": "bfloat16"},
+    "replayed": {"router_replay": "rollout"},  # and a batch that names random experts
     # Other batches:
     "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
     "observed": {},  # the last token of every row is an observation, not trained
@@ -69,26 +74,44 @@ FAST = [
     "qwen3 TP2 CP2 SP DO packed full",
     "qwen2-tied TP2 PP2 VPP2",
     "llama PP2 VPP2 CP2 DO selective",
+    "qwen3_moe TP2 PP2 SP EP2 packed",
+    "mixtral EP2 DO",
 ]
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
 CONTINUED = [case for case in FAST if case not in ("qwen2-tied", "qwen2-tied TP2", "qwen2-tied PP4", "qwen2-tied CP2")]
 """Their checkpoints continue in one process."""
-LOADED = ["qwen3 TP2 CP2 SP DO packed full", "qwen2-tied TP2 PP2 VPP2", "llama PP2 VPP2 CP2 DO selective"]
+LOADED = [
+    "qwen3 TP2 CP2 SP DO packed full",
+    "qwen2-tied TP2 PP2 VPP2",
+    "llama PP2 VPP2 CP2 DO selective",
+    "qwen3_moe TP2 PP2 SP EP2 packed",
+    "mixtral EP2 DO",
+]
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
+REPLAYED = ["qwen3_moe TP2 PP2 SP EP2 packed replayed full", "qwen3_moe CP2 EP4 replayed"]
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""
 LORA = ["qwen2-tied TP2", "qwen2-tied PP2", "qwen2-tied TP2 PP2 SP packed full"]
 """Others are in test_lora."""
+TWO = ("TP2 PP2", "TP2 CP2", "PP2 CP2", "PP2 VPP2", "TP2 PP2 VPP2", "PP2 VPP2 CP2")
 SLOW = [
     *(f"{model} {layout}".strip() for model in list(MODELS)[:4] for layout in ("TP2 PP2", "TP2", "PP2", "PP4", "")),
     *(
         f"{model} {layout} {words}".replace("  ", " ")
-        for model, options in (("qwen2-tied", ("", "packed full", "DO")), ("qwen3", ("packed", "selective DO")))
-        for layout in ("", "TP2", "PP2", "CP2", "TP2 PP2", "TP2 CP2", "PP2 CP2", "CP4", "PP4", "PP2 VPP2",
-                       "TP2 PP2 VPP2", "PP2 VPP2 CP2")
+        for model, options, layouts in (
+            ("qwen2-tied", ("", "packed full", "DO"), ("", "TP2", "PP2", "CP2", "CP4", "PP4", *TWO)),
+            ("qwen3", ("packed", "selective DO"), TWO),
+        )
+        for layout in layouts
         for words in (*options, *(("SP", "SP packed DO full") if "TP" in layout else ()))
+    ),
+    *(
+        f"{model} {layout}"
+        for model in ("qwen3_moe", "mixtral")
+        for layout in ("", "EP2", "EP4 DO", "TP2 SP", "TP2 SP EP2 selective", "PP2 EP2 full", "PP2 DO packed",
+                       "CP2 EP2 packed", "TP2 CP2 SP EP4 DO", "PP2 VPP2 EP2", "EP4 few")
     ),
     *(f"deep {layout}" for layout in ("PP4 VPP2", "PP2 VPP4", "PP4 VPP2 few", "PP2 VPP4 packed DO full")),
 ]  # fmt: skip
@@ -99,7 +122,7 @@ def options_of(case: str) -> dict[str, Any]:
     """The trainer's keywords that the words of a case mean."""
     options: dict[str, Any] = {}
     for word in case.split()[1:]:
-        size = re.fullmatch(r"(TP|PP|CP|VPP)(\d)", word)
+        size = re.fullmatch(r"(TP|PP|CP|VPP|EP)(\d)", word)
         options |= {SIZES[size[1]]: int(size[2])} if size else WORDS[word]
     return options
 
@@ -107,6 +130,10 @@ def options_of(case: str) -> dict[str, Any]:
 def batch_of(case: str) -> Batch:
     words = case.split()
     batch = make_batch(VOCAB, rows=3 if "few" in words else 11)
+    if "replayed" in words:
+        draw = torch.Generator().manual_seed(0)
+        experts = torch.rand(*batch.tokens.shape, 4, 4, generator=draw).argsort(-1)[..., :2]
+        return batch.replace(extras={ROUTES: experts.to(torch.uint8), ROUTED: batch.lengths - 1})
     if not {"observed", "changed"} & set(words):
         return batch
     rows, last = torch.arange(len(batch)), batch.lengths - 1
@@ -174,7 +201,8 @@ def lora(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, An
 @pytest.fixture(scope="module")
 def fast(directory: Path, single: Any, critic: Any, lora: Any) -> dict[str, dict[str, Any]]:
     observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
-    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900, others=[critic[0], *lora[0].values()])
+    cases = [*FAST, *FEW_ROWS, *ROUNDED, *REPLAYED, *observations]
+    return run(directory, cases, limit_s=900, others=[critic[0], *lora[0].values()])
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +318,14 @@ def test_a_critic_over_ranks_is_one_plain_critic_and_its_checkpoints_load_both_w
 def test_adapters_over_ranks_are_plain_lora_and_their_checkpoints_load_both_ways(case: str, fast: Any, lora: Any) -> None:
     jobs, expected = lora
     lora_ranks.check_layout(jobs[case], *expected)
+
+
+@pytest.mark.parametrize("case", REPLAYED)
+def test_named_experts_are_taken_on_all_ranks(case: str, fast: Any, directory: Path) -> None:
+    expected = train(directory / case.split()[0], batch_of(case), options=WORDS["replayed"])
+    for got, wanted in zip(fast[case]["metrics"], expected["metrics"], strict=True):
+        check_metrics(got, wanted)
+    check_weights(fast[case]["weights"], expected["weights"])
 
 
 def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:

@@ -4,6 +4,7 @@ Four real ranks over gloo; every checkpoint is written in the background while o
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from fixtures import tiny_model
 
 from tests.dist.megatron_ranks import RANKS, launch
-from tests.dist.resume_ranks import AFTER, rank_main, run
+from tests.dist.resume_ranks import AFTER, rank_main, run, run_elsewhere
 
 pytestmark = pytest.mark.dist
 
@@ -40,6 +41,8 @@ SLOW_READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "PP2 x DP2, whole, bf16": ("PP2-split-bf16", {"pipeline_parallel": 2, **BFLOAT16}),
     "DP4, split": ("DP4", SPLIT),
 }
+OTHER_MEGATRON = list(filter(None, os.environ.get("RLFLOW_MEGATRON_PATHS", "").split(":")))
+"""Folders with other versions of megatron-core (`test_convert_versions.py`)."""
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,19 @@ def test_one_process_continues_on_four_ranks(results: Any, alone: dict[str, Any]
 def test_saving_in_the_background_changes_nothing(alone: dict[str, Any], directory: Path) -> None:
     """What is saved is the state at the call, although the next update came before the end of the save."""
     assert_continues(run(job(directory, "again", ALONE, load=directory / "alone")), alone, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megatron", OTHER_MEGATRON)
+def test_versions_of_megatron_core_continue_each_others_runs(
+    megatron: str, alone: dict[str, Any], directory: Path
+) -> None:
+    writer = job(directory, "other-writes", STAGES_SPLIT, save=directory / "other")
+    reader = job(directory, "other-reads", TENSOR_SPLIT, load=directory / "alone")
+    wrote, read = run_elsewhere(megatron, directory, [writer, reader])
+    assert_continues(read, alone, 1e-6)
+    for options in (ALONE, SPLIT):
+        assert_continues(run(job(directory, "here", options, load=directory / "other")), wrote, 1e-6)
 
 
 def test_damage_is_the_same_error_on_every_rank(results: Any) -> None:

@@ -14,7 +14,7 @@ from rlflow.errors import RolloutError
 from rlflow.loop import train
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.weight_sync import WeightProbe
-from rlflow.run.workers import WorkerRollout
+from rlflow.run.rollout_workers import WorkerRollout
 from tests.flow.letters import letters_config, write_letters_model
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 

@@ -95,7 +95,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
         with pytest.raises(KeyboardInterrupt):
             train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
-    last, _ = run.latest_checkpoint()
+    last, _ = run.saved.latest()
     kept = {one.id: one for one in from_bytes(run.saved.read_state(last)["groups"]["ended"])}
     assert last == step // 2 * 2 and kept
     train(letters_config(model, tmp_path, *options, "run.resume=true", layout))
@@ -213,7 +213,7 @@ def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(
     config = write_config(letters_config(model, tmp_path, *AHEAD, *options), tmp_path / "config.yaml")
     run, draw, killed = RunDirectory(tmp_path / "letters"), random.Random(7), 0
     for _ in range(8):
-        before = run.latest_checkpoint()
+        before = run.saved.latest()
         process = start(config, *(["--resume"] if run.path.exists() else []))
         goal = (before[0] if before else 0) + draw.randint(1, 8)
         wait_for(
@@ -225,7 +225,7 @@ def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(
         killed += process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         finish(process)
-        after = run.latest_checkpoint()
+        after = run.saved.latest()
         assert (after[0] if after else 0) >= (before[0] if before else 0)
     assert killed >= 6
     train(load_config(config, ["run.resume=true"]))

@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, faults_of, findings
+from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, Watch, findings
 from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Rollout
 from rlflow_environments.common.transcript import Transcript
@@ -51,7 +51,7 @@ def told(world: Path, path: Path, *overrides: str) -> list[str]:
     places = [f"run.directory={path}/{{name}}", f"environment.world.directory={world}"]
     train(load_config("recipes/searchr1/config/short.yaml", [*SHORT, *places, *overrides]))
     run = RunFiles.open(path / "short")
-    found, log = faults_of(run.metrics, run.registered), (path / "short" / "log.txt").read_text()
+    found, log = Watch(run.registered).recall(run.metrics), (path / "short" / "log.txt").read_text()
     assert all(f"WARNING rlflow.run.run: step {fault.step}: {fault.text}" in log for fault in found)
     assert log.count("WARNING rlflow.run.run: ") == len(found)
     assert findings(run)[: len(found)] == found

@@ -125,8 +125,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "prompts without end": (
         ["rollout.prompts_per_step=1000000000"], ["rollout.prompts_per_step", "at most 1,000,000 trajectories"]),
     "GPUs that are not there": (
-        ["cluster.ranks=64", "cluster.gpus_per_rank=2"],
-        ["cluster.gpus_per_rank", "128 GPUs, this machine has", "cluster.address"]),
+        ["cluster.ranks=64", "cluster.gpus_per_rank=1"],
+        ["cluster.ranks", "64 ranks and 1 engines of 1 on", "Lower cluster.ranks"]),
     "environment's keyword unknown": (["environment.taks=3"], ["taks", "Did you mean 'tasks'"]),
     "missing data": ([SEARCH, "--train-data", "{place}/none.jsonl"], ["--train-data", "{place}/none.jsonl", "no such file"]),
     "missing data, as a key": ([SEARCH, "environment.train={place}/none.jsonl"], ["{place}/none.jsonl", "train questions"]),

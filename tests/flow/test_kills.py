@@ -22,6 +22,7 @@ from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config
 from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 240.0  # for Ray to start on a busy machine
@@ -60,7 +61,7 @@ def kill_and_check(config: Path, run: RunDirectory, kills: int, lag: int, seed: 
     for _ in range(kills):
         process = start(config, "--resume")
         killed += kill_at_a_moment(process, run, draw)
-        measured, saved = last_step(run), run.saved_steps()
+        measured, saved = last_step(run), run.saved.steps()
         assert [run.saved.find_damage(step) for step in saved] == [None] * len(saved)
         assert measured - lag <= max(saved, default=0) >= newest
         newest = max(saved, default=0)
@@ -68,7 +69,7 @@ def kill_and_check(config: Path, run: RunDirectory, kills: int, lag: int, seed: 
 
 
 @pytest.mark.parametrize("asynchronous, lag", [("false", 1), ("true", 2)])
-def test_ten_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing(
+def test_six_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing(
     asynchronous: str, lag: int, model: Path, tmp_path: Path
 ) -> None:
     """Saved after every step; in the background a save becomes a checkpoint at the end of the next step at the latest."""
@@ -76,7 +77,7 @@ def test_ten_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing
     train(letters_config(model, tmp_path, *options, "run.name=whole"))
     config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
-    assert kill_and_check(config, run, kills=10, lag=lag, seed=3) == 10
+    assert kill_and_check(config, run, kills=6, lag=lag, seed=3) == 6
     assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
     assert_same_training(run, RunDirectory(tmp_path / "whole"), bound=0.0)
 
@@ -86,7 +87,7 @@ def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path
     config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     assert kill_and_check(config, run, kills=3, lag=2, seed=5) == 3
-    done = run.saved_steps()[-1]
+    done = run.saved.steps()[-1]
     alone = letters_config(model, tmp_path, *DETERMINISTIC, f"run.steps={done + 1}", "run.resume=true")
     assert train(alone)["steps"] == done + 1
 
@@ -246,5 +247,6 @@ def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
     process.send_signal(sent)
     error = finish(process, LIMIT_S)
     assert process.returncode == code and "Traceback" not in error, error
-    assert [one for one in family.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    # The guard is one of them, and looks around once more before it goes
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family.values()), 10.0)
     assert not (tmp_path / "letters").exists()

@@ -109,7 +109,7 @@ def test_a_finished_run_goes_on_with_more_steps(model: Path, tmp_path: Path) -> 
     train(letters_config(model, tmp_path, "run.steps=2", *few))
     summary = train(letters_config(model, tmp_path, "run.steps=3", "run.resume=true", *few))
     run = RunDirectory.open(tmp_path / "letters")
-    assert summary["steps"] == 3 and run.saved_steps() == [2, 3]
+    assert summary["steps"] == 3 and run.saved.steps() == [2, 3]
     records = read_metrics(run.metrics)
     assert [record["step"] for record in records] == [0, 1, 2, 3] and "eval/exact_match" in records[-1]
 
@@ -127,7 +127,7 @@ def test_what_was_measured_without_a_checkpoint_is_measured_anew(model: Path, tm
     options = ("run.steps=2", "checkpoint.every_steps=0", "checkpoint.export=false", "metrics.picture=false")
     train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
-    lost = run.checkpoint_path(2).rename(run.path / "lost")  # as if killed before the only checkpoint
+    lost = run.saved.path(2).rename(run.path / "lost")  # as if killed before the only checkpoint
     train(letters_config(model, tmp_path, *options, "run.resume=true"))
     assert [line.split('"step": ')[1][0] for line in run.metrics.read_text().splitlines()] == ["0", "1", "2", "2"]
     assert (lost / "state.json").is_file()
@@ -145,7 +145,7 @@ def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(mode
     before = run.metrics.read_text()
     with pytest.raises(ConfigError, match="no module"):
         train(letters_config(model, tmp_path, *options, "environment={name: 'no.such.module:Environment'}"))
-    assert run.metrics.read_text() == before and run.saved_steps() == [1]
+    assert run.metrics.read_text() == before and run.saved.steps() == [1]
     train(letters_config(model, tmp_path, *options, "run.seed=5"))
     assert run.metrics.read_text() != before and "seed: 5" in run.config.read_text()
 
@@ -156,7 +156,7 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
     other = write_letters_model(tmp_path / "other", hidden_size=48)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         train(letters_config(other, tmp_path, *options, "run.steps=2", "run.resume=true"))
-    assert RunDirectory.open(tmp_path / "letters").saved_steps() == [1]
+    assert RunDirectory.open(tmp_path / "letters").saved.steps() == [1]
 
 
 # ---------------------------------------------------------------- real processes and signals
@@ -216,7 +216,7 @@ def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[],
     measured = (
         max((int(record["step"]) for record in read_metrics(run.metrics)), default=0) if run.metrics.is_file() else 0
     )
-    latest = run.latest_checkpoint()
+    latest = run.saved.latest()
     train(load_config(config, ["run.resume=true"]))
     return measured, latest[0] if latest else 0
 
@@ -252,7 +252,7 @@ def test_a_signal_ends_a_run_cleanly_and_it_resumes(
     assert f"{sent.name}: finishing this step" in err and "Traceback" not in err
     summary = read_json(run.summary)
     assert summary["status"] == f"interrupted by {sent.name}" and 3 <= summary["steps"] < STEPS
-    assert run.saved_steps()[-1] == summary["steps"] and not run.export.exists()
+    assert run.saved.steps()[-1] == summary["steps"] and not run.export.exists()
     assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
     assert_equal_runs(run, whole, evaluations=False)
 

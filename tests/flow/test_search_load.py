@@ -11,7 +11,7 @@ from benchmarks.retrieval_soak import soak
 @pytest.mark.slow
 def test_no_answer_is_lost_wrong_or_mixed_whatever_happens_to_the_servers(tmp_path):
     corpus = make_corpus(tmp_path / "corpus.jsonl", 4000)
-    report = soak({"name": "torch", "dimensions": 128}, corpus, clients=512, seconds=20, known=200)
+    report = soak({"name": "faiss", "dimensions": 128}, corpus, clients=512, seconds=20, known=200)
     assert report.lost == [] and report.wrong == []
     assert report.answers > 1000 and report.disconnects > 100
     assert report.memory_growth < 0.05

@@ -46,8 +46,8 @@ def flip(path: Path) -> None:
 
 
 def test_saving_in_the_background_leaves_every_checkpoint_whole(whole: RunDirectory) -> None:
-    assert whole.saved_steps() == list(range(1, STEPS + 1))
-    assert [whole.saved.find_damage(step) for step in whole.saved_steps()] == [None] * STEPS
+    assert whole.saved.steps() == list(range(1, STEPS + 1))
+    assert [whole.saved.find_damage(step) for step in whole.saved.steps()] == [None] * STEPS
 
 
 def test_damage_names_the_newest_whole_checkpoint_which_continues_to_the_same_end(
@@ -55,8 +55,8 @@ def test_damage_names_the_newest_whole_checkpoint_which_continues_to_the_same_en
 ) -> None:
     run.summary.unlink()  # the run did not end
     for step, name in ((STEPS, "__0_0.distcp"), (STEPS - 1, "trainer.json")):
-        flip(run.checkpoint_path(step) / "trainer" / name)
-    (run.checkpoint_path(STEPS - 2) / "state.json").unlink()
+        flip(run.saved.path(step) / "trainer" / name)
+    (run.saved.path(STEPS - 2) / "state.json").unlink()
     good = STEPS - 3
     with pytest.raises(DamagedCheckpointError) as caught:
         train(resumed(model, run))
@@ -66,7 +66,7 @@ def test_damage_names_the_newest_whole_checkpoint_which_continues_to_the_same_en
         train(resumed(model, run, f"run.resume_step={STEPS - 2}"))
     assert train(resumed(model, run, f"run.resume_step={good}"))["steps"] == STEPS
     assert_equal_runs(run, whole, evaluations=False)
-    assert [run.saved.find_damage(step) for step in run.saved_steps()] == [None] * STEPS
+    assert [run.saved.find_damage(step) for step in run.saved.steps()] == [None] * STEPS
     assert len(list(run.checkpoints.glob("*.aside"))) == 3
 
 
@@ -84,9 +84,9 @@ def test_a_file_size_limit_is_one_line_and_costs_no_checkpoint(
     asynchronous: str, model: Path, run: RunDirectory, whole: RunDirectory, tmp_path: Path
 ) -> None:
     """In a process of its own, which may not write a file as large as a checkpoint's."""
-    limit = (run.checkpoint_path(3) / "trainer" / "__0_0.distcp").stat().st_size // 2
+    limit = (run.saved.path(3) / "trainer" / "__0_0.distcp").stat().st_size // 2
     for step in range(4, STEPS + 1):
-        shutil.rmtree(run.checkpoint_path(step))
+        shutil.rmtree(run.saved.path(step))
     options = (f"checkpoint.asynchronous={asynchronous}",)
     config = write_config(resumed(model, run, *options), tmp_path / "config.yaml")
     process = start(config, limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
@@ -94,8 +94,8 @@ def test_a_file_size_limit_is_one_line_and_costs_no_checkpoint(
     assert process.returncode == 2, error
     assert error.startswith("rlflow: StorageError: saving step 4: ") and error.count("\n") == 1
     assert "File too large" in error and error.rstrip().endswith("and continue with --resume")
-    assert "The newest checkpoint is that of step 3" in error
-    assert run.saved_steps() == [1, 2, 3] and not list(run.checkpoints.glob("*.partial"))
+    assert "the newest checkpoint is that of step 3" in error
+    assert run.saved.steps() == [1, 2, 3] and not list(run.checkpoints.glob("*.partial"))
     train(resumed(model, run, *options))
     assert_equal_runs(run, whole, evaluations=False)
 
@@ -122,9 +122,9 @@ def test_a_full_disk_ends_a_run_with_its_newest_checkpoint_named_and_whole(
     with pytest.raises(StorageError, match=r"No space left on device.*newest checkpoint is that of step \d") as caught:
         train(letters_config(model, small_disk, *options))
     run = RunDirectory.open(small_disk / "letters")
-    newest = run.saved_steps()[-1]
+    newest = run.saved.steps()[-1]
     assert f"step {newest}" in str(caught.value) and 1 <= newest < STEPS
-    assert [run.saved.find_damage(step) for step in run.saved_steps()] == [None] * newest
+    assert [run.saved.find_damage(step) for step in run.saved.steps()] == [None] * newest
     ballast.unlink()
     train(letters_config(model, small_disk, *options, "run.resume=true", "checkpoint.keep=1"))
     shutil.copytree(run.path, moved := small_disk.parent / "moved")

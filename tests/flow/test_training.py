@@ -132,7 +132,7 @@ def test_the_summary_and_the_picture_are_of_this_run(solved: Finished) -> None:
     assert summary["last_evaluation"]["eval/exact_match"] == solved.records[-1]["eval/exact_match"]
     assert all(Path(path).exists() for path in summary["written"].values())
     assert solved.run.picture.read_bytes().startswith(b"\x89PNG") and solved.run.picture.stat().st_size > 10_000
-    assert solved.run.saved_steps() == [STEPS - 10, STEPS]  # the newest two are kept
+    assert solved.run.saved.steps() == [STEPS - 10, STEPS]  # the newest two are kept
 
 
 def test_the_export_is_the_policy_that_was_evaluated(solved: Finished) -> None:
@@ -187,8 +187,8 @@ class Recording(Trainer):
     def snapshot(self, name: str) -> None:
         self.inner.snapshot(name)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.inner.weights()
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+        return self.inner.weights(device)
 
     def save(self, path: str | Path, step: int) -> None:
         self.inner.save(path, step)

@@ -18,6 +18,7 @@ from tests.flow.chromium import browser, texts, wait
 from tests.unit.report.crafted import (
     SEARCHED,
     attempt,
+    forked_run,
     group_of,
     small_run,
     task,
@@ -121,6 +122,15 @@ def test_evaluations_stand_beside_the_first_one(opened: Any) -> None:
     ]
     press(opened, "b")
     wait(opened, "return document.querySelectorAll('.column').length === 1")
+
+
+def test_a_forked_episode_shows_what_was_in_view_before_a_turn(browser: Any, tmp_path: Path) -> None:
+    open_page(browser, forked_run(tmp_path))
+    heading(browser, "Where was Orvan born?")
+    assert "rewritten before turn 2" in texts(browser, ".column summary")
+    opened = "const e = document.querySelector('[data-name=\"rewritten before turn 2\"]'); e.open = true; return e.textContent"
+    wait(browser, f"{opened}.includes('Park.')")
+    assert "hm" not in browser.execute_script(opened)
 
 
 def test_tokens_are_tinted_and_tell_their_numbers(opened: Any) -> None:

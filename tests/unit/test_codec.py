@@ -38,8 +38,9 @@ def trajectory(*segments: Segment) -> Trajectory:
 
 
 def several() -> list[Trajectory]:
-    """With segments whose log-probs nobody knows, without a token, and none at all."""
+    """With segments with routes, whose log-probs nobody knows, without a token, and none at all."""
     first = trajectory(segment([-1, 4, 5]), segment([-1, -1], known=False), segment([]))
+    first.segments[0].routes = torch.randint(0, 256, (2, 3, 4), dtype=torch.uint8)
     return [first, trajectory(), trajectory(segment([7]))]
 
 

@@ -17,6 +17,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "retrieval": ({"errors", "http", "types", "storage", "components", "values", "matmul"}, {"common"}),
     # Environments over any other environment: none of them knows which.
     "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment"}, {"common"}),
+    # Programs of others, confined; and environments whose policies write some.
+    "sandbox": ({"errors", "values"}, set()),
+    "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox"}),
     # Environments of other libraries.
     "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.

@@ -19,6 +19,14 @@ def test_a_checkout_is_installed_again_from_where_it_is() -> None:
     assert install_command() == f"pip install -e '{ROOT}'"
 
 
+def test_transformer_engine_is_built_against_the_installed_torch() -> None:
+    tools, command = install_command("gpu").split(" && ")
+    assert tools == "pip install 'cuda-toolkit[crt,cccl]' setuptools wheel ninja"
+    setting, command = command.split(" ", 1)
+    assert setting == "NVTE_BUILD_USE_NVIDIA_WHEELS=1"
+    assert command == f"pip install --no-build-isolation -e '{ROOT}[gpu]' -c '{ROOT}/constraints/gpu.txt'"
+
+
 @pytest.mark.parametrize(
     ("noted", "source"),
     [

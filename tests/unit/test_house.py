@@ -20,21 +20,21 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 248_000,
-    "environments": 106_500,
-    "tools": 30_500,
+    "rlflow": 246_200,
+    "environments": 97_100,
+    "tools": 30_100,
     "recipes": 4_150,
 }
 MOST = {
-    "tokens per 100 lines of rlflow/": 717,
-    "lines over 100 columns, of 1000": 29,
-    "longest import chain": 17,
+    "tokens per 100 lines of rlflow/": 694,
+    "lines over 100 columns, of 10,000": 75,
+    "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,
-    "names of modules in rlflow/ that stand more than once": 3,
-    "files that start processes": 4,
-    "files that start threads": 17,
-    "files with hmac or struct.Struct": 3,
+    "names of modules in rlflow/ that stand more than once": 1,
+    "files that start processes": 1,
+    "files that start threads": 12,
+    "files with hmac or struct.Struct": 2,
     "HTTP client libraries": 1,
     "test doubles in public tables": 0,
 }
@@ -88,7 +88,7 @@ def measured() -> dict[str, float]:
     tokens = sum(map(code_tokens, core))
     return {
         "tokens per 100 lines of rlflow/": 100 * tokens / len(lines("rlflow")),
-        "lines over 100 columns, of 1000": 1000 * len(long) / len(lines(*PACKAGES, "recipes")),
+        "lines over 100 columns, of 10,000": 10_000 * len(long) / len(lines(*PACKAGES, "recipes")),
         "longest import chain": max(map(chain, modules())),
         "import chain of rlflow.loop": chain("rlflow.loop"),
         "modules in a folder of rlflow/": max(folders.values()),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gzip
 import random
 import socket
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,15 @@ def test_a_closed_client_cancels_what_is_under_way() -> None:
         assert future.cancelled()
 
 
+def test_who_waits_for_a_client_that_is_closed_hears_of_it() -> None:
+    """Also where no connection was opened, whose end would keep the loop going."""
+    client = HttpClient()
+    future = client.submit(asyncio.sleep, 60)
+    client.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(5)
+
+
 def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = Server(answer(b"direct"), answer(b"by proxy"))
     (tmp_path / ".netrc").write_text("machine nowhere.invalid login a password b\n")
@@ -226,3 +237,35 @@ def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pyt
     key = {"Authorization": "Bearer key"}
     assert fetch("http://nowhere.invalid/v1", proxies=True, headers=key).content == b"by proxy"
     assert server.asked[1].startswith(b"GET http://nowhere.invalid/v1") and b"Bearer key" in server.asked[1]
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirection_to_another_origin_gets_neither_the_key_nor_the_request(status: int) -> None:
+    seen: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(f"{self.server.server_port} {self.headers.get('X-Api-Key')}")
+            self.send_response(status if self.server is servers[0] else 200)
+            self.send_header("Location", f"http://127.0.0.1:{servers[1].server_port}/")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    servers = [HTTPServer(("127.0.0.1", 0), Elsewhere) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    first, url = servers[0].server_port, f"http://127.0.0.1:{servers[0].server_port}/"
+    client = HttpClient(headers={"X-Api-Key": "secret"}, timeout_s=5.0)
+    try:
+        for method, body in (("POST", b"{}"), ("GET", None)):
+            assert client.call(client.session.ask, method, url, body).status == status
+    finally:
+        client.close()
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+    assert seen == [f"{first} secret"] * 2

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint holds, from its tables alone."""
+"""A Megatron checkpoint's format, layout and tensors, from its tables alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to convert, in either direction."""
+"""Options of a conversion, in either direction."""
 
 from __future__ import annotations
 

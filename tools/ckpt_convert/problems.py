@@ -1,4 +1,4 @@
-"""What goes wrong in a conversion: one line of text, and an exit code of its kind."""
+"""Errors of a conversion: one line of text, and an exit code of its kind."""
 
 from __future__ import annotations
 

@@ -133,11 +133,15 @@ class VerifiersEnvironment(Environment):
 def _unfit(library: Any, environment: Any) -> str:
     """Why an environment cannot be played step by step; "" where it can."""
     if not isinstance(environment, library.MultiTurnEnv):
-        return f"is a {type(environment).__name__}, which has a rollout of its own; expected a SingleTurnEnv or MultiTurnEnv"
+        found = type(environment).__name__
+        expected = "expected a SingleTurnEnv or MultiTurnEnv"
+        return f"is a {found}, which has a rollout of its own; {expected}"
     if not hasattr(environment, "cleanup"):
-        return "comes with a verifiers that is too old; expected 0.1.14 or later: pip install 'verifiers>=0.1.14,<0.4'"
+        advice = "pip install 'verifiers>=0.1.14,<0.4'"
+        return f"comes with a verifiers that is too old; expected 0.1.14 or later: {advice}"
     if type(environment).get_model_response is not library.Environment.get_model_response:
-        return "asks the model in a way of its own (get_model_response), which the policy's tokens do not pass through"
+        own = "a way of its own (get_model_response)"
+        return f"asks the model in {own}, which the policy's tokens do not pass through"
     if any(
         environment.rubric._is_group_func(function)
         for function in environment.rubric._get_reward_funcs()
@@ -157,4 +161,5 @@ def _no_model(client: type) -> Any:
     async def refuse(*_: Any, **__: Any) -> None:
         raise VerifiersError("the environment asks the model by itself, past the policy's tokens.")
 
-    return type("NoModel", (client,), dict.fromkeys(client.__abstractmethods__, refuse))(None)  # type: ignore[attr-defined]
+    methods = dict.fromkeys(client.__abstractmethods__, refuse)  # type: ignore[attr-defined]
+    return type("NoModel", (client,), methods)(None)

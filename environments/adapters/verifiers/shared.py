@@ -1,5 +1,4 @@
-"""What both kinds of verifiers' environments have in common: messages, the held-out tasks, and the
-errors."""
+"""Messages, held-out tasks and errors of both kinds of verifiers' environments."""
 
 from __future__ import annotations
 

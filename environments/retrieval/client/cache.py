@@ -13,14 +13,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.errors import ConfigError, DataError
 from rlflow.storage.files import write_text
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import ReplayMissError
 
-MODES = ("off", "record", "replay", "strict-replay")
+Mode = Literal["off", "record", "replay", "strict-replay"]
 """off: nothing is read or written. record: every search goes to the server and is written. replay:
 a search that was recorded is answered from there, any other goes to the server and is written.
 strict-replay: there is no server."""
@@ -30,14 +30,8 @@ class SearchCache:
     """The records of one index in one folder. Several processes may share it: records are written
     whole or not at all."""
 
-    def __init__(self, directory: str | Path, mode: str) -> None:
-        """Raises ConfigError for an unknown mode, or strict-replay of a folder that holds no
-        records."""
-        if mode not in MODES:
-            raise ConfigError(
-                f"cache.mode: expected one of {', '.join(MODES)}, found "
-                f"'{mode}'.{did_you_mean(mode, MODES)}"
-            )
+    def __init__(self, directory: str | Path, mode: Mode) -> None:
+        """Raises ConfigError for strict-replay of a folder that holds no records."""
         self.mode = mode
         self.directory = Path(directory).expanduser()
         self._source = self.directory / "source.json"

@@ -8,27 +8,26 @@ import json
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from rlflow.components import takes
-from rlflow.errors import ConfigError, did_you_mean
-from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
-from rlflow_environments.retrieval.client.answers import (
-    NotASearchServer,
-    SearchRequest,
-    page_request,
-    search_request,
+from rlflow.components import check_options, takes
+from rlflow.errors import ConfigError
+from rlflow.http import GaveUp, HttpClient, Reply, Retryable, RetryPolicy
+from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.retrieval.client.answers import NotASearchServer, read_page, read_passages
+from rlflow_environments.retrieval.client.asynchronous import (
+    DEADLINE_HEADER,
+    TRACE_HEADER,
+    AsyncRetriever,
 )
-from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
-from rlflow_environments.retrieval.client.cache import SearchCache
-from rlflow_environments.retrieval.client.circuit import Circuit
+from rlflow_environments.retrieval.client.cache import Mode, SearchCache
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
-from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError
-from rlflow_environments.retrieval.server.discovery import read_addresses
+from rlflow_environments.retrieval.indices.base import check_top_k
+from rlflow_environments.retrieval.server.addresses import read_addresses
 
 logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
 
@@ -37,8 +36,11 @@ LONGEST_PAUSE_S = 2.0
 POLL_S = 0.3
 REPORT_EVERY_S = 10.0
 STRANGERS = 3  # answers that are none of a retrieval server, before the address is called wrong
+FAILURES = 3  # in a row, of all searches together, before the log says that no server answers
 
 T = TypeVar("T")
+Read = Callable[[str, Reply], T]
+"""(the endpoint's URL, the answer) -> what was asked for; raises as `read_passages` does."""
 
 
 class HttpRetriever(AsyncRetriever):
@@ -54,10 +56,10 @@ class HttpRetriever(AsyncRetriever):
         urls: str | Sequence[str] | None = None,
         *,
         discovery: str | Path | None = None,
-        timeout_s: float = 30.0,
-        attempt_timeout_s: float = 10.0,
-        tries: int | None = None,
-        connections: int = 256,
+        timeout_s: PositiveFloat = 30.0,
+        attempt_timeout_s: PositiveFloat = 10.0,
+        tries: PositiveInt | None = None,
+        connections: PositiveInt = 256,
         wait_s: float = 60.0,
         cache: Mapping[str, Any] | None = None,
         identity: str | None = None,
@@ -74,24 +76,27 @@ class HttpRetriever(AsyncRetriever):
         {directory, mode}, see `cache.MODES`. identity: of the index, for the cache, where the
         server does not say it. headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError."""
-        given = {"timeout_s": timeout_s, "attempt_timeout_s": attempt_timeout_s}
-        given |= {"connections": connections, "tries": 1 if tries is None else tries}
-        _check_numbers(**given)
-        tries = None if tries is None else int(tries)
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S, timeout_s)
         self._attempt_timeout_s = attempt_timeout_s
         self._given_identity = identity
         self._generator = random.Random(seed)
         self._cache = _make_cache(cache)
         self._told_cache = False
-        self.cache_counts = None if self._cache is None else CacheCounts()
-        self._pool = ServerPool(_address_source(urls, discovery, self._cache), self._generator)
-        self._where = (
-            f"the folder {discovery}" if discovery is not None else ", ".join(_as_list(urls))
-        )
-        self._circuit = Circuit(self._where)
+        self._counts = [0, 0]
+        given = [urls] if isinstance(urls, str) else list(urls or ())
+        strict = self._cache is not None and self._cache.strict
+        if bool(given) == (discovery is not None) and not strict:
+            raise ConfigError(
+                "retriever http: give either urls, of one server or several, or discovery, a "
+                "folder of addresses."
+            )
+        for address in given:
+            server_url(address)
+        self._where = ", ".join(given) if discovery is None else f"the folder {discovery}"
+        listed = (lambda: given) if discovery is None else (lambda: read_addresses(discovery))
+        self._pool = ServerPool(listed, self._generator)
         self._known = False  # whether a search was ever answered: the address is right then
-        self._strangers = 0
+        self._strangers = self._failures = 0
         self._slots = asyncio.Semaphore(connections)
         self._identified = asyncio.Lock()
         self._client = HttpClient(headers=headers, connections=connections)
@@ -103,8 +108,7 @@ class HttpRetriever(AsyncRetriever):
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever: one request for all that the cache does not hold. Raises RetrievalError,
         ReplayMissError."""
-        if top_k < 1:
-            raise ConfigError(f"top_k: expected at least 1, found {top_k}.")
+        check_top_k(top_k)
         return self._open.call(self._search, list(queries), top_k, "") if queries else []
 
     async def find(self, query: str, top_k: int, *, trace: str = "") -> list[Passage]:
@@ -116,87 +120,98 @@ class HttpRetriever(AsyncRetriever):
         """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
         return await asyncio.wrap_future(self._open.submit(self._page, url, trace))
 
+    def take_cache_counts(self) -> tuple[int, int]:
+        """See AsyncRetriever."""
+        (looked_up, held), self._counts = self._counts, [0, 0]
+        return looked_up, held
+
     def close(self) -> None:
         """Closes the connections; searches that are under way are cancelled, later ones raise
         RetrievalError."""
         self._client.close()
 
     async def _search(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
-        cache = self._cache
-        if cache is None:
-            return await self._ask(search_request(queries, top_k), trace)
-        found = [await asyncio.to_thread(cache.get, query, top_k) for query in queries]
-        missing = [
-            query for query, passages in zip(queries, found, strict=True) if passages is None
-        ]
-        if self.cache_counts is not None:
-            self.cache_counts.add(len(queries), len(queries) - len(missing))
-        if not missing:
+        found: list[list[Passage] | None] = [None] * len(queries)
+        if self._cache is not None:
+            found = [await asyncio.to_thread(self._cache.get, query, top_k) for query in queries]
+            self._counts[0] += len(queries)
+            self._counts[1] += len(queries) - found.count(None)
+        places = [place for place, passages in enumerate(found) if passages is None]
+        if not places:
             return found  # type: ignore[return-value]
+        asked = [queries[place] for place in places]
+
+        def read(endpoint: str, reply: Reply) -> list[list[Passage]]:
+            return read_passages(endpoint, reply, len(asked), top_k)
+
         await self._identify()
-        asked: list[list[Passage]] = await self._ask(search_request(missing, top_k), trace)
-        answers = iter(asked)
-        for place, query in enumerate(queries):
-            if found[place] is None:
-                passages = found[place] = next(answers)
-                await asyncio.to_thread(cache.put, query, top_k, passages)
+        body = {"queries": asked, "topk": top_k, "return_scores": True}
+        answers: list[list[Passage]] = await self._ask("/retrieve", body, read, trace)
+        for place, passages in zip(places, answers, strict=True):
+            found[place] = passages
+            if self._cache is not None:
+                await asyncio.to_thread(self._cache.put, queries[place], top_k, passages)
         return found  # type: ignore[return-value]
 
     async def _page(self, page: str, trace: str) -> str | None:
         cache = self._cache
-        if cache is None:
-            return await self._ask(page_request(page), trace)
         # A search for no passages does not exist: under top_k 0 stand pages, as the one passage
         # that was found, or none.
-        found = await asyncio.to_thread(cache.get, page, 0)
+        found = None if cache is None else await asyncio.to_thread(cache.get, page, 0)
         if found is None:
             await self._identify()
-            text = await self._ask(page_request(page), trace)
+            text = await self._ask("/access", {"urls": [page]}, read_page, trace)
             found = [] if text is None else [Passage(page, "", text, page)]
-            await asyncio.to_thread(cache.put, page, 0, found)
+            if cache is not None:
+                await asyncio.to_thread(cache.put, page, 0, found)
         return found[0].contents if found else None
 
-    async def _ask(self, request: SearchRequest[T], trace: str) -> T:
-        """The answer of some server, within the deadline. Raises RetrievalError when all attempts
+    async def _ask(self, path: str, body: Mapping[str, Any], read: Read[T], trace: str) -> T:
+        """What some server answers, within the deadline. Raises RetrievalError when all attempts
         failed."""
-        failed: str | None = None
+        content, failed = json.dumps(body).encode(), None
 
         async def attempt(deadline: float) -> T:
             nonlocal failed
-            for_all = await self._circuit.wait()
-            # Waiting for a connection does not count as a failed attempt.
-            with self._circuit.asking(for_all):
-                async with self._slots:
-                    failed = url = self._pool.take(failed)
-                    if url is None:
-                        raise Retryable(f"no server is listed in {self._where}")
-                    try:
-                        return await self._attempt(url, request, trace, deadline)
-                    except Retryable as problem:
-                        problem.at_once = problem.server_failed and self._pool.others(url)
-                        if problem.server_failed and not problem.at_once:
-                            self._circuit.failed(str(problem))
-                        raise
+            async with self._slots:  # waiting for a connection does not count as a failed attempt
+                failed = url = self._pool.take(failed)
+                if url is None:
+                    raise Retryable(f"no server is listed in {self._where}")
+                try:
+                    return await self._attempt(url, path, content, read, trace, deadline)
+                except Retryable as problem:
+                    problem.at_once = problem.server_failed and self._pool.others(url)
+                    if problem.server_failed and not problem.at_once:
+                        self._note_failure(problem)
+                    raise
 
         try:
             return await self._policy.call_async(attempt, self._generator)
         except GaveUp as end:
-            last = end.last or self._circuit.last or "every connection was in use"
+            last = end.last or "every connection was in use"
             most = "" if self._policy.tries is None else f" of {self._policy.tries}"
             raise RetrievalError(
                 f"search failed after {end.attempts}{most} attempts in {end.spent_s:.1f} s; last: "
                 f"{last}."
             ) from None
 
-    async def _attempt(self, url: str, request: SearchRequest[T], trace: str, deadline: float) -> T:
+    async def _attempt(
+        self, url: str, path: str, content: bytes, read: Read[T], trace: str, deadline: float
+    ) -> T:
         """The server's answer. Raises Retryable, and RetrievalError for what another attempt would
         not change."""
         seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
-        failed = True
+        headers = {DEADLINE_HEADER: f"{seconds:.3f}", **({TRACE_HEADER: trace} if trace else {})}
+        ask, failed = self._client.session.ask, True
         try:
-            answer = await self._post(url, request, trace, seconds)
+            reply = await ask(
+                "POST", url + path, content, headers=headers, timeout_s=seconds, where=f"{url}: "
+            )
+            answer = read(url + path, reply)
             failed, self._known = False, True
-            self._circuit.succeeded()
+            if self._failures >= FAILURES:
+                logger.info("a retrieval server answers again (%s)", self._where)
+            self._failures = 0
             return answer
         except Retryable as problem:
             failed = problem.server_failed
@@ -217,12 +232,12 @@ class HttpRetriever(AsyncRetriever):
         finally:
             self._pool.release(url, failed)
 
-    async def _post(self, url: str, request: SearchRequest[T], trace: str, seconds: float) -> T:
-        headers = {DEADLINE_HEADER: f"{seconds:.3f}", **({TRACE_HEADER: trace} if trace else {})}
-        limits = {"timeout_s": seconds, "where": f"{url}: "}
-        ask = self._client.session.ask
-        reply = await ask("POST", url + request.path, request.body, headers=headers, **limits)
-        return request.read(url, reply.status, reply.headers, reply.content)
+    def _note_failure(self, problem: Retryable) -> None:
+        """Says once that no server answers, not for every search."""
+        self._failures += 1
+        if self._failures == FAILURES:
+            told = "no retrieval server answers (%s; last: %s): searches try up to their deadline"
+            logger.warning(told, self._where, problem)
 
     # ------------------------------------------------------------ the servers
 
@@ -231,10 +246,10 @@ class HttpRetriever(AsyncRetriever):
         time."""
         start = reported = time.monotonic()
         while True:
-            state = await self._state()
-            if state is None:
+            status, content = await self._get("/ready")
+            if status not in (None, 503):  # others know no /ready: what answers is taken for ready
                 return
-            now = time.monotonic()
+            state, now = content.decode("utf-8", "replace")[:300], time.monotonic()
             if now - start >= wait_s:
                 raise ConfigError(
                     f"retriever http: no server is ready after {wait_s:g} s ({self._where}): "
@@ -246,19 +261,13 @@ class HttpRetriever(AsyncRetriever):
                 logger.warning("waiting for a retrieval server (%.0f s): %s", now - start, state)
             await asyncio.sleep(min(POLL_S, max(0.0, start + wait_s - now)))
 
-    async def _state(self) -> str | None:
-        """None if the server that would be asked next can answer, else what it says."""
-        status, content = await self._get("/ready")
-        if status not in (None, 503):  # others know no /ready: what answers is taken for ready
-            return None
-        return content.decode("utf-8", "replace")[:300]
-
     async def _identify(self) -> None:
         """Tells the cache, once, which index the servers have."""
+        if self._cache is None:
+            return
         async with self._identified:
-            cache = self._cache
-            if cache is not None and not self._told_cache:
-                cache.identify(self._given_identity or await self._served_identity())
+            if not self._told_cache:
+                self._cache.identify(self._given_identity or await self._served_identity())
                 self._told_cache = True
 
     async def _served_identity(self) -> str:
@@ -278,15 +287,12 @@ class HttpRetriever(AsyncRetriever):
 
     async def _get(self, path: str) -> tuple[int | None, bytes]:
         """(status, body) of a GET; (None, why) where there is no answer."""
-        url = self._pool.take()
+        url, failed = self._pool.take(), True
         if url is None:
             return None, b"none is listed"
-        failed = True
+        ask, where = self._client.session.ask, f"{url}{path}: "
         try:
-            ask = self._client.session.ask
-            reply = await ask(
-                "GET", url + path, timeout_s=self._attempt_timeout_s, where=f"{url}{path}: "
-            )
+            reply = await ask("GET", url + path, timeout_s=self._attempt_timeout_s, where=where)
             failed = reply.status == 503
             return reply.status, reply.content
         except Retryable as problem:
@@ -315,52 +321,17 @@ def http_retriever(
     return HttpRetriever(url if urls is None else urls, **options)
 
 
-def _check_numbers(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(
-                f"retriever http: {name}: expected a number above 0, found {value!r}."
-            )
-    if "tries" in numbers and numbers["tries"] != int(numbers["tries"]):
-        raise ConfigError(
-            f"retriever http: tries: expected a whole number, found {numbers['tries']}."
-        )
-
-
 def _make_cache(options: Mapping[str, Any] | None) -> SearchCache | None:
     """The cache; None for mode off. Raises ConfigError."""
-    known = ("directory", "mode")
-    for key in options or {}:
-        if key not in known:
-            raise ConfigError(
-                f"cache: unknown option '{key}'; known: "
-                f"{', '.join(known)}.{did_you_mean(key, known)}"
-            )
-    mode = (options or {}).get("mode", "off")
-    mode = "off" if mode is False else mode  # YAML reads a bare `off` as false
-    if not options or mode == "off":
+    given = check_options(options or {}, _cache_options, where="retriever http.cache")
+    if given.get("mode") in (None, "off", False):
         return None
-    if not options.get("directory"):
+    if not given.get("directory"):
         raise ConfigError(
             "cache: mode without a directory; give cache.directory, the folder of the records."
         )
-    return SearchCache(options["directory"], str(mode))
+    return SearchCache(given["directory"], given["mode"])
 
 
-def _as_list(urls: str | Sequence[str] | None) -> list[str]:
-    return [urls] if isinstance(urls, str) else list(urls or ())
-
-
-def _address_source(
-    urls: str | Sequence[str] | None, discovery: str | Path | None, cache: SearchCache | None
-) -> Any:
-    """A function that lists the servers. Raises ConfigError where none or both ways are given."""
-    given = _as_list(urls)
-    if bool(given) == (discovery is not None) and not (cache is not None and cache.strict):
-        raise ConfigError(
-            "retriever http: give either urls, of one server or several, or discovery, a folder "
-            "of addresses."
-        )
-    for address in given:
-        server_url(address)
-    return (lambda: read_addresses(discovery)) if discovery is not None else (lambda: given)
+def _cache_options(*, directory: str | None = None, mode: Mode | Literal[False] = "off") -> None:
+    """Of SearchCache. YAML reads a bare `off` as false."""

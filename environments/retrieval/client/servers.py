@@ -1,4 +1,4 @@
-"""Which of several servers to ask: those that answer, the least busy first."""
+"""The choice among several servers: those that answer, the less busy first."""
 
 from __future__ import annotations
 

@@ -13,33 +13,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from rlflow.errors import DataError, RLFlowError, install_command, needing
-from rlflow_environments.retrieval.indices.folder import check_folder, read_meta, stamp_corpus
+from rlflow_environments.common.commands import add_option
+from rlflow_environments.retrieval.indices.folder import check_folder, read_meta
+from rlflow_environments.retrieval.records import file_digest
 
 MARKS = {"pass": "ok", "fail": "FAIL", "missing": "none", "skip": "skip"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which server, and with which queries."""
-    parser.add_argument(
-        "url", metavar="URL", help="http://host:port or host:port; or an index folder"
-    )
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="of an index folder: read every byte of index and corpus",
-    )
-    parser.add_argument(
-        "--query",
-        action="append",
-        metavar="TEXT",
-        help="a query that finds something there (repeatable)",
-    )
-    parser.add_argument(
-        "--timeout-s", type=float, default=60.0, metavar="S", help="of one request (default 60)"
-    )
+    where = "http://host:port or host:port; or an index folder"
+    parser.add_argument("url", metavar="URL", help=where)
+    add = partial(add_option, parser)
+    add("--deep", "of an index folder: read every byte of index and corpus")
+    query = {"metavar": "TEXT", "help": "a query that finds something there (repeatable)"}
+    parser.add_argument("--query", action="append", **query)
+    add("--timeout-s S", "of one request", 60.0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.url).expanduser().is_dir():
         return _check_folder(Path(args.url).expanduser(), args.deep)
     with needing("rlflow search check", install_command("search")):
-        from rlflow_environments.retrieval.conformance.probe import Broken
-        from rlflow_environments.retrieval.conformance.runner import SEEDS, Verdict, check_server
+        from rlflow_environments.retrieval.conformance import SEEDS, Broken, Verdict, check_server
 
     def show(verdict: Verdict) -> None:
         print(
@@ -83,8 +75,7 @@ def _check_folder(folder: Path, deep: bool) -> int:
     checked = [f"{len(meta.files or {})} files of {folder}"]
     if corpus.is_file():
         key = "sha256" if deep else "bytes"
-        found = stamp_corpus(corpus)[key] if deep else corpus.stat().st_size
-        if found != meta.corpus[key]:
+        if (file_digest(corpus) if deep else corpus.stat().st_size) != meta.corpus[key]:
             raise DataError(
                 f"{corpus}: is not the corpus that {folder} was built on ({key} differs). Build "
                 "the index again."

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,10 @@ from rlflow_environments.retrieval.commands.source_arguments import (
     add_source_arguments,
     read_source,
 )
-from rlflow_environments.retrieval.server.discovery import DiscoveryFile
-from rlflow_environments.retrieval.server.listener import bind
+from rlflow_environments.retrieval.server.addresses import DiscoveryFile, bind
 
 if TYPE_CHECKING:
     from rlflow_environments.retrieval.server.loading import ServedSource
-    from rlflow_environments.retrieval.server.workers import WorkerSetup
 
 DEFAULT_PORT = 8000
 LEAST_TOKEN = 16  # characters
@@ -54,10 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host HOST", "address to bind; 0.0.0.0 for other machines", "127.0.0.1")
     add("--port PORT", "0 picks a free one", DEFAULT_PORT)
     add("--save-address-to DIR", "write Host{ip}_IP{port}.txt there while the server can answer")
-    add(
-        "--admin-token FILE",
-        "with the token of /admin/reload and /recent (default: a new one, in a new file)",
-    )
+    add("--admin-token FILE", "with the token of /admin/reload (default: a new one, in a new file)")
     add = partial(add_option, parser.add_argument_group("load"))
     add("--processes N", "that answer; the files of an index folder are in memory once", 1)
     add("--max-batch N", "queries searched together at most", 256)
@@ -81,15 +75,17 @@ def run(args: argparse.Namespace) -> int:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
     token_file, token = _admin_token(args.admin_token, folder)
     with needing("rlflow search serve", install_command("search")):
+        from rlflow_environments.retrieval.server.process import (
+            ServerSetup,
+            serve,
+            serve_by_workers,
+        )
         from rlflow_environments.retrieval.server.service import ServiceLimits
-        from rlflow_environments.retrieval.server.workers import WorkerSetup, serve_by_workers
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(
-        f"serving on {url} (loading; progress: {url}/health; admin token in {token_file})",
-        flush=True,
-    )
+    told = f"loading; progress: {url}/health; admin token in {token_file}"
+    print(f"serving on {url} ({told})", flush=True)
 
     def on_ready() -> None:
         if discovery is not None:
@@ -102,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
     with contextlib.closing(folder):
         limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
-        source = make_source(args)
-        setup = WorkerSetup(source, limits, args.query_log, token, folder.path, args.processes)
-        told = {"parent": args.parent, "on_ready": on_ready, "on_stop": on_stop}
-        if args.processes > 1:
-            serve_by_workers(setup, listener, **told)
+        source, processes = make_source(args), args.processes
+        setup = ServerSetup(source, limits, args.query_log, token, folder.path, processes)
+        options: dict[str, Any] = {"parent": args.parent, "on_ready": on_ready, "on_stop": on_stop}
+        if processes > 1:
+            serve_by_workers(setup, listener, **options)
         else:
-            serve_alone(setup, listener, **told)
+            serve(setup.service(), listener, **options)
     sys.stdout.flush()
     logging.shutdown()
     os._exit(0)  # a search that cannot be interrupted must not keep the process
@@ -144,17 +140,6 @@ def make_source(args: argparse.Namespace) -> ServedSource:
     }
     component, corpus = read_source(args)
     return ServedSource(component, corpus, args.pages, options)
-
-
-def serve_alone(setup: WorkerSetup, listener: socket.socket, **told: Any) -> None:
-    """Serves in this process."""
-    from rlflow_environments.retrieval.server.process import serve
-    from rlflow_environments.retrieval.server.query_log import QueryLog
-    from rlflow_environments.retrieval.server.service import SearchService
-
-    log = QueryLog(setup.query_log) if setup.query_log else None
-    service = SearchService(setup.source.load, setup.limits, log, admin_token=setup.token)
-    serve(service, listener, last_resort=True, **told)
 
 
 def _check(args: argparse.Namespace) -> None:

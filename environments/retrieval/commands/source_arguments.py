@@ -28,8 +28,7 @@ def add_source_arguments(parser: argparse._ActionsContainer) -> None:
     )
     add(
         "--retriever NAME|{...}",
-        "bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE "
-        "with that",
+        "bm25, faiss, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE with that",
     )
     add(
         "--retriever_name NAME",
@@ -103,14 +102,7 @@ def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder
     of the flags."""
     if path.is_dir():
-        kind = read_meta(path).kind
-        name = (
-            "qdrant"
-            if kind.startswith("qdrant")
-            else kind
-            if kind in ("bm25", "torch")
-            else "faiss"
-        )
+        name = "bm25" if read_meta(path).kind == "bm25" else "faiss"
         return {"name": name, "path": str(path)}
     return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
 

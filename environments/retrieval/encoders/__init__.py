@@ -1,5 +1,5 @@
 """Encoders: texts to vectors. The built-in one needs no download; E5, BGE and sentence-transformers
-models run on torch or ONNX."""
+models run on torch."""
 
 from __future__ import annotations
 

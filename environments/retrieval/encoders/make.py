@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlflow.components import Kind, check_options
-from rlflow.errors import ConfigError, ModelError
+from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.corpus import Passage
 
 ENCODER = Kind("encoder", "rlflow_environments.retrieval.encoders", reserved=("passages",))
@@ -21,10 +21,6 @@ class Encoder(Protocol):
     of its batch, bit for bit for queries. A zero row: the text holds nothing to encode."""
 
     dimensions: int
-
-    @property
-    def unit_vectors(self) -> bool:
-        """Whether every vector has length 1 (or 0)."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -69,18 +65,3 @@ def is_model(name: str) -> bool:
     """Whether the name is that of a model, a folder or on the hub, and not of a class or
     function."""
     return name not in ENCODER.names() and (":" not in name or Path(name).expanduser().is_dir())
-
-
-def dimensions_of(component: Mapping[str, Any]) -> int:
-    """How many dimensions an encoder has, about, without loading its weights. Raises ModelError."""
-    if not is_model(component["name"]):
-        return int(component.get("dimensions", 512))
-    from transformers import AutoConfig
-
-    from rlflow_environments.retrieval.encoders.transformer import model_folder
-
-    folder = model_folder(component["name"])
-    try:
-        return int(AutoConfig.from_pretrained(folder).hidden_size)
-    except (OSError, ValueError, AttributeError) as problem:
-        raise ModelError(f"{folder}: expected a model's configuration ({problem}).") from None

@@ -45,8 +45,6 @@ class NgramEncoder:
     text's vector depends on the corpus and on the text alone, bit for bit, not on the batch.
     """
 
-    unit_vectors = True
-
     def __init__(
         self,
         passages: Sequence[Passage],
@@ -180,9 +178,8 @@ class NgramEncoder:
             (hashes & np.uint64(2**62 - 1)) % np.uint64(self.dimensions), return_inverse=True
         )
         values = np.bincount(places, signs * sizes)
-        length = (
-            math.sqrt(float((values * values).sum())) or 1.0
-        )  # features of opposite signs may share their buckets
+        # Features of opposite signs may share their buckets
+        length = math.sqrt(float((values * values).sum())) or 1.0
         return buckets.astype(np.int64), self._idf(word) / length * values
 
     def _ngrams(self, word: str) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""How a model family turns text into vectors: prefixes, pooling, normalization, length. One
-function decides the family, for the builder of an index and for its server alike."""
+"""Prefixes, pooling, normalization and length of a model family: decided in one place, for the
+builder of an index and for its server alike."""
 
 from __future__ import annotations
 
@@ -13,20 +13,8 @@ from typing import Any
 from rlflow.errors import ConfigError, ModelError, did_you_mean
 from rlflow.values import PositiveInt
 
-POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_length")
-MAX_LENGTH = (
-    256  # tokens, prefix and special tokens included (Search-R1 and all that descend from it)
-)
-_BGE_QUERY = "Represent this sentence for searching relevant passages: "
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A dense layer after pooling: the folder that holds its weights, and its activation (identity
-    or tanh)."""
-
-    folder: str
-    activation: str
+POOLINGS = ("mean", "cls", "last")
+MAX_LENGTH = 256  # tokens, prefix and special ones included (Search-R1 and all its descendants)
 
 
 @dataclass(frozen=True)
@@ -39,34 +27,28 @@ class EncoderRules:
     query_prefix: str = ""
     passage_prefix: str = ""
     max_length: int = MAX_LENGTH
-    projections: tuple[Projection, ...] = ()
 
 
+_BGE_QUERY = "Represent this sentence for searching relevant passages: "
 FAMILIES = {
-    "e5": EncoderRules(
-        "e5", "mean", True, "query: ", "passage: "
-    ),  # Wang et al. 2022, model card of e5-base-v2
-    "bge": EncoderRules(
-        "bge", "cls", True, _BGE_QUERY
-    ),  # Xiao et al. 2023, model card of bge-base-en-v1.5
+    # Wang et al. 2022, model card of e5-base-v2
+    "e5": EncoderRules("e5", "mean", True, "query: ", "passage: "),
+    # Xiao et al. 2023, model card of bge-base-en-v1.5
+    "bge": EncoderRules("bge", "cls", True, _BGE_QUERY),
     "dpr": EncoderRules("dpr", "cls", False),  # Karpukhin et al. 2020
     "contriever": EncoderRules("contriever", "mean", False),  # Izacard et al. 2022
     "sentence-transformers": EncoderRules("sentence-transformers", "mean", True),
 }
 _BY_NAME = ("e5", "bge", "dpr", "contriever")
-_POOLING_KEYS = {
+_POOLING_NAMES = {
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_length",
 }
-_POOLING_NAMES = {
-    **{name: name for name in POOLINGS},
-    "lasttoken": "last",
-    "mean_sqrt_len_tokens": "mean_sqrt_length",
-}
-_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
+"""Of sentence-transformers: values of `pooling_mode`, and the switches of its older form."""
 
 
 def encoder_family(name: str) -> str:
@@ -75,8 +57,7 @@ def encoder_family(name: str) -> str:
 
     The last part of the path decides by what it contains (as in the field); where it says nothing,
     the nearest folder above with the family as a word of its own does
-    (`models--intfloat--e5-base-v2/snapshots/8a1b`).
-    """
+    (`models--intfloat--e5-base-v2/snapshots/8a1b`)."""
     *folders, last = PurePath(name.lower().rstrip("/")).parts or ("",)
     for family in _BY_NAME:
         if family in last:
@@ -102,8 +83,7 @@ def encoder_rules(
     """The rules of a model: its family's, or those of its modules.json; what is given wins.
 
     Raises ConfigError for an unknown family or pooling, ModelError for modules that are not
-    supported.
-    """
+    supported."""
     chosen = encoder_family(name) if family is None else family
     rules = FAMILIES[_known("family", chosen, FAMILIES)]
     if chosen == "sentence-transformers" and (folder / "modules.json").is_file():
@@ -132,17 +112,16 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
     prompts, the length."""
     rules = replace(rules, normalize=False)
     for module in _read(folder / "modules.json"):
-        kind, place = module["type"].rpartition(".")[2], folder / module.get("path", "")
+        kind = module["type"].rpartition(".")[2]
         if kind == "Pooling":
-            rules = replace(rules, pooling=_pooling(place / "config.json"))
-        elif kind == "Dense":
-            rules = replace(rules, projections=(*rules.projections, _projection(folder, place)))
+            place = folder / module.get("path", "") / "config.json"
+            rules = replace(rules, pooling=_pooling(place))
         elif kind == "Normalize":
             rules = replace(rules, normalize=True)
         elif kind != "Transformer":
             raise ModelError(
                 f"{folder}/modules.json: module '{module['type']}' is not supported; supported: "
-                "Transformer, Pooling, Dense, Normalize."
+                "Transformer, Pooling, Normalize."
             )
     prompts = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
     length = _read(folder / "sentence_bert_config.json", {}).get("max_seq_length")
@@ -156,27 +135,13 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
 
 def _pooling(path: Path) -> str:
     config = _read(path)
-    mode = config.get("pooling_mode")
-    modes = (
-        [mode]
-        if isinstance(mode, str)
-        else [name for key, name in _POOLING_KEYS.items() if config.get(key)]
-    )
+    switched = [key for key in config if key.startswith("pooling_mode_") and config[key]]
+    modes = [config["pooling_mode"]] if config.get("pooling_mode") else switched
     if len(modes) != 1 or modes[0] not in _POOLING_NAMES:
         raise ModelError(
             f"{path}: expected one pooling of {', '.join(POOLINGS)}, found {modes or 'none'}."
         )
     return _POOLING_NAMES[modes[0]]
-
-
-def _projection(folder: Path, place: Path) -> Projection:
-    activation = str(_read(place / "config.json").get("activation_function", "")).rpartition(".")[2]
-    if activation not in _ACTIVATIONS:
-        raise ModelError(
-            f"{place}/config.json: activation '{activation}' is not supported; supported: "
-            f"{', '.join(_ACTIVATIONS)}."
-        )
-    return Projection(str(place.relative_to(folder)), _ACTIVATIONS[activation])
 
 
 def _read(path: Path, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Encoders that are transformer models: hidden states, pooling, projections, normalization."""
+"""Encoders that are transformer models: hidden states, pooling, normalization."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import numpy as np
 import torch
 
 from rlflow.components import takes
-from rlflow.errors import ModelError
+from rlflow.errors import ConfigError, ModelError
 from rlflow.values import PositiveInt
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.encoders.backends import OnnxBackend, TorchBackend
 from rlflow_environments.retrieval.encoders.rules import EncoderRules, encoder_rules
+from rlflow_environments.retrieval.records import file_digest
 
 _QUERY_BATCH = {"cpu": 1, "cuda": 32}
 _PASSAGE_BATCH = {"cpu": 32, "cuda": 256}
 _LENGTH_STEP = 8  # batches of several texts are padded to a multiple of this many tokens
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.onnx", "onnx/*.onnx")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "sentencepiece.bpe.model", "spiece.model")
-Projection = tuple[torch.Tensor, torch.Tensor, str]
-"""(weight, bias, activation) of a dense layer after pooling."""
 
 
 @takes(encoder_rules)
@@ -33,14 +31,12 @@ class TransformerEncoder:
 
     A text's vector does not depend on the other texts of its batch: the model only ever sees
     batches of one fixed number of texts, all of the same padded length, so that every text goes
-    through the same kernels. On a CPU a query is a batch of its own.
-    """
+    through the same kernels. On a CPU a query is a batch of its own."""
 
     def __init__(
         self,
         path: str,
         *,
-        backend: Literal["torch", "onnx"] = "torch",
         device: str = "cpu",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         query_batch: PositiveInt | None = None,
@@ -48,41 +44,35 @@ class TransformerEncoder:
         **rules: Any,
     ) -> None:
         """path: a model folder, or a hub name. dtype: of the weights. query_batch, passage_batch:
-        texts per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError,
-        MissingPackageError."""
-        from transformers import AutoTokenizer
+        texts per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError."""
+        from transformers import AutoModel, AutoTokenizer
 
         folder = model_folder(path)
         self.path = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
         self._folder = folder
         self.rules = encoder_rules(folder, str(path), **rules)
-        onnx = backend == "onnx"
-        self._backend = OnnxBackend(folder, device) if onnx else TorchBackend(folder, device, dtype)
-        kind = self._backend.device.type
-        self._query_batch = query_batch or _QUERY_BATCH[kind]
-        self._passage_batch = passage_batch or _PASSAGE_BATCH[kind]
+        self._device = _checked_device(device)
+        self._query_batch = query_batch or _QUERY_BATCH[self._device.type]
+        self._passage_batch = passage_batch or _PASSAGE_BATCH[self._device.type]
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as problem:
-            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {problem}") from None
-        self._projections = [
-            _projection(folder / layer.folder, layer.activation) for layer in self.rules.projections
-        ]
-        self.dimensions = int(self._encode([""], 1).shape[1])
-
-    @property
-    def unit_vectors(self) -> bool:
-        """See Encoder."""
-        return self.rules.normalize
+            raise ModelError(f"{folder}: cannot be loaded as an encoder: {problem}") from None
+        if model.config.is_encoder_decoder:
+            raise ModelError(
+                f"{folder}: an encoder-decoder model; expected an encoder such as BERT."
+            )
+        self._model = model.to(self._device).eval()
+        projected = getattr(model.config, "projection_dim", 0)  # of DPR
+        self.dimensions = int(projected or model.config.hidden_size)
 
     @property
     def description(self) -> dict[str, Any]:
-        """See Encoder. The hash covers weights, tokenizer and rules, not backend, device or
-        dtype."""
-        rules = asdict(self.rules)
-        del rules["projections"]
+        """See Encoder. The hash covers weights, tokenizer and rules, not device or dtype."""
         digest = _hash(self._folder, self.rules)
-        return {**rules, "path": self.path, "dimensions": self.dimensions, "sha256": digest}
+        described = {"path": self.path, "dimensions": self.dimensions, "sha256": digest}
+        return {**asdict(self.rules), **described}
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32."""
@@ -96,15 +86,12 @@ class TransformerEncoder:
 
     @torch.inference_mode()
     def _encode(self, texts: list[str], batch: int) -> np.ndarray:
-        if not texts:
-            return np.zeros((0, self.dimensions), np.float32)
-        tokens = self._tokens(texts)
-        vectors: list[Any] = [None] * len(texts)
+        vectors = np.zeros((len(texts), self.dimensions), np.float32)
+        tokens = self._tokens(texts) if texts else []
         for places, length in _batches([len(text_ids) for text_ids in tokens], batch):
             encoded = self._encode_batch([tokens[place] for place in places], batch, length)
-            for place, vector in zip(places, encoded):  # the rest is padding of the batch
-                vectors[place] = vector
-        return np.stack(vectors)
+            vectors[places] = encoded[: len(places)]  # the rest is padding of the batch
+        return vectors
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         # A sampled text may hold lone surrogates, which no tokenizer takes.
@@ -119,12 +106,12 @@ class TransformerEncoder:
         for row, text_ids in enumerate([*tokens, *[tokens[0]] * (batch - len(tokens))]):
             ids[row, : len(text_ids)] = torch.tensor(text_ids)
             mask[row, : len(text_ids)] = 1
-        hidden = self._backend.hidden_states(ids, mask).float()
-        vectors = pool(hidden, mask.to(hidden.device), self.rules.pooling)
-        for weight, bias, activation in self._projections:
-            weight, bias = weight.to(vectors.device), bias.to(vectors.device)
-            vectors = torch.nn.functional.linear(vectors, weight, bias)
-            vectors = torch.tanh(vectors) if activation == "tanh" else vectors
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        output = self._model(input_ids=ids, attention_mask=mask)
+        if getattr(output, "last_hidden_state", None) is None:  # DPR gives pooled vectors only
+            vectors = output.pooler_output.float()
+        else:
+            vectors = pool(output.last_hidden_state.float(), mask, self.rules.pooling)
         if self.rules.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         return vectors.cpu().numpy()
@@ -138,10 +125,7 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
     counts = mask.sum(dim=1, keepdim=True)
     if pooling == "last":
         return hidden[torch.arange(len(hidden), device=hidden.device), counts.flatten() - 1]
-    if pooling == "max":
-        return hidden.masked_fill(mask[..., None] == 0, -torch.inf).amax(dim=1)
-    total = hidden.masked_fill(mask[..., None] == 0, 0.0).sum(dim=1)
-    return total / (counts if pooling == "mean" else counts.sqrt())
+    return hidden.masked_fill(mask[..., None] == 0, 0.0).sum(dim=1) / counts
 
 
 def model_folder(path: str) -> Path:
@@ -162,43 +146,41 @@ def model_folder(path: str) -> Path:
         ) from None
 
 
+def _checked_device(name: str) -> torch.device:
+    """Raises ConfigError for a device that is unknown, or not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, found '{name}'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: '{name}' asked for, but torch sees {torch.cuda.device_count()} GPUs here. "
+            "Use cpu."
+        )
+    return device
+
+
 def _batches(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
     """(places, padded length) of each pass of the model: at most `batch` texts of one padded
     length."""
-    if batch == 1:
-        yield from (([place], length) for place, length in enumerate(lengths))
-        return
+    step = 1 if batch == 1 else _LENGTH_STEP
     groups: dict[int, list[int]] = {}
     for place, length in enumerate(lengths):
-        groups.setdefault(-(-length // _LENGTH_STEP) * _LENGTH_STEP, []).append(place)
+        groups.setdefault(-(-length // step) * step, []).append(place)
     for padded, places in sorted(groups.items()):
         for start in range(0, len(places), batch):
             yield places[start : start + batch], padded
 
 
-def _projection(folder: Path, activation: str) -> Projection:
-    from safetensors.torch import load_file
-
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise ModelError(
-            f"{path}: expected the weights of a Dense module as safetensors, found nothing."
-        )
-    state = load_file(path)
-    weight = state["linear.weight"].float()
-    bias = state.get("linear.bias", torch.zeros(len(weight))).float()
-    return weight, bias, activation
-
-
 def _hash(folder: Path, rules: EncoderRules) -> str:
-    """SHA-256 of the rules, the weights (the first format that is there), projections,
-    tokenizer."""
-    digest = hashlib.sha256(repr(rules).encode())
+    """SHA-256 of the rules, the weights (the first format that is there) and the tokenizer."""
+    # The rules as they were written when they knew projections: indices of that time still fit.
+    digest = hashlib.sha256(f"{repr(rules)[:-1]}, projections=())".encode())
     formats = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
     weights = next((found for found in formats if found), [])
-    projections = [folder / layer.folder / "model.safetensors" for layer in rules.projections]
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
-    for path in [*weights, *projections, *tokenizer]:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for path in [*weights, *tokenizer]:
+        digest.update(bytes.fromhex(file_digest(path)))
     return digest.hexdigest()

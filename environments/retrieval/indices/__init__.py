@@ -7,34 +7,15 @@ ties go to the earlier row.
 from __future__ import annotations
 
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Ranking, Retriever
-from rlflow_environments.retrieval.indices.dense import DenseIndex
-from rlflow_environments.retrieval.indices.lexical import BM25Index
-from rlflow_environments.retrieval.indices.make import (
-    HybridIndex,
-    RandomIndex,
-    brings_documents,
-    make_retriever,
-)
+from rlflow_environments.retrieval.indices.make import brings_documents, make_retriever
 
-__all__ = [
-    "BM25Index",
-    "CorpusRetriever",
-    "DenseIndex",
-    "HybridIndex",
-    "Index",
-    "RandomIndex",
-    "Ranking",
-    "Retriever",
-    "brings_documents",
-    "make_retriever",
-]
+__all__ = ["CorpusRetriever", "Index", "Ranking", "Retriever", "brings_documents", "make_retriever"]
 
 _FOLDER = "rlflow_environments.retrieval.indices"
 BUILT_IN = {
     "bm25": f"{_FOLDER}.lexical:bm25_retriever",
     "dense": f"{_FOLDER}.dense:faiss_retriever",
     "faiss": f"{_FOLDER}.dense:faiss_retriever",
-    "torch": f"{_FOLDER}.dense:torch_retriever",
     "hybrid": f"{_FOLDER}.make:hybrid_retriever",
     "qdrant": f"{_FOLDER}.qdrant:qdrant_retriever",
     "http": "rlflow_environments.retrieval.client.client:http_retriever",

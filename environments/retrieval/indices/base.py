@@ -1,4 +1,4 @@
-"""What a retriever is, and the one that shows passages of a corpus in the order of an index."""
+"""Retrievers, and the one that shows passages of a corpus in the order of an index."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlflow_environments.retrieval.corpus import Passage
 
 Ranking = list[tuple[int, float]]
 """(row of the corpus, score) pairs, best first, every row at most once."""
+SHORT = 16 << 20  # numbers that a query is multiplied with: what one core reads in some 5 ms
 
 
 class Retriever(ABC):

@@ -1,81 +1,182 @@
-"""Dense retrieval: an encoder for queries and an index of the passages' vectors, built in memory or
-read from disk."""
+"""Dense retrieval: an encoder for queries, and a faiss index of the passages' vectors, built in
+memory or read from disk."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlflow.components import takes
 from rlflow.errors import ConfigError, DataError
-from rlflow.values import NonNegativeInt, PositiveInt
+from rlflow.values import PositiveInt
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
-from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
-from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
-from rlflow_environments.retrieval.indices.opening import (
+from rlflow_environments.retrieval.indices.base import (
+    SHORT,
+    CorpusRetriever,
+    Ranking,
+    Retriever,
+    best,
+)
+from rlflow_environments.retrieval.indices.faiss_index import (
+    UNMEASURED,
+    describe_recall,
+    import_faiss,
+    knob_of,
+    new_index,
+    read_index,
+    set_parameters,
+    stored_vectors,
+    to_gpus,
+)
+from rlflow_environments.retrieval.indices.folder import (
+    INDEX,
     EncoderOption,
     check_count,
+    check_encoder_given,
+    compared_rows,
     encoder_of,
-    open_index,
+    open_folder,
+    stored_encoder,
     verify_encoder,
-)
-from rlflow_environments.retrieval.indices.recall import describe_recall
-from rlflow_environments.retrieval.indices.stored_vectors import (
-    can_be_read,
-    keeps_exactly,
-    stored_vector,
 )
 
 logger = logging.getLogger("rlflow.search.index")  # under `rlflow`, so that a run's log has it
 
 BLOCK = 2048  # passages encoded at a time: what a killed build loses at most
-TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
-_UNIT = 1.01  # length of a "unit" vector that went through float16
-
-
-class VectorIndex(Protocol):
-    """Ranks rows by their vectors' inner products with a query's. Thread-safe. scanned: vectors
-    that a query is compared with, about."""
-
-    count: int
-    dimensions: int
-    scanned: int
-
-    def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
-        """For each of (B, D) float32 vectors, at most `top_k` rows, best first, ties by row."""
+OVERFETCH = 8  # proposals beyond top_k: a cut within rounding is rare, and costs a second scan
+_SEQUENTIAL_BATCH = 16  # faiss sums each query alone below distance_compute_blas_threshold (20)
+_SCORED_AT_A_TIME = 4096  # rows
+_FLOAT32, _FLOAT16 = 2.0**-24, 2.0**-10  # relative rounding of a sum's terms; of both factors
+_GPU_DEPTH = 2048  # faiss' limit there
+_LINKS = 32  # of a node of HNSW that is looked at, about
+_TILE_SCORES, _TILE_ROWS = 2**20, 4096  # of a tile: its scores stay in the processor's cache
+_TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
 
 
 class DenseIndex:
-    """Ranks by vectors. A query without anything to encode is a zero vector: nothing is close to
-    it."""
+    """Ranks by the inner products of a query's vector with those of a faiss index, whose ids are
+    rows of the corpus. A query without anything to encode finds nothing.
 
-    def __init__(self, encoder: Encoder, vectors: VectorIndex) -> None:
-        """Raises DataError where the encoder makes vectors of another length than the index
-        holds."""
-        if encoder.dimensions != vectors.dimensions:
+    A scan of a flat index sums in an order that depends on the batch, and rounds. So it only
+    proposes rows, which are scored again in float64, in one order; where a row that was not
+    proposed could belong to the result, more are proposed. What a query gets depends on the query
+    and the vectors alone. Other kinds search a few queries at a time, or one by one, to the same
+    end."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        index: Any,
+        *,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+        gpu: bool = False,
+    ) -> None:
+        """nprobe: lists searched by IVF; ef_search: neighbours by HNSW (None: what the index says,
+        else a guess). gpu: a copy on every visible GPU's share, in float16.
+
+        Raises ConfigError for parameters that this kind of index does not have, DataError for
+        another metric than inner product or other dimensions than the encoder's."""
+        faiss = import_faiss()
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise DataError(
+                "faiss index: expected the metric inner product, found another. Build it with "
+                "METRIC_INNER_PRODUCT."
+            )
+        self.count, self.dimensions = int(index.ntotal), int(index.d)
+        if encoder.dimensions != self.dimensions:
             raise DataError(
                 f"retriever: the encoder makes {encoder.dimensions} dimensions, the index holds "
-                f"{vectors.dimensions}. Give the encoder that the index was built with."
+                f"{self.dimensions}. Give the encoder that the index was built with."
             )
-        self.encoder = encoder
-        self.vectors = vectors
+        self.encoder, self._index = encoder, index
+        self.searched = set_parameters(index, nprobe, ef_search)
+        """How far it searches: {"nprobe": ...} of IVF, {"ef_search": ...} of HNSW, else nothing."""
+        self._flat = isinstance(index, faiss.IndexFlat)
+        self._vectors = None  # in memory; those of a mapped file need not lie as torch reads them
+        if self._flat and not gpu:
+            found = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)
+            self._vectors = found.reshape(-1, index.d) if found.flags.aligned else None
+        self._gpu = to_gpus(index) if gpu else None
+        self._lock = threading.Lock()  # GPU indices are not thread-safe
+        few = (
+            faiss.IndexIVFFlat,
+            faiss.IndexIVFScalarQuantizer,
+            faiss.IndexHNSW,
+            faiss.IndexScalarQuantizer,
+        )
+        self._batch = _SEQUENTIAL_BATCH if isinstance(index, few) else 1
+
+    @property
+    def scanned(self) -> int:
+        """Vectors that a query is compared with, about."""
+        if "nprobe" in self.searched:
+            lists = knob_of(self._index).most  # type: ignore[union-attr]
+            return lists + self.count * self.searched["nprobe"] // lists
+        return min(self.count, self.searched.get("ef_search", self.count) * _LINKS)
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
         """See Index."""
         encoded = self.encoder.encode_queries(queries)
         rankings: list[Ranking] = [[] for _ in queries]
         places = np.flatnonzero(encoded.any(axis=1))
-        if len(places):
-            found = self.vectors.rank_vectors(encoded[places], top_k)
-            for place, ranking in zip(places, found, strict=True):
-                rankings[place] = ranking
+        found = self.rank_vectors(encoded[places], top_k) if len(places) else []
+        for place, ranking in zip(places, found, strict=True):
+            rankings[place] = ranking
         return rankings
+
+    def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
+        """For each of (B, D) float32 vectors, at most `top_k` rows, best first, ties by row."""
+        depth = min(top_k + OVERFETCH, self.count)
+        found = zip(vectors, *self._search(vectors, depth), strict=True)
+        if self._flat:
+            return [self._exactly(vector, scores, rows, top_k) for vector, scores, rows in found]
+        rankings = []
+        for _, scores, rows in found:
+            scores, rows = scores[rows >= 0], rows[rows >= 0]
+            order = np.lexsort((rows, -scores))[:top_k]
+            rankings.append(list(zip(rows[order].tolist(), scores[order].tolist(), strict=True)))
+        return rankings
+
+    def _search(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """(scores, rows), both (B, depth); row -1 where an index finds fewer."""
+        if self._vectors is not None:
+            return nearest(self._vectors, vectors, depth)
+        if self._gpu is not None and depth < _GPU_DEPTH:
+            with self._lock:
+                return self._gpu.search(vectors, depth)
+        if self._flat:
+            return self._index.search(vectors, depth)
+        blocks = range(0, len(vectors), self._batch)
+        found = [self._index.search(vectors[at : at + self._batch], depth) for at in blocks]
+        scores, rows = zip(*found, strict=True)
+        return np.concatenate(scores), np.concatenate(rows)
+
+    def _exactly(
+        self, vector: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int
+    ) -> Ranking:
+        """The best rows by scores in float64, whatever the scan rounded."""
+        rounding = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
+        while True:
+            rows = np.sort(rows)
+            exact, longest = np.empty(len(rows)), 0.0
+            for start in range(0, len(rows), _SCORED_AT_A_TIME):
+                part = slice(start, start + _SCORED_AT_A_TIME)
+                stored = self._index.reconstruct_batch(rows[part])
+                exact[part] = (stored.astype(np.float64) * vector).sum(axis=1)
+                longest = max(longest, float(np.linalg.norm(stored, axis=1).max()))
+            ranking = best(rows, exact, top_k)
+            # The scan puts rows that were not proposed at most where the last proposal is.
+            bound = 1.01 * rounding * longest * float(np.linalg.norm(vector))
+            if len(rows) == self.count or scores.min() < ranking[-1][1] - bound:
+                return ranking
+            (scores,), (rows,) = self._search(vector[None], min(8 * len(rows), self.count))
 
 
 @takes(NgramEncoder)
@@ -87,7 +188,6 @@ def faiss_retriever(
     encoder: EncoderOption = None,
     nprobe: PositiveInt | None = None,
     ef_search: PositiveInt | None = None,
-    refine: NonNegativeInt = 0,
     mmap: bool = True,
     gpu: bool = False,
     verify: bool = True,
@@ -95,95 +195,54 @@ def faiss_retriever(
 ) -> Retriever:
     """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without
     one the index is built in memory as `index` says (an index_factory string, Flat by default). See
-    FaissIndex for nprobe, ef_search (an index folder knows what its build measured to be enough),
-    refine, gpu. mmap: leave a file's vectors on disk. verify: encode a few passages again and
-    compare, where single vectors can be read.
-    """
-    options = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu}
+    DenseIndex for nprobe, ef_search (an index folder knows what its build measured to be enough)
+    and gpu. mmap: leave a file's vectors on disk. verify: encode a few passages again and compare,
+    where an index does not say how it was built."""
+    options: dict[str, Any] = {"nprobe": nprobe, "ef_search": ef_search, "gpu": gpu}
     if path is None:
         made = encoder_of(encoder, hashed, corpus)
-        built, kept = build_faiss(index or "Flat", made, corpus, keep=refine > 0)
-        vectors = FaissIndex(built, vectors=kept, **options, largest_norm=_norm(made))
-        _log_recall(f"retriever faiss, {index}", vectors, None)
-        return CorpusRetriever(corpus, DenseIndex(made, vectors))
+        dense = DenseIndex(made, build_faiss(index or "Flat", made, corpus), **options)
+        _log_recall(f"retriever faiss, {index}", dense, None)
+        return CorpusRetriever(corpus, dense)
     if index is not None:
         raise ConfigError(
             "retriever.index: decided when the index was built; remove it, or remove "
             "retriever.path."
         )
-    opened = open_index(Path(path), encoder, hashed, corpus)
-    meta, kept = opened.meta, opened.embeddings
-    if meta is not None and meta.kind == "torch":
-        raise ConfigError(
-            f"{path}: an index of kind torch. Set retriever.name to torch, or build with --index "
-            "Flat."
-        )
-    loaded = read_index(opened.index, mmap=mmap)
-    check_count(opened.index, loaded.ntotal, corpus)
-    measured = None if meta is None else meta.search
+    place, measured = Path(path).expanduser(), None
+    if place.is_file():
+        check_encoder_given(place, encoder)
+        opened = encoder_of(encoder, hashed, corpus)
+    else:
+        meta = open_folder(place, corpus)
+        if meta.encoder is None:
+            raise ConfigError(
+                f"{place}: an index of kind {meta.kind}. Set retriever.name to {meta.kind}."
+            )
+        opened, measured = stored_encoder(place, meta, encoder, hashed), meta.search
+        place = place / INDEX
+    loaded = read_index(place, mmap=mmap)
+    check_count(place, loaded.ntotal, corpus)
     if nprobe is None and ef_search is None and measured is not None:
-        knobs = ("nprobe", "ef_search")
-        options.update({name: measured[name] for name in knobs if name in measured})
-    vectors = FaissIndex(loaded, vectors=kept, **options, largest_norm=_norm(opened.encoder))
-    _log_recall(path, vectors, measured)
-    if verify and meta is not None and kept is not None:
-        verify_encoder(str(path), opened.encoder, corpus, lambda row, _: kept[row])
-    elif verify and can_be_read(loaded):
-        stored = partial(stored_vector, loaded)
-        exact = keeps_exactly(loaded)
-        verify_encoder(str(path), opened.encoder, corpus, stored, exact=exact)
-    return CorpusRetriever(corpus, DenseIndex(opened.encoder, vectors))
-
-
-@takes(NgramEncoder)
-def torch_retriever(
-    corpus: Sequence[Passage],
-    *,
-    path: str | None = None,
-    encoder: EncoderOption = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: str = "cpu",
-    verify: bool = True,
-    **hashed: Any,
-) -> Retriever:
-    """Exact retrieval with torch alone. path: an index folder with embeddings or a flat faiss file;
-    without one the vectors are made in memory. dtype, device: of the scan, see TorchIndex; the
-    results are those of the stored vectors in any case."""
-    from rlflow_environments.retrieval.indices.torch_index import TorchIndex
-
-    if path is None:
-        made = encoder_of(encoder, hashed, corpus)
-        vectors = np.concatenate(list(_encoded_blocks(made, corpus)))
-        index = TorchIndex(vectors, dtype=dtype, device=device)
-        return CorpusRetriever(corpus, DenseIndex(made, index))
-    opened = open_index(Path(path), encoder, hashed, corpus)
-    kept = opened.embeddings
-    if kept is None:
-        raise DataError(
-            f"{path}: holds no embeddings for the retriever torch. Build with --index torch, or "
-            "with --keep-embeddings."
-        )
-    check_count(Path(path), len(kept), corpus)
-    index = TorchIndex(kept, dtype=dtype, device=device)
+        options |= {name: measured[name] for name in UNMEASURED if name in measured}
+    dense = DenseIndex(opened, loaded, **options)
+    _log_recall(path, dense, measured)
     if verify:
-        verify_encoder(str(path), opened.encoder, corpus, lambda row, _: kept[row])
-    return CorpusRetriever(corpus, DenseIndex(opened.encoder, index))
+        rows = compared_rows(corpus)
+        if (found := stored_vectors(loaded, rows)) is not None:
+            verify_encoder(path, opened, [corpus[row] for row in rows], *found)
+    return CorpusRetriever(corpus, dense)
 
 
-def build_faiss(
-    factory: str, encoder: Encoder, corpus: Sequence[Passage], *, keep: bool
-) -> tuple[Any, np.ndarray | None]:
-    """(trained and filled index, the vectors if `keep`)."""
+def build_faiss(factory: str, encoder: Encoder, corpus: Sequence[Passage]) -> Any:
+    """A trained and filled index."""
     index = new_index(factory, encoder.dimensions)
     if not index.is_trained:
         rows = training_rows(index, len(corpus))
         index.train(encoder.encode_passages([corpus[row] for row in rows]))
-    kept = []
-    for block in _encoded_blocks(encoder, corpus):
-        index.add(block)
-        if keep:
-            kept.append(block)
-    return index, np.concatenate(kept) if keep else None
+    for first in range(0, len(corpus), BLOCK):
+        index.add(encoder.encode_passages(corpus[first : first + BLOCK]))
+    return index
 
 
 def training_rows(index: Any, count: int) -> list[int]:
@@ -195,22 +254,38 @@ def training_rows(index: Any, count: int) -> list[int]:
             f"index: {lists} lists for {count} passages; expected at most a list per passage. Use "
             "fewer, or Flat."
         )
-    wanted = min(count, max(65_536, lists * TRAINING_ROWS_PER_LIST))
+    wanted = min(count, max(65_536, lists * _TRAINING_ROWS_PER_LIST))
     return [row * count // wanted for row in range(wanted)]
 
 
-def _encoded_blocks(encoder: Encoder, corpus: Sequence[Passage]) -> Iterator[np.ndarray]:
-    for first in range(0, len(corpus), BLOCK):
-        yield encoder.encode_passages(corpus[first : first + BLOCK])
-
-
-def _log_recall(where: str, vectors: FaissIndex, measured: Mapping[str, Any] | None) -> None:
-    if vectors.searched:
-        line, low = describe_recall(measured, vectors.searched)
+def _log_recall(where: str, dense: DenseIndex, measured: Mapping[str, Any] | None) -> None:
+    if dense.searched:
+        line, low = describe_recall(measured, dense.searched)
         logger.log(logging.WARNING if low else logging.INFO, "%s: %s.", where, line)
 
 
-def _norm(encoder: Encoder) -> float | None:
-    """The bound on the vectors' lengths that exactness rests on; None where it has to be
-    measured."""
-    return _UNIT if getattr(encoder, "unit_vectors", False) else None
+def nearest(vectors: np.ndarray, queries: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """(scores, rows), both (B, depth): the largest inner products of (N, D) with each of (B, D),
+    largest first. depth: at most N."""
+    import torch
+
+    from rlflow.matmul import linear
+
+    asked = torch.from_numpy(np.ascontiguousarray(queries))
+    rows = max(_TILE_ROWS, _TILE_SCORES // len(queries))
+    values, places = [], []
+    for start in range(0, len(vectors), rows):
+        tile = vectors[start : start + rows]
+        if len(queries) > 1:
+            scores = linear(torch.from_numpy(tile), asked).T
+        elif vectors.size > SHORT:
+            # numpy's BLAS reads at the speed of memory, torch's at half of it on AMD; but its
+            # threads wait busily for 10 ms after each product.
+            scores = torch.from_numpy(tile @ queries[0])[None]
+        else:
+            scores = torch.mv(torch.from_numpy(tile), asked[0])[None]
+        top = scores.topk(min(depth, len(tile)), dim=1)
+        values.append(top.values)
+        places.append(top.indices + start)
+    scores, order = torch.cat(values, dim=1).topk(depth, dim=1)
+    return scores.numpy(), torch.cat(places, dim=1).gather(1, order).numpy()

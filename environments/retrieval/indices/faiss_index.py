@@ -1,10 +1,9 @@
-"""Search with faiss: exact for flat indices, approximate for every other index_factory string;
-memory-mapped files; GPUs."""
+"""faiss: indices by factory strings, memory-mapped files, GPUs, how far an approximate index
+searches and the recall that was measured there."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,153 +13,11 @@ import numpy as np
 import psutil
 
 from rlflow.errors import ConfigError, DataError, install_command, needing
-from rlflow_environments.retrieval.indices.base import Ranking
-from rlflow_environments.retrieval.indices.exact import OVERFETCH, rank_exactly, score_again
+from rlflow_environments.retrieval.corpus import Passage
 
-_SEQUENTIAL_BATCH = 16  # faiss sums each query alone below distance_compute_blas_threshold (20)
-_GPU_BATCH = 64  # every call has this shape, so that a query always meets the same kernels
-_GPU_OVERFETCH = 120
-_BLOCK = 65_536
-_FLOAT32 = 2.0**-24
-_FLOAT16 = 2.0**-10  # both factors rounded
-_UNMEASURED_NPROBE = 16  # at least, and one list in 64: what the field searches of IVF4096
-_UNMEASURED_EF = 64
-_LINKS = 32  # of a node of HNSW that is looked at, about
-
-
-class FaissIndex:
-    """Inner products over a faiss index whose ids are corpus rows.
-
-    A flat index is exact (see `exact`). The others search what they were built to search, a few
-    queries at a time or one by one, so that a result does not depend on its batch.
-    """
-
-    def __init__(
-        self,
-        index: Any,
-        *,
-        vectors: np.ndarray | None = None,
-        nprobe: int | None = None,
-        ef_search: int | None = None,
-        refine: int = 0,
-        gpu: bool = False,
-        largest_norm: float | None = None,
-    ) -> None:
-        """index: of faiss. vectors: (N, D), what scores are computed from again; needed for
-        `refine`. nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else
-        a guess, not faiss' 1 list and 16 neighbours). refine: candidates per result that are scored
-        again exactly (0: none). gpu: a copy on every visible GPU's share, in float16. largest_norm:
-        bound on the vectors' lengths, for a flat index (None: measured).
-
-        Raises ConfigError for parameters that this kind of index does not have, DataError for a
-        metric other than inner product."""
-        faiss = import_faiss()
-        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise DataError(
-                "faiss index: expected the metric inner product, found another. Build it with "
-                "METRIC_INNER_PRODUCT."
-            )
-        if refine and vectors is None:
-            raise ConfigError(
-                "retriever faiss.refine: needs the embeddings beside the index. Build with "
-                "--keep-embeddings."
-            )
-        self._index = index
-        self._vectors = vectors
-        self._refine = refine
-        self.count, self.dimensions = int(index.ntotal), int(index.d)
-        self._flat = isinstance(index, faiss.IndexFlat)
-        if self._flat and largest_norm is None:
-            largest_norm = max(
-                float(np.linalg.norm(part, axis=1).max()) for _, part in self._blocks()
-            )
-        self._largest_norm = largest_norm
-        self.searched = _set_parameters(faiss, index, nprobe, ef_search)
-        """How far it searches: {"nprobe": ...} of IVF, {"ef_search": ...} of HNSW, else nothing."""
-        self.overfetch = _GPU_OVERFETCH if gpu else OVERFETCH
-        self._gpu = _to_gpus(faiss, index) if gpu else None
-        self._lock = threading.Lock()  # GPU indices are not thread-safe
-        query_by_query = (
-            faiss.IndexIVFFlat,
-            faiss.IndexIVFScalarQuantizer,
-            faiss.IndexHNSW,
-            faiss.IndexScalarQuantizer,
-        )
-        self._batch = _SEQUENTIAL_BATCH if isinstance(index, query_by_query) else 1
-
-    @property
-    def scanned(self) -> int:
-        """See VectorIndex."""
-        if "nprobe" in self.searched:
-            lists = knob_of(import_faiss(), self._index).most  # type: ignore[union-attr]
-            return lists + self.count * self.searched["nprobe"] // lists
-        return min(self.count, self.searched.get("ef_search", self.count) * _LINKS)
-
-    def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
-        """See VectorIndex."""
-        if self._flat:
-            return rank_exactly(self, vectors, top_k)
-        depth = min(max(top_k + OVERFETCH, top_k * self._refine), self.count)
-        found = zip(vectors, *self.propose(vectors, depth), strict=True)
-        return [self._ranking(vector, scores, rows, top_k) for vector, scores, rows in found]
-
-    def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """See Scan; row -1 where an approximate index finds fewer."""
-        if self._flat and self._gpu is None:
-            return self._index.search(vectors, depth)
-        search, size = self._index.search, self._batch
-        if self._gpu is not None:
-            search, size = self._search_gpus, _GPU_BATCH
-        blocks = (vectors[start : start + size] for start in range(0, len(vectors), size))
-        scores, rows = zip(*(search(block, depth) for block in blocks), strict=True)
-        return np.concatenate(scores), np.concatenate(rows)
-
-    def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
-        """See Scan."""
-        threshold = score - self.error_bound(vector[None])[0]
-        if self._gpu is not None:  # without range search; near ties are rare enough for the CPU
-            found = (
-                start + np.flatnonzero(part.astype(np.float32) @ vector >= threshold)
-                for start, part in self._blocks()
-            )
-            return np.concatenate(list(found))
-        radius = np.nextafter(
-            np.float32(threshold), np.float32(-np.inf)
-        )  # faiss keeps what lies above
-        _, _, rows = self._index.range_search(vector[None], float(radius))
-        return np.sort(rows)
-
-    def stored(self, rows: np.ndarray) -> np.ndarray:
-        """See Scan."""
-        return self._index.reconstruct_batch(rows) if self._vectors is None else self._vectors[rows]
-
-    def error_bound(self, vectors: np.ndarray) -> np.ndarray:
-        """d u |q||x|, the bound of a sum of d products in any order, and float16 factors on a
-        GPU."""
-        relative = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
-        return np.linalg.norm(vectors, axis=1) * 1.01 * relative * self._largest_norm
-
-    def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, vectors) of block after block."""
-        for start in range(0, self.count, _BLOCK):
-            yield start, self.stored(np.arange(start, min(start + _BLOCK, self.count)))
-
-    def _search_gpus(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        padded = np.zeros((_GPU_BATCH, self.dimensions), np.float32)
-        padded[: len(vectors)] = vectors
-        with self._lock:
-            scores, rows = self._gpu.search(padded, depth)
-        return scores[: len(vectors)], rows[: len(vectors)]
-
-    def _ranking(
-        self, vector: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int
-    ) -> Ranking:
-        """What the index found for a query: as it scored them, or scored again."""
-        scores, rows = scores[rows >= 0], rows[rows >= 0]
-        if self._refine:
-            return score_again(self, vector, np.sort(rows), top_k)
-        order = np.lexsort((rows, -scores))[:top_k]
-        return list(zip(rows[order].tolist(), scores[order].tolist(), strict=True))
+READ_BYTES = 1 << 30
+UNMEASURED = {"nprobe": 16, "ef_search": 64}
+"""How far an index is searched that nobody measured; faiss itself: one list, 16 neighbours."""
 
 
 def import_faiss() -> ModuleType:
@@ -177,61 +34,72 @@ def new_index(factory: str, dimensions: int) -> Any:
     try:
         return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as problem:
-        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
         raise ConfigError(
             f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} "
-            f"dimensions ({reason}). Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, "
+            f"dimensions ({_reason(problem)}). Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, "
             "IVF4096,SQ8."
         ) from None
 
 
-def bytes_per_vector(factory: str, dimensions: int) -> float:
-    """What an index of a factory string keeps of a vector, ids and links included."""
-    faiss, index = import_faiss(), new_index(factory, dimensions)
-    ivf = faiss.try_extract_index_ivf(index)
-    if ivf is not None:
-        return ivf.code_size + 8  # an id of 64 bits
-    if isinstance(index, faiss.IndexHNSW):
-        # At the higher levels, an eighth of the links of the lowest (Malkov and Yashunin 2018).
-        return faiss.downcast_index(index.storage).sa_code_size() + 4.5 * index.hnsw.nb_neighbors(0)
-    try:
-        return index.sa_code_size()
-    except RuntimeError:  # of kinds that faiss gives no size for
-        return 4.0 * dimensions
-
-
 def read_index(path: Path, *, mmap: bool) -> Any:
-    """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes.
-    Raises DataError."""
+    """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes,
+    but for those of a small flat one. Raises DataError."""
     faiss = import_faiss()
     try:
         with path.open("rb") as file:
-            kind = file.read(2)
+            kind = file.read(4)
+        if kind == b"IxFI" and path.stat().st_size <= READ_BYTES:
+            mmap = False  # scanned faster in memory, see `scan`
         # Inverted lists and flat codes have a flag each.
-        flags = (faiss.IO_FLAG_MMAP if kind == b"Iw" else faiss.IO_FLAG_MMAP_IFC) if mmap else 0
+        lists = kind.startswith(b"Iw")
+        flags = (faiss.IO_FLAG_MMAP if lists else faiss.IO_FLAG_MMAP_IFC) if mmap else 0
         index = faiss.read_index(str(path), flags)
-        if path.stat().st_size < psutil.virtual_memory().available:
-            _leave_out_prefetch(faiss, index)
+        ivf = faiss.try_extract_index_ivf(index)
+        mapped = ivf and faiss.downcast_InvertedLists(ivf.invlists)
+        # faiss starts 32 threads per search that read mapped lists ahead: a help for a file that
+        # memory does not hold, more than half of the time of a search for one that it holds.
+        held = path.stat().st_size < psutil.virtual_memory().available
+        if held and isinstance(mapped, faiss.OnDiskInvertedLists):
+            mapped.prefetch_nthread = 0
         return index
     except OSError as problem:
-        raise DataError(
-            f"{path}: expected a faiss index, found none ({problem.strerror})."
-        ) from None
+        found = f"none ({problem.strerror})"
     except RuntimeError as problem:
-        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
+        found = f"something else ({_reason(problem)})"
+    raise DataError(f"{path}: expected a faiss index, found {found}. Build it again.")
+
+
+def write_index(index: Any, path: Path) -> None:
+    """Raises DataError where the disk does not take it."""
+    try:
+        import_faiss().write_index(index, str(path))
+    except RuntimeError as problem:
         raise DataError(
-            f"{path}: expected a faiss index, found something else ({reason}). Build it again."
+            f"{path}: the index cannot be written ({_reason(problem)}). Is the disk full?"
         ) from None
 
 
-def _leave_out_prefetch(faiss: ModuleType, index: Any) -> None:
-    """For mapped lists faiss starts 32 threads per search, which read ahead what it will scan: a
-    help for a file that memory does not hold, more than half of the time of a search for one that
-    it holds."""
+def stored_vectors(index: Any, rows: Sequence[int]) -> tuple[np.ndarray, bool] | None:
+    """((len(rows), D) float32 as the index keeps them, whether as they were or in eight bits per
+    number at the least); None for kinds that cannot tell."""
+    faiss = import_faiss()
     ivf = faiss.try_extract_index_ivf(index)
-    lists = faiss.downcast_InvertedLists(ivf.invlists) if ivf is not None else None
-    if isinstance(lists, faiss.OnDiskInvertedLists):
-        lists.prefetch_nthread = 0
+    try:
+        if ivf is not None:
+            ivf.make_direct_map()  # where each row is filed; reads ids, not vectors
+        found = np.empty((len(rows), index.d), np.float32)
+        for place, row in enumerate(rows):
+            found[place] = index.reconstruct(row)
+    except RuntimeError:
+        return None
+    finally:
+        if ivf is not None:
+            ivf.set_direct_map_type(faiss.DirectMap.NoMap)
+    if isinstance(index, (faiss.IndexFlat, faiss.IndexIVFFlat, faiss.IndexHNSWFlat)):
+        return found, True
+    codes = faiss.ScalarQuantizer
+    fine = (codes.QT_8bit, codes.QT_8bit_uniform, codes.QT_fp16)
+    return found, getattr(getattr(index, "sq", None), "qtype", None) in fine
 
 
 @dataclass(frozen=True)
@@ -254,8 +122,9 @@ class SearchKnob:
         setattr(self.owner, self.attribute, min(value, self.most))
 
 
-def knob_of(faiss: ModuleType, index: Any) -> SearchKnob | None:
+def knob_of(index: Any) -> SearchKnob | None:
     """`nprobe` of an IVF index, behind a transform too, `ef_search` of HNSW; None of the others."""
+    faiss = import_faiss()
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None:
         return SearchKnob("nprobe", ivf, "nprobe", int(ivf.nlist))
@@ -264,30 +133,27 @@ def knob_of(faiss: ModuleType, index: Any) -> SearchKnob | None:
     return None
 
 
-def _set_parameters(
-    faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None
-) -> dict[str, int]:
+def set_parameters(index: Any, nprobe: int | None, ef_search: int | None) -> dict[str, int]:
     """Sets how far the index searches, and returns it."""
-    knob = knob_of(faiss, index)
+    knob = knob_of(index)
     for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
-        if value is None:
-            continue
-        if knob is None or knob.name != name:
+        if value is not None and (knob is None or knob.name != name):
             raise ConfigError(
                 f"retriever faiss.{name}: only an {kind} index has it; this one is "
                 f"{type(index).__name__}. Remove it."
             )
     if knob is None:
         return {}
-    if knob.name == "nprobe":
-        guess = knob.value if knob.value > 1 else max(_UNMEASURED_NPROBE, knob.most // 64)
-    else:
-        guess = max(_UNMEASURED_EF, knob.value)
+    guess = max(UNMEASURED[knob.name], knob.value)
+    if knob.name == "nprobe":  # what the field searches of IVF4096: one list in 64
+        guess = knob.value if knob.value > 1 else max(guess, knob.most // 64)
     knob.set(nprobe or ef_search or guess)
     return {knob.name: knob.value}
 
 
-def _to_gpus(faiss: ModuleType, index: Any) -> Any:
+def to_gpus(index: Any) -> Any:
+    """A copy on every visible GPU's share, in float16. Raises ConfigError without one."""
+    faiss = import_faiss()
     if not hasattr(faiss, "GpuMultipleClonerOptions"):
         raise ConfigError(
             "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall "
@@ -296,6 +162,97 @@ def _to_gpus(faiss: ModuleType, index: Any) -> Any:
     if not faiss.get_num_gpus():
         raise ConfigError("retriever faiss.gpu: faiss sees no GPU here. Remove the option.")
     options = faiss.GpuMultipleClonerOptions()
-    options.useFloat16 = True
-    options.shard = True
+    options.useFloat16 = options.shard = True
     return faiss.index_cpu_to_all_gpus(index, co=options)
+
+
+def _reason(problem: RuntimeError) -> str:
+    """What faiss says, without where in its source."""
+    return str(problem).rpartition(": ")[2].partition("\n")[0][:200]
+
+
+TOP_K = 10
+QUERIES = 200
+TARGET = 0.95
+WORDS = 8
+AFFORDABLE_VECTORS = 20_000  # of an IVF index: a few milliseconds
+AFFORDABLE_EF = 512
+SAME = 0.005  # recall that is not worth twice the time
+
+
+def sample_queries(corpus: Sequence[Passage], count: int = QUERIES) -> list[str]:
+    """Eight words from the middle of passages spread over the corpus: harder to find than a title,
+    as questions are."""
+    count = min(count, len(corpus))
+    bodies = [corpus[place * len(corpus) // count].body.split() for place in range(count)]
+    return [" ".join(words[len(words) // 2 :][:WORDS]) for words in bodies if words]
+
+
+def measure_recall(
+    index: Any, queries: np.ndarray, exact: Iterator[np.ndarray], target: float | None
+) -> dict[str, Any] | None:
+    """What an index folder says of its recall, see IndexMeta.search; None for an index that has
+    nothing to set.
+
+    queries: (Q, dimensions). exact: the vectors of the index block after block, row 0 first.
+    target: recall@10 to reach, whatever it costs; None: TARGET, as far as searching a quarter of
+    the lists, or 512 neighbours, gets.
+    """
+    faiss = import_faiss()
+    from faiss.contrib.evaluation import knn_intersection_measure
+    from faiss.contrib.exhaustive_search import knn_ground_truth
+
+    knob = knob_of(index)
+    queries = queries[queries.any(axis=1)]
+    if knob is None or not len(queries):
+        return None
+    top_k = min(TOP_K, int(index.ntotal))
+    nearest = knn_ground_truth(queries, exact, top_k, faiss.METRIC_INNER_PRODUCT)[1]
+    wanted = TARGET if target is None else target
+    recalls: dict[int, float] = {}
+    for value in _ladder(knob.name, knob.most, int(index.ntotal), affordable=target is None):
+        knob.set(value)
+        recalls[value] = round(
+            float(knn_intersection_measure(index.search(queries, top_k)[1], nearest)), 3
+        )
+        if recalls[value] >= wanted:
+            break
+    enough = min(wanted, max(recalls.values()) - SAME)
+    chosen = next(value for value, recall in recalls.items() if recall >= enough)
+    measured = {str(value): recall for value, recall in recalls.items()}
+    return {knob.name: chosen, "target": wanted, "queries": len(queries), "recall": measured}
+
+
+def _ladder(name: str, most: int, count: int, *, affordable: bool) -> list[int]:
+    """Powers of two up to `most`, or to what is affordable."""
+    if affordable:
+        lists = max(most // 4, most * AFFORDABLE_VECTORS // count)
+        most = min(most, lists if name == "nprobe" else AFFORDABLE_EF)
+    least = 1 if name == "nprobe" else TOP_K  # HNSW never looks at fewer than it returns
+    return sorted({min(max(2**power, least), most) for power in range(most.bit_length() + 1)})
+
+
+def describe_recall(
+    measured: Mapping[str, Any] | None, searched: Mapping[str, int]
+) -> tuple[str, bool]:
+    """(one line on the recall of an index that searches so far, whether it deserves a warning).
+    measured: IndexMeta.search."""
+    ((name, value),) = searched.items()
+    if measured is None or name not in measured:
+        return (
+            f"{name} {value}, a guess: the recall of this index was never measured. Set {name} to "
+            "search further",
+            True,
+        )
+    known = [int(text) for text in measured["recall"] if int(text) <= value]
+    if not known:
+        return f"{name} {value}: less than was measured", True
+    recall = measured["recall"][str(max(known))]
+    count = measured["queries"]
+    told = f"{name} {value}: recall@{TOP_K} {recall:.2f} of {count} queries from the corpus"
+    if recall >= measured["target"]:
+        return told, False
+    return (
+        f"{told}, below {measured['target']:g}. Set {name} higher, or build another index",
+        True,
+    )

@@ -13,8 +13,7 @@ from rlflow.values import NonNegativeFloat, NonNegativeInt, Share
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders.ngram import split_words
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, best
-from rlflow_environments.retrieval.indices.folder import BM25
-from rlflow_environments.retrieval.indices.opening import open_folder
+from rlflow_environments.retrieval.indices.folder import BM25, open_folder
 
 _EMPTY = "no_words"
 
@@ -29,12 +28,7 @@ class BM25Index:
     """
 
     def __init__(
-        self,
-        corpus: Iterable[Passage],
-        *,
-        k1: float = 1.5,
-        b: float = 0.75,
-        title_weight: int = 8,
+        self, corpus: Iterable[Passage], *, k1: float = 1.5, b: float = 0.75, title_weight: int = 8
     ) -> None:
         """Builds the index in memory. Raises MissingPackageError without bm25s."""
         bm25s = _import_bm25s()
@@ -111,8 +105,7 @@ def bm25_retriever(
     meta = open_folder(folder, corpus)
     if meta.kind != "bm25":
         raise ConfigError(
-            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss "
-            "or torch."
+            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss."
         )
     return CorpusRetriever(corpus, BM25Index.load(folder / BM25, mmap=mmap))
 

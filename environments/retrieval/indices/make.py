@@ -27,10 +27,9 @@ def make_retriever(
     """A retriever over a corpus, by name and options: {"name": "dense", "dimensions": 512}, or just
     the name.
 
-    Names: bm25, dense (or faiss), torch, hybrid (options `bm25` and `dense`: those of its parts),
-    qdrant, http (a server), random, those of installed packages, `package.module:Name` and
-    `file.py:Name`. An index of `rlflow search build` is given by `path`. where: the place in the
-    configuration.
+    Names: bm25, dense (or faiss), hybrid (options `bm25` and `dense`: those of its parts), qdrant,
+    http (a server), random, those of installed packages, `package.module:Name` and `file.py:Name`.
+    An index of `rlflow search build` is given by `path`. where: the place in the configuration.
 
     Raises ConfigError for an unknown name or option, or a corpus that is missing, DataError for an
     empty corpus, MissingPackageError.
@@ -91,7 +90,7 @@ def hybrid_retriever(
     dense: str | Mapping[str, Any] | None = None,
 ) -> CorpusRetriever:
     """BM25 and vectors, fused. depth: candidates of each. bm25, dense: options of the parts; dense
-    may name another retriever over the corpus, such as torch."""
+    may name another retriever over the corpus."""
     options = {"name": dense} if isinstance(dense, str) else dense or {}
     parts = {"bm25": {"name": "bm25", **(bm25 or {})}, "dense": {"name": "dense", **options}}
     indices = [_part(key, part, corpus) for key, part in parts.items()]
@@ -106,7 +105,7 @@ def _part(key: str, component: Mapping[str, Any], corpus: Sequence[Passage]) -> 
     if not isinstance(made, CorpusRetriever):
         raise ConfigError(
             f"retriever hybrid.{key}: '{component['name']}' does not rank the corpus; expected "
-            "faiss or torch."
+            "faiss."
         )
     return made.index
 

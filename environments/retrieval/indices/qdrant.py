@@ -1,42 +1,215 @@
-"""Retrieval with Qdrant. Documents come from the payloads of its points: no corpus file is
-needed."""
+"""Retrieval with Qdrant: collections of a server, and of qdrant-client's memory for one run.
+
+The layout is the one that RLinf's builder makes: one unnamed vector, cosine, point id = row of the
+corpus, payload = the record. Documents come from the payloads: no corpus file is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlflow.components import check_options, takes
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, install_command, needing
+from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow.values import PositiveFloat, PositiveInt
-from rlflow_environments.retrieval.corpus import Passage, make_passage
+from rlflow_environments.common.jsonl import BadRow
+from rlflow_environments.common.progress import StageProgress
+from rlflow_environments.retrieval.corpus import Passage, passage_of
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
+from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
-from rlflow_environments.retrieval.indices.exact import OVERFETCH
-from rlflow_environments.retrieval.indices.folder import (
-    META,
-    check_corpus,
-    check_encoder,
-    read_meta,
-)
-from rlflow_environments.retrieval.indices.opening import (
-    EncoderOption,
-    encoder_of,
-    stored_encoder,
-)
-from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill, verify_points
-from rlflow_environments.retrieval.indices.qdrant_collections import (
-    Collection,
-    connect,
-    open_embedded,
-)
+from rlflow_environments.retrieval.indices.dense import OVERFETCH
+from rlflow_environments.retrieval.indices.folder import EncoderOption, encoder_of, verify_encoder
 
-ENGINES = ("edge", "local")
+HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
+_BATCH = 1024  # points stored at a time
 _SAMPLED = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A stored point. score: of a search, 0 otherwise. vector: where it was asked for."""
+
+    id: int
+    payload: Mapping[str, Any]
+    score: float = 0.0
+    vector: np.ndarray | None = None
+
+    @property
+    def passage(self) -> Passage:
+        """Raises DataError for a payload without text."""
+        try:
+            passage = passage_of(self.payload, self.id)
+            if not passage.contents:
+                raise BadRow("expected text, found empty text")
+        except BadRow as problem:
+            raise DataError(f"point {self.id}: {problem}. Build the collection again.") from None
+        return replace(passage, score=self.score)
+
+
+class Collection:
+    """Points with one vector each, behind qdrant-client. Thread-safe."""
+
+    def __init__(
+        self,
+        client: Any,
+        name: str,
+        where: str,
+        params: Mapping[str, Any],
+        *,
+        create: int | None = None,
+        tries: int = 1,
+        local: bool = False,
+    ) -> None:
+        """params: of every query: hnsw_ef (candidates of the graph search), exact (scan instead),
+        quantization (ignore, rescore, oversampling). create: dimensions of the collection to make
+        where none of that name exists. local: in memory, where the client is not thread-safe.
+
+        Raises DataError: no such collection, or one of another layout."""
+        from qdrant_client import models
+
+        self._client, self._name, self._where, self._tries = client, name, where, tries
+        self._lock = threading.Lock() if local else contextlib.nullcontext()
+        self._params = models.SearchParams(**params)
+        if create is not None and not self._call(client.collection_exists):
+            self._call(
+                client.create_collection,
+                vectors_config=models.VectorParams(size=create, distance=models.Distance.COSINE),
+                hnsw_config=models.HnswConfigDiff(m=HNSW_M, ef_construct=HNSW_EF_CONSTRUCT),
+            )
+        vectors = self._call(client.get_collection).config.params.vectors
+        distance = getattr(vectors, "distance", None)
+        if not hasattr(vectors, "size") or getattr(distance, "value", distance) != "Cosine":
+            raise DataError(
+                f"{where}, collection '{name}': expected one unnamed vector with cosine distance, "
+                f"found {vectors}."
+            )
+        self.dimensions = int(vectors.size)
+
+    def count(self) -> int:
+        return int(self._call(self._client.count, exact=True).count)
+
+    def query(self, vectors: np.ndarray, limit: int) -> list[list[Point]]:
+        """The nearest points of each of (B, D) vectors, with payloads, best first."""
+        from qdrant_client import models
+
+        asked = {"limit": limit, "params": self._params, "with_payload": True}
+        requests = [models.QueryRequest(query=vector.tolist(), **asked) for vector in vectors]
+        answers = self._call(self._client.query_batch_points, requests=requests)
+        return [[_point(point) for point in answer.points] for answer in answers]
+
+    def points(
+        self, ids: Sequence[int], *, payloads: bool = True, vectors: bool = False
+    ) -> list[Point]:
+        """Those of the points that exist."""
+        wanted = {"with_payload": payloads, "with_vectors": vectors}
+        return [_point(one) for one in self._call(self._client.retrieve, ids=list(ids), **wanted)]
+
+    def sample(self, count: int) -> list[Point]:
+        """Some points, with vectors."""
+        wanted = {"with_payload": True, "with_vectors": True}
+        return [_point(one) for one in self._call(self._client.scroll, limit=count, **wanted)[0]]
+
+    def upsert(
+        self, ids: Sequence[int], vectors: np.ndarray, payloads: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Stores points; they are on disk when it returns."""
+        from qdrant_client import models
+
+        kept = [dict(payload) for payload in payloads]
+        batch = models.Batch(ids=list(ids), vectors=vectors.tolist(), payloads=kept)
+        self._call(self._client.upsert, points=batch, wait=True)
+
+    def settle(self, report: StageProgress) -> None:
+        """Waits for the index that the server builds by itself."""
+        while self._call(self._client.get_collection).status != "green":
+            report("indexing on the server", 0, 1)
+            time.sleep(1.0)
+
+    def _call(self, request: Callable[..., T], **arguments: Any) -> T:
+        """What a request returns. Connection errors, timeouts, 429 and 5xx are tried again.
+
+        Raises ConfigError: the key is refused; DataError: no such collection; RetrievalError: no
+        answer after all tries."""
+        from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
+
+        where = f"{self._where}, collection '{self._name}'"
+
+        def attempt() -> T:
+            try:
+                with self._lock:
+                    return request(collection_name=self._name, **arguments)
+            except UnexpectedResponse as error:
+                status, reason = error.status_code or 500, error.reason_phrase
+                if status in (401, 403):
+                    raise ConfigError(
+                        f"{self._where}: the key is refused ({status} {reason}). Set "
+                        "retriever.api_key, or QDRANT_API_KEY."
+                    ) from None
+                if status == 404:
+                    raise DataError(
+                        f"{where}: there is none. Build it with `rlflow search build --index "
+                        "qdrant`."
+                    ) from None
+                check_status("", status, error.headers, reason)
+                raise RetrievalError(f"{where}: {status} {reason}.") from None
+            except ResponseHandlingException as error:
+                raise Retryable(str(error)) from None
+
+        try:
+            policy = RetryPolicy(self._tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            return policy.call(attempt, random.Random())
+        except GaveUp as end:
+            reason = " ".join(str(end.last).split())[:200]
+            raise RetrievalError(
+                f"{where}: no answer after {self._tries} tries ({reason})."
+            ) from None
+
+
+def connect(
+    url: str | None,
+    name: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    api_key: str | None = None,
+    timeout_s: float = 60.0,
+    tries: int = 5,
+    create: int | None = None,
+) -> Collection:
+    """A collection of a server, or of this process's memory (url None). create: see
+    Collection.
+
+    Raises ConfigError: refused key, or a URL that is none; DataError: no such collection;
+    RetrievalError: the server does not answer."""
+    with needing("retriever qdrant", install_command("qdrant")):
+        from qdrant_client import QdrantClient
+    if url is None:
+        client = QdrantClient(":memory:")
+        return Collection(client, name, "memory", params or {}, create=create, local=True)
+    try:
+        client = QdrantClient(
+            url=url,
+            api_key=api_key or os.environ.get("QDRANT_API_KEY"),
+            timeout=max(1, round(timeout_s)),
+            check_compatibility=False,
+        )
+    except ValueError as problem:
+        raise ConfigError(
+            f"retriever qdrant.url: '{url}' ({problem}). Expected http(s)://host:port."
+        ) from None
+    return Collection(client, name, url, params or {}, create=create, tries=tries)
 
 
 class QdrantRetriever(Retriever):
@@ -57,19 +230,13 @@ class QdrantRetriever(Retriever):
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever. Raises RetrievalError where the server does not answer."""
         check_top_k(top_k)
-        if not queries:
-            return []
-        vectors = self.encoder.encode_queries(queries)
         results: list[list[Passage]] = [[] for _ in queries]
+        vectors = self.encoder.encode_queries(queries)
         places = np.flatnonzero(vectors.any(axis=1))
-        if len(places):
-            found = self.collection.query(vectors[places], top_k + OVERFETCH)
-            for place, points in zip(places, found, strict=True):
-                best = sorted(points, key=lambda point: (-point.score, point.id))[:top_k]
-                results[place] = [
-                    replace(make_passage(point.payload, point.id), score=point.score)
-                    for point in best
-                ]
+        found = self.collection.query(vectors[places], top_k + OVERFETCH) if len(places) else []
+        for place, points in zip(places, found, strict=True):
+            best = sorted(points, key=lambda point: (-point.score, point.id))[:top_k]
+            results[place] = [point.passage for point in best]
         return results
 
 
@@ -80,12 +247,8 @@ def qdrant_retriever(
     url: str | None = None,
     collection: str = "default_collection",
     api_key: str | None = None,
-    prefer_grpc: bool = False,
-    grpc_port: int = 6334,
     timeout_s: PositiveFloat = 60.0,
     tries: PositiveInt = 3,
-    path: str | None = None,
-    engine: Literal["edge", "local"] = "edge",
     hnsw_ef: PositiveInt | None = None,
     exact: bool = False,
     quantization: Mapping[str, Any] | None = None,
@@ -93,43 +256,38 @@ def qdrant_retriever(
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
-    """A collection of a server (url), of a folder (path, made by `rlflow search build --index
-    qdrant` or from the corpus now), or one made from the corpus for the lifetime of the retriever.
-    engine: of a folder, edge (Qdrant's own) or local (qdrant-client's, in Python). hnsw_ef, exact,
-    quantization: see qdrant_collections. verify: encode a few passages again and compare.
-    """
+    """A collection of a server (url), or one made in memory from the corpus. hnsw_ef, exact,
+    quantization: see Collection. verify: encode a few passages again and compare."""
     if quantization is not None:
-        quantization = check_options(
-            quantization, _quantization, where="retriever qdrant.quantization"
-        )
-    params = {"hnsw_ef": hnsw_ef, "exact": exact, "quantization": quantization}
-    if url is None:
-        return _embedded(corpus, path, engine, params, encoder, hashed)
-    if path is not None:
-        raise ConfigError("retriever qdrant: give url or path, not both.")
-    if encoder is None and corpus is None:
+        where = "retriever qdrant.quantization"
+        quantization = check_options(quantization, _quantization, where=where)
+    if corpus is None and (url is None or encoder is None):
         raise ConfigError(
-            "retriever qdrant.encoder: expected the model that the collection was built with."
+            "retriever qdrant: expected url and the encoder that the collection was built with, or "
+            "a corpus."
         )
     made = encoder_of(encoder, hashed, corpus if corpus is not None else [])
-    remote = connect(
+    opened = connect(
         url,
         collection,
+        {"hnsw_ef": hnsw_ef, "exact": exact, "quantization": quantization},
         api_key=api_key,
-        grpc_port=grpc_port if prefer_grpc else None,
         timeout_s=timeout_s,
         tries=tries,
-        params=params,
+        create=made.dimensions if url is None else None,
     )
-    retriever = QdrantRetriever(made, remote)
-    points = remote.sample(_SAMPLED)
+    retriever = QdrantRetriever(made, opened)
+    if url is None and corpus is not None:
+        fill(opened, made, corpus, lambda stage, done, total: None)
+        return retriever
+    points = opened.sample(_SAMPLED)
     if not points:
         raise DataError(
             f"{url}: the collection '{collection}' is empty. Build it with `rlflow search build "
             "--index qdrant`."
         )
     if verify:
-        verify_points(f"{url}, collection '{collection}'", made, points)
+        _verify_points(f"{url}, collection '{collection}'", made, points)
     return retriever
 
 
@@ -139,42 +297,62 @@ def _quantization(
     """Parameters of a search in a quantized collection."""
 
 
-def _embedded(
-    corpus: Sequence[Passage] | None,
-    path: str | None,
-    engine: str,
-    params: Mapping[str, Any],
-    encoder: EncoderOption,
-    hashed: Mapping[str, Any],
-) -> QdrantRetriever:
-    folder = None if path is None else Path(path).expanduser()
-    if folder is None or not (folder / META).is_file():
-        if corpus is None:
-            raise ConfigError(
-                "retriever qdrant: give url, a path that `rlflow search build --index qdrant` "
-                "made, or a corpus."
-            )
-        made = encoder_of(encoder, hashed, corpus)
-        if folder is None:
-            opened = open_embedded(engine, None, made.dimensions, params, create=True)
-            fill(opened, made, corpus, _silent)
-            return QdrantRetriever(made, opened)
-        build_folder(corpus, folder, made, engine, _silent)
-    meta = read_meta(folder)
-    engine = meta.kind.removeprefix("qdrant-")
-    if engine not in ENGINES:
-        raise ConfigError(
-            f"{folder}: an index of kind {meta.kind}. Set retriever.name to torch, faiss or bm25."
+def fill(
+    collection: Collection, encoder: Encoder, corpus: Sequence[Passage], report: StageProgress
+) -> int:
+    """Encodes and stores the passages that are not there, under their rows, so that an ingest that
+    was stopped goes on; returns how many those were. Rows without text have no point.
+
+    Raises DataError: the collection holds points of another corpus or of another encoder."""
+    added, empty = 0, getattr(corpus, "empty", frozenset())
+    for start in range(0, len(corpus), _BATCH):
+        report("storing points", start, len(corpus))
+        rows = range(start, min(start + _BATCH, len(corpus)))
+        there = {point.id for point in collection.points(rows, payloads=False)}
+        if there:
+            _compare(collection, encoder, corpus, min(there))
+        missing = [row for row in rows if row not in there and row not in empty]
+        if missing:
+            payloads = [_record_of(corpus, row) for row in missing]
+            vectors = encoder.encode_passages([corpus[row] for row in missing])
+            collection.upsert(missing, vectors, payloads)
+            added += len(missing)
+    found, expected = collection.count(), len(corpus) - len(empty)
+    if found != expected:
+        raise DataError(
+            f"the collection holds {found} points, the corpus {expected} passages: it holds others "
+            "too. Use another name."
         )
-    if corpus is not None:
-        check_corpus(folder, meta, corpus)
-    built = meta.encoder or {}
-    # Options that the folder was built from may stand beside it.
-    same = built.get("family") == "hashed" and hashed.items() <= built.items()
-    made = stored_encoder(folder, meta, encoder, {} if same else hashed)
-    check_encoder(folder, meta, made.description)
-    return QdrantRetriever(made, open_embedded(engine, folder, meta.dimensions, params))
+    collection.settle(report)
+    return added
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """Shows nothing."""
+def _record_of(corpus: Sequence[Passage], row: int) -> dict[str, Any]:
+    """The whole record of a row of a file, or a passage's fields where there is no file."""
+    record = getattr(corpus, "record", None)
+    return corpus[row].fields if record is None else record(row)
+
+
+def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage], row: int) -> None:
+    """Raises DataError where a stored point is not this row of the corpus, by this encoder."""
+    (point,) = collection.points([row], vectors=True)
+    if dict(point.payload) != _record_of(corpus, row):
+        raise DataError(
+            f"point {row} of the collection is not row {row} of the corpus: it holds another "
+            "corpus. Use another name."
+        )
+    _verify_points(f"point {row} of the collection", encoder, [point])
+
+
+def _verify_points(where: str, encoder: Encoder, points: Sequence[Point]) -> None:
+    """Raises DataError where stored vectors are not what the encoder makes of their payloads."""
+    stored = np.stack([np.asarray(point.vector, np.float32) for point in points])
+    verify_encoder(where, encoder, [point.passage for point in points], stored)
+
+
+def _point(point: Any) -> Point:
+    vector = getattr(point, "vector", None)
+    if isinstance(vector, Mapping):
+        vector = vector.get("")
+    kept = None if vector is None else np.asarray(vector, np.float32)
+    return Point(point.id, point.payload or {}, float(getattr(point, "score", 0.0)), kept)

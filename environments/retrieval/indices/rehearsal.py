@@ -1,11 +1,10 @@
-"""Whether a retriever could be made: its name and options, packages, files and servers, looked at
-and not loaded."""
+"""Looks at what a retriever would be made from, and loads nothing: name and options, packages,
+files and servers."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,19 +21,12 @@ from rlflow.http import unreachable
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.corpus import Corpus, check_beginning
 from rlflow_environments.retrieval.encoders.make import ENCODER, is_model
+from rlflow_environments.retrieval.indices.folder import check_encoder_given, open_folder
 from rlflow_environments.retrieval.indices.make import RETRIEVER, brings_documents, without_corpus
-from rlflow_environments.retrieval.indices.opening import check_encoder_given, open_folder
-from rlflow_environments.retrieval.server.discovery import read_addresses
+from rlflow_environments.retrieval.records import KEPT_FROM
+from rlflow_environments.retrieval.server.addresses import read_addresses
 
-WHOLE_BYTES = 256 * 2**20
-"""A larger corpus is looked at in its beginning only; a run reads all of it."""
-PACKAGES = {
-    "bm25": "bm25s",
-    "dense": "faiss",
-    "faiss": "faiss",
-    "qdrant": "qdrant_client",
-    "http": "aiohttp",
-}
+PACKAGES = {"bm25": "bm25s", "dense": "faiss", "faiss": "faiss", "qdrant": "qdrant_client"}
 """What the built-in retrievers import when they are made."""
 PARTS = {"hybrid": {"bm25": "bm25", "dense": "dense"}}
 """Of a retriever that is made from others: option -> what it is called where the option does not
@@ -56,8 +48,17 @@ def rehearse_retriever(
     passages = None if corpus is None else problems.attempt(_read, corpus)
     _rehearse(component, passages, corpus is not None, where, problems)
     if not problems and alone:
-        _servers(RETRIEVER.component(component, where), where, problems)
+        problems.attempt(_check_servers, RETRIEVER.component(component, where), where)
     return problems
+
+
+def _read(path: str | Path) -> Corpus | None:
+    """The corpus; None for one that is too large to be read for this, whose beginning is good."""
+    file = Path(path).expanduser()
+    if not file.is_file() or file.stat().st_size < KEPT_FROM:
+        return Corpus(path)
+    check_beginning(file, KEPT_FROM)
+    return None
 
 
 def _rehearse(
@@ -67,48 +68,26 @@ def _rehearse(
     where: str,
     problems: Problems,
 ) -> None:
-    checked = problems.attempt(RETRIEVER.check, component, ("corpus",), where)
-    if checked is None:
+    if problems.attempt(RETRIEVER.check, component, ("corpus",), where) is None:
         return
     described = RETRIEVER.component(component, where)
-    name = described["name"]
+    name, encoder, path = described["name"], described.get("encoder"), described.get("path")
     if not has_corpus and not brings_documents(component, where):
         problems.note(without_corpus(name, where))
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         command = install_command("qdrant" if name == "qdrant" else "search")
-        problems.note(
-            MissingPackageError(
-                f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"
-            )
-        )
+        told = f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"
+        problems.note(MissingPackageError(told))
     for option, part in PARTS.get(name, {}).items():
         given = described.get(option) or {}
         inner = {"name": part, **({"name": given} if isinstance(given, str) else given)}
         _rehearse(inner, passages, has_corpus, f"{where}.{option}", problems)
-    if isinstance(described.get("path"), str):
-        problems.attempt(_check_index, Path(described["path"]).expanduser(), passages, described)
-    if described.get("encoder") is not None:
-        problems.attempt(_check_encoder, described["encoder"], where)
-
-
-def _read(path: str | Path) -> Corpus | None:
-    """The corpus; None for one that is too large to be read for this, whose beginning is good."""
-    file = Path(path).expanduser()
-    if not file.is_file() or file.stat().st_size <= WHOLE_BYTES:
-        return Corpus(path)
-    check_beginning(file, WHOLE_BYTES)
-    return None
-
-
-def _check_index(path: Path, passages: Corpus | None, described: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no whole index of this corpus, ConfigError where it needs an
-    option that is not there."""
-    if path.is_file():
-        check_encoder_given(path, described.get("encoder"))
-        return
-    if described["name"] == "qdrant" and not path.exists():
-        return  # it is made from the corpus
-    open_folder(path, passages)
+    if isinstance(path, str) and Path(path).expanduser().is_file():
+        problems.attempt(check_encoder_given, Path(path), encoder)
+    elif isinstance(path, str):
+        problems.attempt(open_folder, Path(path).expanduser(), passages)
+    if encoder is not None:
+        problems.attempt(_check_encoder, encoder, f"{where}.encoder")
 
 
 def _check_encoder(encoder: str | Mapping[str, Any], where: str) -> None:
@@ -117,31 +96,21 @@ def _check_encoder(encoder: str | Mapping[str, Any], where: str) -> None:
     described = {"name": encoder} if isinstance(encoder, str) else dict(encoder)
     name = str(described.get("name"))
     if not is_model(name):
-        ENCODER.check(described, ("passages",), f"{where}.encoder")
-        return
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
+        ENCODER.check(described, ("passages",), where)
+    elif not Path(name).expanduser().is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
         raise ModelError(
-            f"{where}.encoder: {name}: no such folder; expected that of a model, a hub name, or "
+            f"{where}: {name}: no such folder; expected that of a model, a hub name, or "
             f"{ENCODER.names()[0]}."
         )
 
 
-def _servers(described: Mapping[str, Any], where: str, problems: Problems) -> None:
-    """One of the servers that a retriever names must take connections."""
-    given = described.get("urls") or described.get("url")
-    addresses: Callable[[], list[str]] | None = None
-    if given:
-        addresses = partial(list, [given] if isinstance(given, str) else given)
-    elif isinstance(described.get("discovery"), str):
-        addresses = partial(read_addresses, described["discovery"])
-    if addresses is not None:
-        problems.attempt(_check_servers, addresses, where)
-
-
-def _check_servers(addresses: Callable[[], list[str]], where: str) -> None:
-    reasons = []
-    for address in addresses():
+def _check_servers(described: Mapping[str, Any], where: str) -> None:
+    """Raises DataError unless one of the servers that a retriever names takes connections."""
+    given, reasons = described.get("urls") or described.get("url"), []
+    if not given and not isinstance(described.get("discovery"), str):
+        return
+    addresses = given or read_addresses(described["discovery"])
+    for address in [addresses] if isinstance(addresses, str) else addresses:
         parts = urlsplit(server_url(address))
         port = parts.port or (443 if parts.scheme == "https" else 80)
         reason = unreachable(parts.hostname or "", port)

@@ -14,9 +14,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlflow.errors import RLFlowError
-from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
+from rlflow_environments.retrieval.client.asynchronous import DEADLINE_HEADER, TRACE_HEADER
+from rlflow_environments.retrieval.records import dump_json
 from rlflow_environments.retrieval.server import wire
-from rlflow_environments.retrieval.server.records import dump_json
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SearchApp:
 
     connections: Collection[Any] = ()
     """The server's open ones: the first of them tells."""
-    excess = 0
+    excess = 0.0
     """How many are to leave for another process, each after an answer."""
 
     def __init__(self, service: SearchService, lifespan: Lifespan | None = None) -> None:
@@ -64,11 +64,9 @@ class SearchApp:
             "/retrieve": ("POST", self._retrieve),
             "/access": ("POST", self._access),
             "/admin/reload": ("POST", self._reload),
-            "/recent": ("GET", self._recent),
             "/ready": ("GET", self._ready),
             "/health": ("GET", self._told(service.health)),
             "/info": ("GET", self._told(service.info)),
-            "/status": ("GET", self._told(service.status)),
             "/metrics": ("GET", self._metrics),
             "/": ("GET", self._page),
         }
@@ -125,23 +123,22 @@ class SearchApp:
         return 200, [_JSON], wire.write_pages(self._service.access(wire.read_access(body)))
 
     async def _reload(self, body: bytes, headers: Given) -> Answer:
-        self._check_token("/admin/reload", headers)
+        # Where a request comes from says nothing: behind a port forward all come from here.
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not secrets.compare_digest(given, self._service.admin_token.encode()):
+            return _refusal(401, f"/admin/reload: {_TOKEN_NEEDED}")
         try:
             index = await self._service.reload(wire.read_object(body or b"{}"))
         except (RLFlowError, OSError) as problem:  # a path that the system refuses, too
             return _json({"detail": str(problem), "kept": self._service.info()}, 422)
         return _json(index.info)
 
-    async def _recent(self, body: bytes, headers: Given) -> Answer:
-        # What others ask is not for everybody who may ask too.
-        self._check_token("/recent", headers)
-        return _json(self._service.recent())
-
     async def _ready(self, body: bytes, headers: Given) -> Answer:
         return _json(self._service.health(), 200 if self._service.state_of_all == "ready" else 503)
 
     async def _metrics(self, body: bytes, headers: Given) -> Answer:
-        return 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._service.metrics()
+        told = self._service.statistics.exposition()
+        return 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], told
 
     async def _page(self, body: bytes, headers: Given) -> Answer:
         return 200, [(b"content-type", b"text/html; charset=utf-8")], STATUS_PAGE.read_bytes()
@@ -151,13 +148,6 @@ class SearchApp:
             return _json(report())
 
         return handler
-
-    def _check_token(self, path: str, headers: Given) -> None:
-        """Raises BadRequest unless the sender knows the token. Where a request comes from says
-        nothing: behind a port forward all come from here."""
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not secrets.compare_digest(given, self._service.admin_token.encode()):
-            raise wire.BadRequest(f"{path}: {_TOKEN_NEEDED}", status=401)
 
 
 def _json(value: Any, status: int = 200) -> Answer:

@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow_environments.retrieval.coalescer import CoalescedSearch, Key
-from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.corpus import Corpus, Pages
+from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.indices import CorpusRetriever, Retriever
-from rlflow_environments.retrieval.server.deadlines import Deadlines
-from rlflow_environments.retrieval.server.records import Pages, StoredCorpus, dump_json
-from rlflow_environments.retrieval.server.threads import is_short, own_threads, use_threads
+from rlflow_environments.retrieval.indices.base import SHORT
+from rlflow_environments.retrieval.indices.dense import DenseIndex
+from rlflow_environments.retrieval.records import dump_json
 from rlflow_environments.retrieval.server.wire import Hit
 
 HERE_S = 0.004  # the longest batch that the event loop searches itself: all requests wait for it
 ENTRY_BYTES = 400  # what one cached answer costs beside its documents
+LOOK_S = 0.1
 
 
 class DocumentSearch:
     """Searches a batch for documents as they are sent: the stored record where the corpus has one,
-    else the passage's fields."""
+    else the passage's fields.
+
+    A short scan takes one thread: further ones would mostly wait for each other, and for cores that
+    clients hold. A model as encoder takes all that the process may use."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
-        self._short = is_short(retriever)
+        index = retriever.index if isinstance(retriever, CorpusRetriever) else None
+        self._short = (
+            isinstance(index, DenseIndex)
+            and isinstance(index.encoder, NgramEncoder)
+            and index.scanned * index.dimensions <= SHORT
+        )
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
         """See Retriever.search."""
         retriever = self._retriever
         use_threads(1 if self._short else own_threads())
-        if isinstance(retriever, CorpusRetriever) and isinstance(retriever.corpus, StoredCorpus):
-            document = retriever.corpus.document
-            rankings = retriever.rank(queries, top_k)
-            return [
-                [(document(row), float(score)) for row, score in ranking] for ranking in rankings
-            ]
-        return [
-            [(_document(p), float(p.score)) for p in passages]
-            for passages in retriever.search(queries, top_k)
-        ]
+        if isinstance(retriever, CorpusRetriever) and isinstance(retriever.corpus, Corpus):
+            document, found = retriever.corpus.document, retriever.rank(queries, top_k)
+            return [[(document(row), float(score)) for row, score in ranked] for ranked in found]
+        results = retriever.search(queries, top_k)
+        return [[(dump_json(hit.fields), float(hit.score)) for hit in hits] for hits in results]
 
 
-def _document(passage: Passage) -> bytes:
-    return dump_json(
-        {"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url}
-    )
+def own_threads() -> int:
+    """How many this process may use: OMP_NUM_THREADS, else a thread per core."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+
+
+def use_threads(count: int) -> None:
+    """How many threads the searches of the calling thread use from now on: OpenMP counts for each
+    thread that calls it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(count)
+    if "faiss" in sys.modules:
+        sys.modules["faiss"].omp_set_num_threads(count)
 
 
 class AnswerCache:
@@ -110,15 +127,14 @@ class ServedIndex:
     ) -> None:
         """info: what `GET /info` says of it. on_batch: called with the size and seconds of every
         batch, in the index's thread."""
-        self.has_pages = pages is not None
+        self.pages = pages
         self.info = dict(info or {})
         self._identity = str(self.info.get("identity", ""))
-        self._pages = pages
         corpus = getattr(retriever, "corpus", None)
         self.size = len(corpus) if corpus is not None else None
         self._cache = AnswerCache(cache_bytes)
-        self._deadlines = Deadlines()
-        self._search: CoalescedSearch[Hit] = CoalescedSearch(
+        self._due: dict[asyncio.Future[Any], float] = {}
+        self.coalesced: CoalescedSearch[Hit] = CoalescedSearch(
             DocumentSearch(retriever),
             max_batch=max_batch,
             max_waiting=max_waiting,
@@ -126,26 +142,34 @@ class ServedIndex:
             here_s=HERE_S if isinstance(retriever, CorpusRetriever) else 0.0,
         )
 
-    @property
-    def waiting(self) -> int:
-        """How many searches wait for their batch."""
-        return self._search.waiting
-
-    def page(self, url: str) -> bytes | None:
-        """The page of a URL; None for an unknown one, and where no pages are loaded."""
-        return self._pages.page(url) if self._pages is not None else None
-
     async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
-        """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError,
-        what the retriever raises."""
+        """The hits of every query, within `wait_s` seconds, or 0.1 s later. Raises QueueFullError,
+        TimeoutError, what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
             return Answer(results, cached=len(queries), index=self._identity)
-        call = self._search.submit([queries[place] for place in places], top_k)
-        for place, hits in zip(places, await self._deadlines.wait(call.done, wait_s), strict=True):
+        call = self.coalesced.submit([queries[place] for place in places], top_k)
+        loop = call.loop
+        if not self._due:
+            loop.call_later(LOOK_S, self._look, loop)
+        self._due[call.done] = loop.time() + wait_s
+        try:
+            found = await call.done
+        finally:
+            del self._due[call.done]
+        for place, hits in zip(places, found, strict=True):
             results[place] = hits
             self._cache.put((queries[place], top_k), hits)
         cached = len(queries) - len(places)
         waited, searched = call.waited_s, call.searched_s
         return Answer(results, waited, searched, cached, call.shared, self._identity)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends what is overdue: with a timer for each, a tenth fewer requests are answered."""
+        now = loop.time()
+        for future, due in self._due.items():
+            if due <= now and not future.done():
+                future.set_exception(TimeoutError())
+        if self._due:
+            loop.call_later(LOOK_S, self._look, loop)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from rlflow import __version__
 from rlflow.errors import ConfigError
 from rlflow.storage.redaction import redact
 from rlflow.values import show
+from rlflow_environments.retrieval.corpus import Corpus, Pages
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.retrieval.records import sample_digest
 from rlflow_environments.retrieval.server.index import ServedIndex
-from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
 from rlflow_environments.retrieval.server.service import LoadProgress
-
-_MARK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,35 +72,33 @@ class ServedSource:
         source = self.changed(changes)
         corpus = None
         if source.corpus is not None:
-            corpus = StoredCorpus(
-                source.corpus, progress=lambda share: report("reading the corpus", share)
-            )
+            read = partial(report, "reading the corpus")
+            corpus = Corpus(source.corpus, progress=read)
         report("loading the index", 0.0)
         retriever = make_retriever(source.retriever, corpus)
         pages = None
         if source.pages is not None:
-            pages = Pages(source.pages, progress=lambda share: report("reading the pages", share))
+            pages = Pages(source.pages, progress=partial(report, "reading the pages"))
         report("first search", 0.0)
-        for queries in (
-            ["warm-up"],
-            ["warm-up", "of a batch"],
-        ):  # what fails here would fail for the first client
+        for queries in (["warm-up"], ["warm-up", "of a batch"]):  # else the first client fails
             retriever.search(queries, 1)
         info = describe(source, retriever, corpus, pages)
         return ServedIndex(retriever, pages=pages, info=info, on_batch=on_batch, **source.options)
 
 
 def describe(
-    source: ServedSource, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None
+    source: ServedSource, retriever: Retriever, corpus: Corpus | None, pages: Pages | None
 ) -> dict[str, Any]:
     """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that
     answer alike, wherever their files lie."""
-    encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
+    index = getattr(retriever, "index", retriever)
+    encoder = getattr(index, "encoder", None)
+    searched = getattr(index, "searched", {})  # how far: what an approximate index finds
     contents = {
         "corpus": {"sha256": corpus.sha256, "passages": len(corpus)}
         if corpus is not None
         else None,
-        "index": {**_index_contents(source.retriever), **_searched(retriever)},
+        "index": {**_index_contents(source.retriever), **searched},
         "encoder": _without_places(encoder.description) if encoder is not None else None,
     }
     contents["index"]["hash"] = _hash(contents["index"])
@@ -127,13 +125,8 @@ def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
             key: value for key, value in asdict(read_meta(path)).items() if key not in left_out
         }
     else:
-        contents["file"] = _file_mark(path)
+        contents["file"] = sample_digest(path)
     return contents
-
-
-def _searched(retriever: Retriever) -> Mapping[str, int]:
-    """How far an approximate index searches: what it finds depends on that."""
-    return getattr(getattr(getattr(retriever, "index", None), "vectors", None), "searched", {})
 
 
 def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,17 +134,6 @@ def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
     its hash is known."""
     places = ("path", "encoder", "device", "gpu", "mmap", "verify", "url", "api_key")
     return redact({key: value for key, value in options.items() if key not in places})
-
-
-def _file_mark(path: Path) -> str:
-    """A hash of a file's size, beginning and end: an index may be too large to read it whole at
-    every start."""
-    digest = hashlib.sha256(str(path.stat().st_size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_MARK_BYTES))
-        file.seek(max(0, path.stat().st_size - _MARK_BYTES))
-        digest.update(file.read(_MARK_BYTES))
-    return digest.hexdigest()
 
 
 def _hash(value: Any) -> str:

@@ -1,5 +1,4 @@
-"""What the server knows and does, apart from HTTP: it loads an index, answers with it, and
-exchanges it for another."""
+"""The server apart from HTTP: it loads an index, answers with it, and exchanges it for another."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +15,14 @@ from typing import Any
 from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
-from rlflow_environments.retrieval.server.query_log import QueryLog
-from rlflow_environments.retrieval.server.shared import BusyError, SharedState
-from rlflow_environments.retrieval.server.statistics import Observation, ServerStatistics
+from rlflow_environments.retrieval.server.shared import SharedState
+from rlflow_environments.retrieval.server.statistics import QueryLog, ServerStatistics
 from rlflow_environments.retrieval.server.wire import BadRequest, RetrieveRequest
 
 logger = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done, from 0 to 1."""
-
-
-RECENT, RECENT_CHARACTERS = 20, 300
-"""Searches that the status page shows, and how much of each query is kept."""
 Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], ServedIndex]
 """(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises
 RLFlowError."""
@@ -64,14 +57,15 @@ class SearchService:
         load: Load,
         limits: ServiceLimits | None = None,
         query_log: QueryLog | None = None,
-        statistics: ServerStatistics | None = None,
         admin_token: str | None = None,
         shared: SharedState | None = None,
+        replace_all: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """admin_token: of requests that change the server or tell what others asked; None: a new
-        one. shared: with the other processes of this server."""
+        """admin_token: of requests that change the server; None: a new one. shared: with the other
+        processes of this server; replace_all: has new processes with these changes take their
+        places."""
         self.limits = limits or ServiceLimits()
-        self.statistics = statistics or ServerStatistics()
+        self.statistics = ServerStatistics()
         self.query_log = query_log
         self.admin_token = admin_token or secrets.token_urlsafe()
         self.shared = shared
@@ -80,23 +74,20 @@ class SearchService:
         self.index: ServedIndex | None = None
         self.stage, self.share = "starting", 0.0
         self.started = time.monotonic()
-        self._load = load
-        self._pending: tuple[int, ServedIndex] | None = None
+        self._load, self._replace_all = load, replace_all
         self._reloading = False
-        self._recent: deque[tuple[str, int, float]] = deque(maxlen=RECENT)
 
     # ------------------------------------------------------------ loading
 
-    async def load(self) -> ServedIndex:
+    async def load(self) -> None:
         """Loads the index and answers with it from then on. Raises RLFlowError."""
-        index = await self._read(self.shared.changes(self.shared.serving) if self.shared else {})
+        index = await self._read({})
         if self.state != "stopping":
             self._serve(index)
-        return index
 
     async def reload(self, changes: Mapping[str, Any]) -> ServedIndex:
-        """Loads the index anew, in all processes, while the present one goes on answering, and
-        exchanges it in one step.
+        """Loads the index anew while the present one goes on answering, and exchanges it in one
+        step; of several processes, each for one that has loaded it.
 
         Raises RLFlowError: nothing changes then. Raises Unavailable while another reload is under
         way."""
@@ -104,53 +95,21 @@ class SearchService:
             raise Unavailable("an index is being loaded already.", status=409)
         self._reloading = True
         try:
-            if self.shared is None:
-                index = await self._read(changes)
-                self._serve(index)
-            else:
-                index = await self._reload_all(changes, self.shared)
-        except BusyError:
-            raise Unavailable("an index is being loaded already.", status=409) from None
+            index = await self._read(changes)
         except (RLFlowError, OSError) as problem:
             self.statistics.reloads.labels("failed").inc()
             logger.error("reload failed, the index stays as it is: %s", problem)
             raise
         finally:
             self._reloading = False
-            self.stage, self.share = "ready", 1.0
+            self._report("ready", 1.0)
+        if self._replace_all is None:
+            self._serve(index)
+        else:
+            self._replace_all(changes)
         self.statistics.reloads.labels("done").inc()
         logger.info("reload done: %s", index.info.get("identity", ""))
         return index
-
-    async def _reload_all(self, changes: Mapping[str, Any], shared: SharedState) -> ServedIndex:
-        with shared.reloading(changes) as number:
-            index = await self._read(changes)  # what fails here costs the others nothing
-            await shared.all_load(number)
-            self._serve(index)
-            await shared.all_serve(number)
-        return index
-
-    async def follow(self, shared: SharedState) -> None:
-        """Does its part of another process's reload: loads what all are to load, answers with it
-        when all have it."""
-        number = shared.behind
-        if number is not None and not self._reloading:
-            self._reloading = True
-            try:
-                self._pending = number, await self._read(shared.changes(number))
-                shared.tell(loaded=number)
-            except (RLFlowError, OSError) as problem:
-                logger.error("reload failed: %s", problem)
-                shared.tell(loaded=-number)
-            finally:
-                self._reloading = False
-                self.stage, self.share = "ready", 1.0
-        if self._pending is not None and shared.serving == self._pending[0]:
-            self._serve(self._pending[1])
-            shared.tell(serving=self._pending[0])
-            self._pending = None
-        elif self._pending is not None and shared.asked < self._pending[0]:
-            self._pending = None
 
     async def _read(self, changes: Mapping[str, Any]) -> ServedIndex:
         """The index, loaded in a thread. Raises RLFlowError."""
@@ -197,8 +156,7 @@ class SearchService:
     ) -> Answer:
         """The answer to a search request. wait_s: how long its client waits.
 
-        Raises BadRequest, Unavailable, TimeoutError, and what the retriever raises.
-        """
+        Raises BadRequest, Unavailable, TimeoutError, and what the retriever raises."""
         index = self._ready()
         top_k = self._top_k(request.top_k, index)
         start = time.perf_counter()
@@ -206,31 +164,19 @@ class SearchService:
             wait_s = min(wait_s or self.limits.max_wait_s, self.limits.max_wait_s)
             answer = await index.answer(request.queries, top_k, wait_s)
         except QueueFullError as problem:
-            raise Unavailable(str(problem), status=429, retry_after_s=self._drain_s()) from None
-        observed = Observation(
-            at=time.monotonic(),
-            seconds=time.perf_counter() - start,
-            waited=answer.waited_s,
-            searched=answer.searched_s,
-            queries=len(request.queries),
-            cached=answer.cached,
-            shared=answer.shared,
-            empty=sum(not hits for hits in answer.results),
-        )
-        self.statistics.answered(observed)
-        found = zip(request.queries[-RECENT:], answer.results[-RECENT:])
-        self._recent.extend(
-            (query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found
-        )
+            seconds = index.coalesced.seconds_to_empty
+            raise Unavailable(str(problem), 429, max(1, min(30, round(seconds)))) from None
+        seconds = time.perf_counter() - start
+        self.statistics.answered(answer, seconds)
         if self.query_log is not None:
-            self.query_log.write(trace, request.queries, top_k, answer, observed.seconds)
+            self.query_log.write(trace, request.queries, top_k, answer, seconds)
         return answer
 
     def access(self, urls: list[str]) -> list[bytes | None]:
         """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises
         Unavailable."""
-        index = self._ready()
-        return [index.page(url) for url in urls]
+        pages = self._ready().pages
+        return [None if pages is None else pages.page(url) for url in urls]
 
     def _ready(self) -> ServedIndex:
         if self.index is None:
@@ -244,12 +190,6 @@ class SearchService:
         if top_k > self.limits.max_top_k:
             raise BadRequest(f"topk: at most {self.limits.max_top_k}, found {top_k}.")
         return top_k
-
-    def _drain_s(self) -> int:
-        """Whole seconds after which the present queue should be answered, at the rate of the last
-        minute."""
-        rate = self.statistics.last_minute()["queries_per_s"]
-        return max(1, min(30, round(self._waiting() / rate))) if rate else 1
 
     # ------------------------------------------------------------ reports
 
@@ -266,9 +206,9 @@ class SearchService:
             "status": self.state_of_all,
             "stage": self.stage,
             "progress": round(self.share, 3),
+            "pages": bool(self.index and self.index.pages),
+            "uptime_s": round(time.monotonic() - self.started, 1),
         }
-        report["pages"] = bool(self.index and self.index.has_pages)
-        report["uptime_s"] = round(time.monotonic() - self.started, 1)
         if self.problem is not None:
             report["problem"] = str(self.problem)
         return {**report, **(self.shared.report() if self.shared else {})}
@@ -278,36 +218,9 @@ class SearchService:
         served = self.index.info if self.index else {}
         return {"status": self.state_of_all, "topk": self.limits.top_k, **served}
 
-    def metrics(self) -> bytes:
-        """What `GET /metrics` answers."""
-        self.statistics.waiting.set(self.index.waiting if self.index else 0)
-        return self.statistics.exposition()
-
-    def status(self) -> dict[str, Any]:
-        """What the status page shows."""
-        return {
-            **self.health(),
-            "queue": self._waiting(),
-            **self.statistics.last_minute(),
-            "info": self.info(),
-        }
-
-    def recent(self) -> list[dict[str, Any]]:
-        """The latest queries of this process, newest first: what they found, and the seconds of
-        their request."""
-        return [
-            {"query": query, "found": found, "seconds": seconds}
-            for query, found, seconds in reversed(self._recent)
-        ]
-
     def tell(self, connections: int) -> None:
-        """Tells the other processes what this one does."""
-        waiting = self.index.waiting if self.index else 0
+        """Tells Prometheus and the other processes what this one does."""
+        waiting = self.index.coalesced.waiting if self.index else 0
         self.statistics.waiting.set(waiting)
         if self.shared is not None:
             self.shared.tell(connections=connections, waiting=waiting, ready=self.state == "ready")
-
-    def _waiting(self) -> int:
-        if self.shared is not None:
-            return self.shared.waiting()
-        return self.index.waiting if self.index else 0

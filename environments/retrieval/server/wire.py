@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
-from rlflow_environments.common.text import load_json
+from rlflow_environments.retrieval.records import load_record
 
 Hit = tuple[bytes, float]
 """A document as JSON, and its score."""
@@ -48,9 +49,12 @@ def read_retrieve(body: bytes) -> RetrieveRequest:
     """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises BadRequest for
     wrong types and values."""
     message = read_object(body)
-    queries = message.get("queries")
-    if queries is None:
-        queries = _single_query(message)
+    queries, query = message.get("queries"), message.get("query")
+    if queries is None and query is None:
+        raise BadRequest("expected 'queries', a list of texts, or 'query', a text; found neither.")
+    if queries is None and not isinstance(query, str):
+        raise BadRequest(f"query: expected a text, found {_shown(query)}.")
+    queries = [query] if queries is None else queries  # SkyRL's form
     _check_texts("queries", queries)
     scores = message.get("return_scores")
     if scores is not None and not isinstance(scores, bool):
@@ -69,18 +73,15 @@ def read_access(body: bytes) -> list[str]:
 
 def write_results(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
     """The body of an answer: per query, in order, its documents, or {document, score} pairs."""
-    element = _scored if return_scores else _bare
-    return (
-        b'{"result":['
-        + b",".join(b"[" + b",".join(map(element, hits)) + b"]" for hits in results)
-        + b"]}"
-    )
+    element = _scored if return_scores else itemgetter(0)
+    lists = (b"[%b]" % b",".join(map(element, hits)) for hits in results)
+    return b'{"result":[%b]}' % b",".join(lists)
 
 
 def write_pages(pages: Sequence[bytes | None]) -> bytes:
     """The body of an answer to `POST /access`: a page per URL, in order, null for an unknown
     one."""
-    return b'{"result":[' + b",".join(b"null" if page is None else page for page in pages) + b"]}"
+    return b'{"result":[%b]}' % b",".join(b"null" if page is None else page for page in pages)
 
 
 def write_error(text: str) -> bytes:
@@ -88,40 +89,20 @@ def write_error(text: str) -> bytes:
     return orjson.dumps({"detail": text.encode("utf-8", "replace").decode()})
 
 
-def _bare(hit: Hit) -> bytes:
-    return hit[0]
-
-
 def _scored(hit: Hit) -> bytes:
     score = repr(hit[1]).encode() if math.isfinite(hit[1]) else b"null"
-    return b'{"document":' + hit[0] + b',"score":' + score + b"}"
+    return b'{"document":%b,"score":%b}' % (hit[0], score)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises BadRequest."""
-    try:
-        message = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        try:  # a sampled query may hold half a surrogate pair, which orjson refuses
-            message = load_json(body)
-        except ValueError as problem:
-            raise BadRequest(f"the body is not JSON: {str(problem)[:200]}.") from None
-        except RecursionError:
-            raise BadRequest(
-                "the body is not JSON that is read here: it is nested deeper than 1000 levels."
-            ) from None
+    try:  # a sampled query may hold half a surrogate pair, which orjson refuses
+        message = load_record(body)
+    except (ValueError, RecursionError) as problem:
+        raise BadRequest(f"the body is not JSON that is read here: {str(problem)[:200]}.") from None
     if not isinstance(message, dict):
         raise BadRequest(f"expected a JSON object, found {_shown(message)}.")
     return message
-
-
-def _single_query(message: dict[str, Any]) -> list[str]:
-    query = message.get("query")  # SkyRL's form
-    if query is None:
-        raise BadRequest("expected 'queries', a list of texts, or 'query', a text; found neither.")
-    if not isinstance(query, str):
-        raise BadRequest(f"query: expected a text, found {_shown(query)}.")
-    return [query]
 
 
 def _check_texts(key: str, values: Any) -> None:

@@ -1,6 +1,6 @@
 """Questions and answers from the user's own documents: `rlflow search qa`.
 
-    documents -> passages -> candidates (by rule or by a model) -> screening -> split -> train.jsonl, val.jsonl
+    documents -> passages -> candidates (by rule or by a model) -> screening -> split
 
 `documents` reads a folder, `passages` cuts texts, `english` finds names and facts, `candidates`
 composes questions, `screening` keeps those that retrieval can answer, `splitting` keeps validation

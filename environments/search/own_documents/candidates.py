@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.own_documents.documents import split_sentences
 from rlflow_environments.search.own_documents.english import Fact, blank_of, facts_of, names_in
-from rlflow_environments.search.own_documents.passages import split_sentences
 from rlflow_environments.search.rewards.scoring import normalize_answer
 
 

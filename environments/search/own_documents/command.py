@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   rlflow search qa my_documents data/mine
   rlflow search qa my_documents data/mine --train 500 --val 100 --multi-hop 0.3 --seed 1
-  rlflow search qa my_documents data/mine --endpoint http://localhost:8001/v1 --model Qwen2.5-7B-Instruct
+  rlflow search qa my_documents data/mine --endpoint http://localhost:8001/v1 \\
+      --model Qwen2.5-7B-Instruct
   OPENAI_API_KEY=... rlflow search qa my_documents data/mine --endpoint https://HOST/v1 --model NAME
 """
 
@@ -68,24 +70,11 @@ def run(args: argparse.Namespace) -> int:
     from rlflow_environments.search.own_documents.documents import read_documents
     from rlflow_environments.search.own_documents.making import QuestionRequest, make_questions
 
-    request = QuestionRequest(
-        train=args.train,
-        val=args.val,
-        val_share=args.val_share,
-        multi_hop=args.multi_hop,
-        seed=args.seed,
-        retriever=args.retriever,
-        top_k=args.top_k,
-        max_characters=args.max_characters,
-        blanks=not args.no_blanks,
-    )
+    given = {field.name: getattr(args, field.name, None) for field in fields(QuestionRequest)}
+    request = QuestionRequest(**{**given, "blanks": not args.no_blanks})
     request.check()
-    if (
-        Path(args.out)
-        .expanduser()
-        .resolve()
-        .is_relative_to(Path(args.documents).expanduser().resolve())
-    ):
+    folder, out = (Path(path).expanduser().resolve() for path in (args.documents, args.out))
+    if out.is_relative_to(folder):
         raise ConfigError(
             f"OUT: {args.out} lies in {args.documents} and would be read the next time. Give "
             "another folder."

@@ -1,21 +1,29 @@
 """A folder of text, Markdown, HTML and JSON Lines as documents: a title and paragraphs of plain
-text."""
+text, and passages cut from them at the ends of sentences."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
+from rlflow_environments.retrieval.corpus import Passage, make_contents
 
-_BLOCKS = re.compile("p|div|br|li|tr|h[1-6]|blockquote|pre|table|section|dt|dd")
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_PARAGRAPHS = re.compile(r"\n[ \t]*\n")
+_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
+_OTHER_BLOCKS = ("p", "div", "br", "li", "tr", "blockquote", "pre", "table", "section", "dt", "dd")
+_BLOCKS = (*_HEADINGS, *_OTHER_BLOCKS)
 _LONGEST_TITLE = 120
+MAX_CHARACTERS = 1000
+_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\W_a-z])|(?<=[。！？])")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Prof|Sr|Jr|vs|No|Vol|Fig|cf|ca|approx|e\.g|i\.e|etc))\.$"
+)
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,8 @@ def _one(read: Callable[[bytes, str], tuple[str, list[str]]]) -> Callable[[Path,
         except UnicodeDecodeError as problem:
             yield name, BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})")
             return
-        yield (
-            name,
-            Document(name, _clean(title)[:_LONGEST_TITLE], _cleaned(paragraphs), f"doc://{name}"),
-        )
+        title = _clean(title)[:_LONGEST_TITLE]
+        yield name, Document(name, title, _cleaned(paragraphs), f"doc://{name}")
 
     return reader
 
@@ -97,11 +103,7 @@ def _decoded(content: bytes) -> str:
 
 def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
     """A first line that stands alone and is no sentence is the title."""
-    paragraphs = [
-        paragraph.strip()
-        for paragraph in re.split(r"\n[ \t]*\n", _decoded(content))
-        if paragraph.strip()
-    ]
+    paragraphs = [one.strip() for one in _PARAGRAPHS.split(_decoded(content)) if one.strip()]
     first = paragraphs[0] if paragraphs else ""
     if first and "\n" not in first and len(first) <= _LONGEST_TITLE and first[-1] not in ".!?:;,":
         return first, paragraphs[1:]
@@ -112,54 +114,32 @@ def _markdown(content: bytes, stem: str) -> tuple[str, list[str]]:
     """The first heading is the title; code blocks are no text."""
     with needing(".md documents", install_command("search")):
         from markdown_it import MarkdownIt
-    title, paragraphs, heading = "", [], False
-    for token in (
-        MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", _decoded(content)))
-    ):
-        if token.type in ("heading_open", "heading_close"):
-            heading = token.type == "heading_open"
-        elif token.type == "inline":
-            line = "".join(_inline(child) for child in token.children or [])
-            if heading and not title:
-                title = line
-            else:
-                paragraphs.append(line)
-    return title or _readable(stem), paragraphs
+    text = _FRONT_MATTER.sub("", _decoded(content))
+    page = MarkdownIt("commonmark").enable("table").render(text)
+    return _html(page, stem, headings=_HEADINGS, left_out=("pre",))
 
 
-def _inline(token: Any) -> str:
-    return (
-        " "
-        if token.type in ("softbreak", "hardbreak")
-        else ""
-        if token.type == "html_inline"
-        else token.content
-    )
-
-
-def _html(content: bytes, stem: str) -> tuple[str, list[str]]:
+def _html(
+    content: bytes | str,
+    stem: str,
+    headings: Sequence[str] = _HEADINGS[:1],
+    left_out: Sequence[str] = (),
+) -> tuple[str, list[str]]:
     """The first h1, else the title, is the title; a page may declare an encoding of its own."""
     with needing(".html documents", install_command("search")):
         import bs4
     page = bs4.BeautifulSoup(content, "html.parser")
-    heading = page.find("h1")
-    title = next(
-        (
-            found.get_text(" ")
-            for found in (heading, page.title)
-            if found and found.get_text().strip()
-        ),
-        "",
-    )
-    for tag in page([*_NOT_TEXT, "title"]):
-        tag.decompose()
-    if heading is not None:
-        heading.decompose()
+    heading = page.find(headings)
+    titles = [found.get_text(" ") for found in (heading, page.title) if found]
+    for tag in [*page([*_NOT_TEXT, *left_out, "title"]), heading]:
+        if tag is not None:
+            tag.decompose()
     for tag in page(_BLOCKS):
         tag.insert_before("\n\n")
         tag.insert_after("\n\n")
     body = page.find("main") or page.find("article") or page.body or page
-    return title or _readable(stem), re.split(r"\n[ \t]*\n", body.get_text())
+    title = next(filter(str.strip, titles), "") or _readable(stem)
+    return title, _PARAGRAPHS.split(body.get_text())
 
 
 def _json_lines(path: Path, name: str) -> Found:
@@ -178,16 +158,8 @@ def _json_lines(path: Path, name: str) -> Found:
         except BadRow as problem:
             yield where, problem
             continue
-        paragraphs = _cleaned(re.split(r"\n[ \t]*\n", text))
-        yield (
-            where,
-            Document(
-                where,
-                _clean(title) or _readable(path.stem),
-                paragraphs,
-                str(row.get("url") or f"doc://{where}"),
-            ),
-        )
+        title, url = _clean(title) or _readable(path.stem), str(row.get("url") or f"doc://{where}")
+        yield where, Document(where, title, _cleaned(_PARAGRAPHS.split(text)), url)
 
 
 READERS: dict[str, Callable[[Path, str], Found]] = {
@@ -223,3 +195,54 @@ def _cleaned(paragraphs: list[str]) -> tuple[str, ...]:
 def _readable(stem: str) -> str:
     """The title of a document that has none: its file's name with blanks."""
     return re.sub(r"[_\-]+", " ", stem).strip() or stem
+
+
+def split_sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph; an abbreviation or an initial ends none."""
+    sentences: list[str] = []
+    for piece in _END.split(paragraph):
+        if not piece.strip():
+            continue
+        if sentences and _ABBREVIATION.search(sentences[-1]):
+            sentences[-1] = f"{sentences[-1]} {piece.strip()}"
+        else:
+            sentences.append(piece.strip())
+    return sentences
+
+
+def cut_passages(
+    documents: Sequence[Document], max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Passage], list[int]]:
+    """(passages in the order of the documents, the document's number of each passage).
+
+    A passage has the title and the URL of its document and at most `max_characters` of its text:
+    whole sentences, and only a longer sentence is cut itself.
+    """
+    passages: list[Passage] = []
+    owners: list[int] = []
+    for number, document in enumerate(documents):
+        for text in _pieces(document, max_characters):
+            contents = make_contents(document.title, text)
+            passages.append(
+                Passage(f"p{len(passages):06d}", document.title, contents, document.url)
+            )
+            owners.append(number)
+    return passages, owners
+
+
+def _pieces(document: Document, limit: int) -> Iterator[str]:
+    piece = ""
+    for paragraph in document.paragraphs:
+        for index, sentence in enumerate(_parts(paragraph, limit)):
+            joint = "" if not piece else "\n" if index == 0 else " "
+            if len(piece) + len(joint) + len(sentence) > limit:
+                yield piece
+                piece, joint = "", ""
+            piece += joint + sentence
+    if piece:
+        yield piece
+
+
+def _parts(paragraph: str, limit: int) -> Iterator[str]:
+    for sentence in split_sentences(paragraph):
+        yield from (sentence[start : start + limit] for start in range(0, len(sentence), limit))

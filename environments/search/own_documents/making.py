@@ -15,21 +15,21 @@ from rlflow.errors import DataError
 from rlflow.storage.files import write_json
 from rlflow.values import PositiveInt, Range, Share, checked
 from rlflow_environments.common.progress import StageProgress
-from rlflow_environments.retrieval.corpus import (
-    Corpus,
-    Passage,
-    write_corpus,
-    write_pages,
-    write_rows,
-)
+from rlflow_environments.retrieval.corpus import Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
-from rlflow_environments.search.own_documents.documents import CONVERT, Document
+from rlflow_environments.search.own_documents.documents import (
+    CONVERT,
+    MAX_CHARACTERS,
+    Document,
+    cut_passages,
+)
 from rlflow_environments.search.own_documents.english import BLANK
-from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cut_passages
-from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
-from rlflow_environments.search.own_documents.splitting import (
+from rlflow_environments.search.own_documents.screening import (
+    REASONS,
     mixed,
+    retrievable,
+    screen,
     separate,
     split,
     validation_documents,
@@ -79,16 +79,19 @@ class QuestionReport:
     blanks: int = 0  # of the questions written
     not_read: dict[str, int] = field(default_factory=dict)  # files by suffix
 
+    def left_out(self) -> dict[str, int]:
+        """{reason: count}, in the order of the screening."""
+        found = {reason: self.dropped[reason] for reason in [*REASONS, *self.dropped]}
+        return {reason: count for reason, count in found.items() if count}
+
     def lines(self) -> list[str]:
         """The report as text."""
         shown = [
             f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} "
             "candidate questions; left out:"
         ]
-        shown += [
-            f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}"
-            for reason in _in_order(self.dropped)
-        ]
+        for reason, count in self.left_out().items():
+            shown.append(f"  {count:7,}  {reason}: {REASONS.get(reason, '')}")
         for name, counts in (("train", self.train), ("val", self.val)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
             shown.append(f"{name}: {sum(counts.values()):,} questions ({kinds or 'none'})")
@@ -97,10 +100,12 @@ class QuestionReport:
     def advice(self) -> list[str]:
         """What a user ought to know of these questions, a sentence each: files that nobody read,
         too few or poor questions."""
-        unread = [
-            (suffix, count) for suffix, count in sorted(self.not_read.items()) if suffix in CONVERT
+        told = [
+            f"NOT READ: {count:,} {suffix} (make text of them first, for instance: "
+            f"{CONVERT[suffix]})"
+            for suffix, count in sorted(self.not_read.items())
+            if suffix in CONVERT
         ]
-        told = [f"NOT READ: {count:,} {suffix}{_conversion(suffix)}" for suffix, count in unread]
         made, asked = sum(self.train.values()) + sum(self.val.values()), self.asked
         if self.by_rule and (made < 0.5 * asked or self.blanks > 0.5 * made):
             told.append(
@@ -129,57 +134,44 @@ def make_questions(
     """
     request.check()
     folder, asked = Path(out).expanduser(), request.train + request.val
-    report = QuestionReport(
-        documents=len(documents), asked=asked, by_rule=ask is None, not_read=dict(not_read)
-    )
+    report = QuestionReport(len(documents), asked, by_rule=ask is None, not_read=dict(not_read))
     passages, owners = cut_passages(documents, request.max_characters)
-    report.passages = len(passages)
+    report.passages, dropped = len(passages), report.dropped
     write_corpus(folder / "corpus.jsonl", passages)
     write_pages(folder / "pages.jsonl", _pages(documents))
     held_out = validation_documents(documents, request.val_share, request.seed)
     progress("composing questions", 0, 1)
     if ask is not None:
-        candidates = ask(passages, owners, held_out, report.dropped)
+        candidates = ask(passages, owners, held_out, dropped)
     else:
-        candidates = compose(
-            find_facts(passages, blanks=request.blanks), random.Random(f"{request.seed}/phrasing")
-        )
-    report.candidates = len(candidates) + report.dropped["unreadable"]
-    candidates = screen(candidates, passages, report.dropped)
-    retriever = make_retriever(request.retriever, Corpus(folder / "corpus.jsonl"))
-    candidates = retrievable(candidates, retriever, request.top_k, report.dropped, progress)
-    train, val = split(candidates, owners, held_out, report.dropped)
+        phrasing = random.Random(f"{request.seed}/phrasing")
+        candidates = compose(find_facts(passages, blanks=request.blanks), phrasing)
+    report.candidates = len(candidates) + dropped["unreadable"]
+    candidates = screen(candidates, passages, dropped)
+    retriever = make_retriever(request.retriever, passages)
+    candidates = retrievable(candidates, retriever, request.top_k, dropped, progress)
     order = random.Random(f"{request.seed}/order")
-    train, val = (mixed(side, request.multi_hop, order) for side in (train, val))
-    train, val = separate(train, val, request.val, report.dropped)
-    report.dropped["surplus"] += max(0, len(train) - request.train)
+    sides = split(candidates, owners, held_out, dropped)
+    train, val = (mixed(side, request.multi_hop, order) for side in sides)
+    train, val = separate(train, val, request.val, dropped)
+    dropped["surplus"] += max(0, len(train) - request.train)
+    names = [documents[owner].name for owner in owners]
     for name, chosen in (("train", train[: request.train]), ("val", val)):
-        rows = [
-            _row(f"{name}-{number}", candidate, passages, owners, documents)
-            for number, candidate in enumerate(chosen)
-        ]
-        setattr(report, name, Counter(row["kind"] for row in rows))
+        made = [_row(candidate, passages, names) for candidate in chosen]
+        rows = [{"id": f"{name}-{number}", **row} for number, row in enumerate(made)]
+        getattr(report, name).update(row["kind"] for row in rows)
         report.blanks += sum(BLANK in row["made_by"].split() for row in rows)
         write_rows(folder / f"{name}.jsonl", rows)
-    _write_report(folder / "report.json", report, request)
+    told = {**vars(report), "dropped": report.left_out(), "request": asdict(request)}
+    write_json(folder / "report.json", told)
     _check_enough(report, folder)
     return report
 
 
-def _conversion(suffix: str) -> str:
-    return f" (make text of them first, for instance: {CONVERT[suffix]})"
-
-
-def _row(
-    name: str,
-    candidate: Candidate,
-    passages: Sequence[Passage],
-    owners: Sequence[int],
-    documents: Sequence[Document],
-) -> dict[str, Any]:
+def _row(candidate: Candidate, passages: Sequence[Passage], names: Sequence[str]) -> dict[str, Any]:
+    """names: the document of each passage."""
     evidence = list(dict.fromkeys(hop.passage for hop in candidate.hops))
     return {
-        "id": name,
         "question": candidate.question,
         "solutions": [candidate.answer],
         "kind": "multi_hop" if len(candidate.hops) > 1 else "single_hop",
@@ -187,7 +179,7 @@ def _row(
         "hops": len(candidate.hops),
         "entities": sorted(candidate.names),
         "evidence": [passages[row].id for row in evidence],
-        "documents": list(dict.fromkeys(documents[owners[row]].name for row in evidence)),
+        "documents": list(dict.fromkeys(names[row] for row in evidence)),
     }
 
 
@@ -198,28 +190,6 @@ def _pages(documents: Sequence[Document]) -> dict[str, str]:
         page = f"{document.title}\n\n{document.text}"
         pages[document.url] = f"{pages[document.url]}\n\n{page}" if document.url in pages else page
     return pages
-
-
-def _in_order(dropped: Counter[str]) -> list[str]:
-    known = list(REASONS)
-    reasons = [reason for reason, count in dropped.items() if count]
-    return sorted(
-        reasons, key=lambda reason: known.index(reason) if reason in known else len(known)
-    )
-
-
-def _write_report(path: Path, report: QuestionReport, request: QuestionRequest) -> None:
-    content = {
-        "documents": report.documents,
-        "not_read": report.not_read,
-        "passages": report.passages,
-        "candidates": report.candidates,
-        "dropped": {reason: report.dropped[reason] for reason in _in_order(report.dropped)},
-        "train": dict(report.train),
-        "val": dict(report.val),
-        "request": asdict(request),
-    }
-    write_json(path, content)
 
 
 def _check_enough(report: QuestionReport, folder: Path) -> None:

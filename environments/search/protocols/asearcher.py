@@ -31,7 +31,10 @@ SHORT_CHARACTERS = 100
 NO_PAGE = "<information>\nNo More Information is Found for this URL.\n</information>"
 NONE_LEFT = "<information>\nNo searches are left.\n</information>"
 
-MAY_BE_INVALID = f"If nothing fits all that the question says, the Assistant writes '<answer> {INVALID_QUESTION}. </answer>'."
+MAY_BE_INVALID = (
+    "If nothing fits all that the question says, the Assistant writes '<answer> "
+    f"{INVALID_QUESTION}. </answer>'."
+)
 IS_VALID = "Try to find the most likely answer."
 _USES = {
     "search": "writes <search> query </search> to ask a search engine",

@@ -1,4 +1,4 @@
-"""What an agent protocol is: how a response is read, and how results are shown."""
+"""Agent protocols: how a response is read, and how results are shown."""
 
 from __future__ import annotations
 

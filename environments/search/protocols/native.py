@@ -78,10 +78,8 @@ class Native(Protocol):
         """The call of a block, or what is wrong with it, for the model to read."""
         try:
             call = load_json(block.encode(errors="replace"))
-            name, arguments = (
-                call["name"],
-                call.get("arguments", call.get("parameters")),
-            )  # Llama 3.1 writes "parameters"
+            # Llama 3.1 writes "parameters"
+            name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         except (
             ValueError,
             TypeError,

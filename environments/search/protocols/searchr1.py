@@ -37,9 +37,8 @@ class SearchR1(Protocol):
     scores_unfinished = False  # it ends unanswered, which is worth nothing
 
     def responses(self, max_turns: int) -> int:
-        return (
-            max_turns + 1
-        )  # generation.py, `run_llm_loop`: after the rounds a last rollout with do_search=False
+        # generation.py, `run_llm_loop`: after the rounds a last rollout with do_search=False
+        return max_turns + 1
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         action = parse_action(response)
@@ -63,10 +62,8 @@ class RLinf(Protocol):
     max_turns: responses, so that the last one's search would be of no use.
     """
 
-    stop = (
-        "</search>",
-        "</answer>",
-    )  # and 16 more in its configuration: what a tokenizer may join them with
+    # And 16 more in its configuration: what a tokenizer may join them with
+    stop = ("</search>", "</answer>")
     frame = ("\n\n<information>\n[Doc 1]():\n", "\n</information>\n<think>\n")
     document_characters = 5000
 

@@ -71,7 +71,8 @@ _PROTOCOL_TAG = re.compile(
 # Gemma: a tokenizer that meets
 # one of its own in text makes it the token.
 _SPECIAL_TOKEN = re.compile(
-    r"<(?:[|\uff5c](\s*[\w\u2581-]+\s*)[|\uff5c]|(/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)))>"
+    r"<(?:[|\uff5c](\s*[\w\u2581-]+\s*)[|\uff5c]|"
+    r"(/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)))>"
 )
 
 

@@ -7,8 +7,7 @@ finds evaluation sets in a folder, and `reading` puts them together.
 
 from __future__ import annotations
 
-from rlflow_environments.search.questions.reading import QuestionSource, read_tasks
-from rlflow_environments.search.questions.row_formats import ROW_FORMATS
-from rlflow_environments.search.questions.sets import EVALUATION_SETS, find_sets
+from rlflow_environments.search.questions.files import EVALUATION_SETS, find_sets
+from rlflow_environments.search.questions.reading import ROW_FORMATS, QuestionSource, read_tasks
 
 __all__ = ["read_tasks", "QuestionSource", "ROW_FORMATS", "EVALUATION_SETS", "find_sets"]

@@ -1,9 +1,21 @@
-"""Questions as tasks, from one file, several files, or a folder of evaluation sets."""
+"""Questions as tasks, from one file, several files, or a folder of evaluation sets.
+
+Layouts of rows, by release, are the places of prompt, gold answers and id:
+
+searchr1    reward_model.ground_truth.target: PeterJinGo/nq_hotpotqa_train, verl's version;
+            reward_spec...: SkyRL's
+rlinf       solutions, text or list: RLinf/Search-R1-Data
+flashrag    golden_answers: RUC-NLPIR/FlashRAG_datasets
+asearcher   answer, text or list, beside one of qid, idx, aug_answer, source:
+            inclusionAI/ASearcher-train-data, -test-data
+plain       answers or answer: anything else
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
@@ -12,27 +24,117 @@ from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.types import Task
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, refuse, text_of
 from rlflow_environments.search.protocols.text import render_prompt
-from rlflow_environments.search.questions.row_formats import (
-    ROW_FORMATS,
-    RowFormat,
-    gold_answers,
-    prompt_of,
-    row_id,
-)
-from rlflow_environments.search.questions.sets import find_sets, set_name
-from rlflow_environments.search.questions.tables import read_rows
+from rlflow_environments.search.questions.files import find_sets, read_rows, set_name
 
 logger = logging.getLogger(__name__)
 
 QuestionSource = Union[str, Path, Sequence[Union[str, Path]], Mapping[str, Any]]
 """A file, a folder of sets, several of them, or {path: any of these, options...}."""
 
-MARK = "answerable"
-"""Key of a row: whether its question can be answered from the corpus (`rlflow search
-check-questions`)."""
-
 INVALID_SOURCES = ("compose_chain_qa_invalid",)
 """Rows of ASearcher-Base whose question has no answer in the corpus: 4,753 of its 35,583."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """golds: paths of keys, the first that is present counts. beside: at least one of these keys
+    must be there too. ids: the keys that may hold the row's id, in order."""
+
+    name: str
+    golds: tuple[str, ...]
+    ids: tuple[str, ...] = ("id",)
+    beside: tuple[str, ...] = ()
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row has a gold answer where this layout has it."""
+        return self.gold_path(row) is not None and (
+            not self.beside or any(key in row for key in self.beside)
+        )
+
+    def gold_path(self, row: Mapping[str, Any]) -> str | None:
+        """The path at which the row's gold answers stand, None without one."""
+        return next((path for path in self.golds if at_path(row, path) is not None), None)
+
+    def described(self) -> str:
+        """How an error names it: `asearcher (answer, with qid or idx)`."""
+        beside = f", with {' or '.join(self.beside)}" if self.beside else ""
+        return f"{self.name} ({' or '.join(self.golds)}{beside})"
+
+
+_NESTED = tuple(
+    f"{key}.ground_truth{tail}"
+    for tail in (".target", "")
+    for key in ("reward_model", "reward_spec")
+)
+
+ROW_FORMATS: dict[str, RowFormat] = {
+    layout.name: layout
+    for layout in (
+        RowFormat("searchr1", _NESTED, ("id", "extra_info.index")),
+        RowFormat("rlinf", ("solutions",)),
+        RowFormat("flashrag", ("golden_answers",)),
+        RowFormat(
+            "asearcher",
+            ("answer",),
+            ("idx", "qid", "id", "_id", "query_id"),
+            ("qid", "idx", "aug_answer", "source"),
+        ),
+        RowFormat("plain", ("answers", "answer")),
+    )
+}
+"""In the order in which they are tried: Search-R1's rows also have FlashRAG's keys."""
+
+
+def at_path(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a path of keys (`reward_model.ground_truth`), None where there is none."""
+    value: Any = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value
+
+
+def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
+    """(path, gold answers) of a row. Raises BadRow without a gold answer."""
+    path = layout.gold_path(row) or layout.golds[0]
+    value = at_path(row, path)
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float))):
+            raise BadRow(f"'{path}': expected text or a list of texts, found {kind_of(item)}")
+    golds = [str(item) for item in values if item is not None and str(item).strip()]
+    if not golds:
+        raise BadRow(f"no gold answer ('{path}' is missing or empty)")
+    return path, golds
+
+
+def row_id(layout: RowFormat, row: Row) -> str | None:
+    """The row's id, None where it has none."""
+    found: Sequence[Any] = [
+        value for path in layout.ids if (value := at_path(row, path)) is not None
+    ]
+    return str(found[0]) if found else None
+
+
+def prompt_of(value: Any) -> str | list[dict[str, str]]:
+    """A prompt: text, or messages. Raises BadRow."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+    raise BadRow(
+        f"'prompt': expected text or a list of {{role, content}} messages, found {kind_of(value)}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )
 
 
 def read_tasks(source: QuestionSource, split: str, prompt_template: str = "searchr1") -> list[Task]:
@@ -70,7 +172,6 @@ def read_files(
     first: int | None = None,
     skip_bad_rows: bool = False,
     skip_sources: str | Sequence[str] = (),
-    skip_unanswerable: bool = False,
     rewrite_prompts: bool = False,
 ) -> list[Task]:
     """The tasks of all files.
@@ -78,8 +179,7 @@ def read_files(
     layout: a name in ROW_FORMATS, instead of the one that the rows show. sets: which of a folder's
     evaluation sets, and of a file's rows those of these sets. first: so many rows of each file.
     skip_bad_rows: leave them out with a warning. skip_sources: leave out rows with these values of
-    `source`. skip_unanswerable: leave out rows that `rlflow search check-questions` marked.
-    rewrite_prompts: make prompts from `question` even where a row brings its own.
+    `source`. rewrite_prompts: make prompts from `question` even where a row brings its own.
     """
     if layout is not None and layout not in ROW_FORMATS:
         raise ConfigError(
@@ -96,8 +196,6 @@ def read_files(
         tasks += reader.read(file, name)[:first]
     left_out = [skip_sources] if isinstance(skip_sources, str) else skip_sources
     tasks = [task for task in tasks if task.metadata.get("source") not in left_out]
-    if skip_unanswerable:
-        tasks = _answerable(tasks, split)
     if sets is not None:
         tasks = _of_sets(tasks, [sets] if isinstance(sets, str) else sets, split)
     if not tasks:
@@ -128,25 +226,6 @@ def _of_sets(tasks: Sequence[Task], sets: Sequence[str], split: str) -> list[Tas
                 f"{', '.join(known)}.{did_you_mean(name, known)}"
             )
     return [task for task in tasks if task.metadata.get("set") in sets]
-
-
-def _answerable(tasks: Sequence[Task], split: str) -> list[Task]:
-    marks = [task.metadata.get(MARK) for task in tasks]
-    if not all(isinstance(mark, bool) for mark in marks):
-        missing = sum(not isinstance(mark, bool) for mark in marks)
-        raise ConfigError(
-            f"environment.{split}.skip_unanswerable: {missing} of {len(tasks)} questions have no "
-            f"mark '{MARK}', true or false. Make the file with `rlflow search check-questions ... "
-            "--out FILE`."
-        )
-    kept = [task for task, mark in zip(tasks, marks, strict=True) if mark]
-    logger.info(
-        "split '%s': %d of %d questions are left out as unanswerable",
-        split,
-        len(tasks) - len(kept),
-        len(tasks),
-    )
-    return kept
 
 
 def _warn_of_invalid(tasks: Sequence[Task], split: str) -> None:

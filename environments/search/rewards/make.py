@@ -1,4 +1,4 @@
-"""What stands under `reward:` in a configuration, as a function of transcripts."""
+"""Rewards by name, as functions of transcripts: `reward:` of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rlflow_environments.search.rewards.searchr1 import (
     searchr1_f1_plus,
     searchr1_subem,
 )
-from rlflow_environments.search.rewards.strict import strict_em
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ RULES: dict[str, Rule] = {
     "asearcher_f1": asearcher_f1,
     "asearcher_em": asearcher_em,
     "asearcher_compat": asearcher_compat,
-    "strict_em": strict_em,
 }
 """Name -> (transcript, **options) -> reward."""
 RULE_SCORES = tuple(f"score_{name}" for name in RULES)

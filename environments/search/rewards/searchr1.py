@@ -61,9 +61,8 @@ def searchr1_em_format(
     | wrong         | no            |                              | final                 |
     | none          | no            |                              | 0                     |
     """
-    opened = (
-        "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""
-    )  # some prompts begin the thought
+    # Some prompts begin the thought
+    opened = "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""
     in_order = tags_in_order(opened + transcript.whole_text)
     answer = scoring.extract_answer(transcript.model_text)
     if scoring.exact_match(answer, transcript.golds):

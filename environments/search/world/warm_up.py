@@ -1,34 +1,55 @@
-"""The supervised warm-up of the starting policy: which training rows to draw at which point of the
-schedule.
-
-Copying names that were never seen before is the skill that all else rests on, and the last one that
-a tiny model learns. So it is drilled first, then used on short traces, then on full ones; only
-towards the end the traces turn clumsy, which spoils the behaviour and not the skill.
-"""
+"""What the starting policy learns from: the texts of its tokenizer, and the training rows of its
+supervised warm-up."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow_environments.search.world.demonstrations import Clumsiness, demonstrate, repeated_names
+from rlflow_environments.search.world.demonstrations import Part, Slips, demonstrate, repeated_names
+from rlflow_environments.search.world.prose import syllables
 
-Part = tuple[str, bool]
-"""A text and whether the policy would have written it."""
+CLUMSY = Slips(guess=0.3, early=0.2, give_up=0.65)
+VOCABULARY = 1536
+TAGS = tuple(
+    f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")
+)
+LEARNED_ON = (
+    r"Question|Title| ?[A-Z][a-z]{0,2}|'s| ?[a-z]+| ?\d{1,2}| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
+)
+"""What the vocabulary is learned on: a capitalised word is split after its third letter, so that no
+token crosses the seam between the two syllables of an invented name."""
 
-CLUMSY = Clumsiness(guess=0.3, vague=0.2, give_up=0.65)
+
+def tokenizer_texts(seed: int = 0) -> Iterator[str]:
+    """Demonstrations, and all names of the world."""
+    generator, clumsy = random.Random(seed), Slips(0.1, 0.1, 0.1)
+    for _ in range(1500):
+        (parts,) = demonstrate(generator, clumsy).segments()
+        yield "".join(text for text, _ in parts)
+    first, last = syllables()
+    for _ in range(20):
+        yield "".join(f" {a}{b}" for a, b in zip(first, last, strict=True))
+        yield "\n".join(f'"{a}{b}' for a, b in zip(first, last, strict=True))
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Shares of the schedule. drill: until then every second row only repeats names. one_result:
-    until then a search brings one passage, afterwards mostly three. clumsy: from there on the
-    traces go wrong as often as `clumsiness` says."""
+    """Which rows to draw at which point of the schedule, as shares of it.
+
+    Copying names that were never seen before is the skill that all else rests on, and the last one
+    that a tiny model learns. So it is drilled first, then used on short traces, then on full ones;
+    only towards the end the traces turn clumsy, which spoils the behaviour and not the skill.
+
+    drill: until then every second row only repeats names. one_result: until then a search brings
+    one passage, afterwards mostly three. clumsy: from there on the traces go wrong as often as
+    `clumsiness` says."""
 
     drill: float = 0.08
     one_result: float = 0.15
     clumsy: float = 0.8
-    clumsiness: Clumsiness = CLUMSY
+    clumsiness: Slips = CLUMSY
 
     def row(self, generator: random.Random, done: float) -> list[Part]:
         """The parts of one training row when the share `done` of the schedule is over."""
@@ -36,10 +57,5 @@ class Curriculum:
             once, again = repeated_names(generator)
             return [(once, False), (again, True)]
         top_k = 1 if done < self.one_result else generator.choice([1, 2, 3, 3, 3, 3])
-        demonstration = demonstrate(
-            generator, Clumsiness() if done < self.clumsy else self.clumsiness, top_k
-        )
-        parts = [(demonstration.prompt, False)]
-        for response, observation in demonstration.turns:
-            parts += [(response, True), (observation, False)]
-        return parts
+        slips = Slips() if done < self.clumsy else self.clumsiness
+        return demonstrate(generator, slips, top_k).segments()[0]

@@ -1,7 +1,9 @@
-"""A fictional encyclopedia, deterministic by seed: people, towns, rivers, countries, works and companies, with questions.
+"""A fictional encyclopedia, deterministic by seed: people, towns, rivers, countries, works and
+companies, with questions.
 
-The world has two halves that do not mention each other: one for training questions and one for validation questions, named from
-the two pools of `names.py`. Passages of both halves make one corpus.
+The world has two halves that do not mention each other: one for training questions and one for
+validation questions, named from the two pools of `names.py`. Passages of both halves make one
+corpus.
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ import itertools
 import json
 import logging
 import random
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError
 from rlflow.storage.files import replacing_directory
-from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_pages, write_rows
+from rlflow_environments.retrieval.corpus import (
+    Passage,
+    make_contents,
+    write_corpus,
+    write_pages,
+    write_rows,
+)
 from rlflow_environments.search.protocols.text import render_prompt
-from rlflow_environments.search.world import prose
-from rlflow_environments.search.world.names import NameSource
-from rlflow_environments.search.world.prose import RELATIONS
+from rlflow_environments.search.world.articles import Entity, Half, article, make_half
+from rlflow_environments.search.world.prose import COMPARISONS, RELATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -31,25 +37,28 @@ T = TypeVar("T")
 Fact = tuple[str, str, str]
 """(subject, relation, object)"""
 
-COUNTS: Mapping[str, int] = {"country": 40, "river": 220, "city": 420, "person": 900, "work": 500, "company": 340}
+COUNTS: Mapping[str, int] = {
+    "country": 40,
+    "river": 220,
+    "city": 420,
+    "person": 900,
+    "work": 500,
+    "company": 340,
+}
 SHARES: Mapping[str, float] = {"one_hop": 0.42, "two_hop": 0.53, "comparison": 0.05}
 DRAWS_PER_QUESTION = 100
-FILES = {"corpus": "corpus.jsonl", "pages": "pages.jsonl", "train": "train.jsonl", "val": "val.jsonl"}
-
-
-@dataclass
-class Entity:
-    """A thing with an article of its own. facts: relation name -> the object's name."""
-
-    name: str
-    kind: str
-    facts: dict[str, str] = field(default_factory=dict)
-    text: str = ""
+FILES = {
+    "corpus": "corpus.jsonl",
+    "pages": "pages.jsonl",
+    "train": "train.jsonl",
+    "val": "val.jsonl",
+}
 
 
 @dataclass(frozen=True)
 class Question:
-    """chain: the facts (subject, relation, object) to look up, in order. kind: one_hop, two_hop or comparison."""
+    """chain: the facts (subject, relation, object) to look up, in order. kind: one_hop, two_hop or
+    comparison."""
 
     text: str
     answer: str
@@ -61,122 +70,20 @@ class Question:
         return {name for subject, _, object_ in self.chain for name in (subject, object_)}
 
 
-@dataclass
-class Half:
-    """One closed half of a world: entities by name, in the order they were made."""
-
-    entities: dict[str, Entity] = field(default_factory=dict)
-
-    def of(self, kind: str) -> list[Entity]:
-        return [entity for entity in self.entities.values() if entity.kind == kind]
-
-
-def make_half(generator: random.Random, pool: str, counts: Mapping[str, int]) -> Half:
-    """A closed set of entities with all their facts and articles. counts: entities of each kind, at least 1 (2 people)."""
-    names = NameSource(generator, pool)
-    half = Half()
-    made: dict[str, list[Entity]] = {}
-    for kind in prose.OPENINGS:
-        made[kind] = [Entity(name, kind) for name in _names_of(kind, counts.get(kind, 0), names, generator, pool)]
-    _relate(generator, made, names)
-    entities = [entity for group in made.values() for entity in group]
-    for entity in entities:
-        entity.text = article(generator, entity)
-        half.entities[entity.name] = entity
-    return half
-
-
-def _names_of(kind: str, count: int, names: NameSource, generator: random.Random, pool: str) -> list[str]:
-    if kind == "person":
-        return [names.person() for _ in range(count)]
-    if kind == "river":
-        return [f"{names.word()} River" for _ in range(count)]
-    if kind == "company":
-        return [f"{names.word()} {names.choice(prose.FIRMS)}" for _ in range(count)]
-    if kind == "work":
-        return generator.sample(titles(pool), count)
-    return [names.word() for _ in range(count)]
-
-
-def titles(pool: str) -> list[str]:
-    """All titles of works of a pool, e.g. "The Silent Harbour"; the two pools share every word and no title."""
-    pairs = itertools.product(range(len(prose.ADJECTIVES)), range(len(prose.NOUNS)))
-    wanted = pool == "val"
-    return [f"The {prose.ADJECTIVES[i]} {prose.NOUNS[j]}" for i, j in pairs if ((i + 3 * j) % 5 == 0) == wanted]
-
-
-def _relate(generator: random.Random, made: dict[str, list[Entity]], names: NameSource) -> None:
-    people, cities, rivers, countries = made["person"], made["city"], made["river"], made["country"]
-    lakes = [f"Lake {names.word()}" for _ in range(max(1, len(rivers) // 2))]
-    for river in rivers:
-        river.facts = {"mouth": generator.choice(lakes), "source": f"{names.word()} Hills"}
-    for index, city in enumerate(cities):
-        country = countries[index] if index < len(countries) else generator.choice(countries)
-        city.facts = {"river": generator.choice(rivers).name, "country": country.name}
-        country.facts.setdefault("capital", city.name)
-    couples = people[: len(people) // 2 * 2]
-    for person, spouse in zip(couples[::2], couples[1::2], strict=True):
-        person.facts["spouse"], spouse.facts["spouse"] = spouse.name, person.name
-    for person in people:
-        unfit = (person.name, person.facts.get("spouse"))
-        teachers = [teacher for teacher in generator.sample(people, min(3, len(people))) if teacher.name not in unfit]
-        person.facts["birthplace"] = generator.choice(cities).name
-        if teachers:
-            person.facts["teacher"] = teachers[0].name
-    for work in made["work"]:
-        work.facts["author"] = generator.choice(people).name
-    for company in made["company"]:
-        company.facts = {"founder": generator.choice(people).name, "seat": generator.choice(cities).name}
-
-
-def article(generator: random.Random, entity: Entity) -> str:
-    """The entity's passage: an opening and every fact once, phrased and ordered at random."""
-    slots = {
-        "s": entity.name,
-        "trade": generator.choice(prose.TRADES),
-        "thing": generator.choice(prose.THINGS),
-        "genre": generator.choice(prose.GENRES),
-        "goods": generator.choice(prose.GOODS),
-        "year": str(generator.randrange(1500, 1960)),
-        "count": str(generator.randrange(3, 90)),
-    }
-    templates = [
-        (generator.choice(RELATIONS[relation].sentences), object_) for relation, object_ in entity.facts.items()
-    ]
-    generator.shuffle(templates)
-    templates.insert(
-        0 if generator.random() < 0.8 else len(templates), (generator.choice(prose.OPENINGS[entity.kind]), "")
-    )
-    pronoun = generator.choice(prose.PRONOUNS[entity.kind])
-    sentences = []
-    for template, object_ in templates:
-        if sentences and generator.random() < 0.6:
-            template = _with_pronoun(template, pronoun)
-        sentences.append(template.format(**slots, o=object_))
-    return re.sub(r"\ba (?=[aeiou][a-z])", "an ", " ".join(sentences))
-
-
-def _with_pronoun(template: str, pronoun: str) -> str:
-    """The sentence with its subject replaced where it leads the sentence or a clause."""
-    for lead in ("The {s} ", "{s} "):
-        if template.startswith(lead):
-            return f"{pronoun.capitalize()} {template[len(lead) :]}"
-    return template.replace(", {s} ", f", {pronoun} ").replace(", the {s} ", f", {pronoun} ")
-
-
 def one_hop_questions(half: Half, generator: random.Random) -> Iterator[Question]:
-    """Every fact of the half as a question, phrased at random; the relations take turns, so that all are asked for alike."""
+    """Every fact of the half as a question, phrased at random; the relations take turns, so that
+    all are asked for alike."""
     facts: dict[str, list[Fact]] = {}
     for entity in half.entities.values():
         for relation, object_ in entity.facts.items():
             facts.setdefault(relation, []).append((entity.name, relation, object_))
     for fact in _in_turns(facts, generator):
-        text = generator.choice(RELATIONS[fact[1]].questions).format(s=_the(fact[0]))
-        yield Question(text, fact[2], "one_hop", (fact,))
+        yield Question(_asked(generator, fact[1], _the(fact[0])), fact[2], "one_hop", (fact,))
 
 
 def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question]:
-    """Every pair of facts that share their middle, e.g. author then birthplace; the pairs of relations take turns."""
+    """Every pair of facts that share their middle, e.g. author then birthplace; the pairs of
+    relations take turns."""
     chains: dict[str, list[tuple[Fact, Fact]]] = {}
     for entity in half.entities.values():
         for first, bridge in entity.facts.items():
@@ -187,13 +94,18 @@ def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question
                     chain = ((entity.name, first, bridge), (bridge, second, answer))
                     chains.setdefault(f"{first} {second}", []).append(chain)
     for chain in _in_turns(chains, generator):
-        described = generator.choice(RELATIONS[chain[0][1]].descriptions).format(s=_the(chain[0][0]))
-        text = generator.choice(RELATIONS[chain[1][1]].questions).format(s=described)
-        yield Question(text, chain[1][2], "two_hop", chain)
+        (subject, first, _), (_, second, answer) = chain
+        described = generator.choice(RELATIONS[first].descriptions).format(s=_the(subject))
+        yield Question(_asked(generator, second, described), answer, "two_hop", chain)
+
+
+def _asked(generator: random.Random, relation: str, subject: str) -> str:
+    return generator.choice(RELATIONS[relation].questions).format(s=subject)
 
 
 def _in_turns(groups: Mapping[str, list[T]], generator: random.Random) -> Iterator[T]:
-    """The members of all groups, each group shuffled: one of each group in random order, then the next of each, and so on."""
+    """The members of all groups, each group shuffled: one of each group in random order, then the
+    next of each, and so on."""
     for members in groups.values():
         generator.shuffle(members)
     for rank in range(max(map(len, groups.values()), default=0)):
@@ -204,46 +116,52 @@ def _in_turns(groups: Mapping[str, list[T]], generator: random.Random) -> Iterat
 
 def comparison_questions(half: Half, generator: random.Random) -> Iterator[Question]:
     """Yes/no questions about two entities of a kind, yes half of the time."""
-    relations = [(name, kind) for name, kind in (("birthplace", "person"), ("country", "city"), ("mouth", "river"))]
     while True:
-        relation, kind = generator.choice(relations)
-        entities = half.of(kind)
+        relation = generator.choice(list(COMPARISONS))
+        entities = half.of(RELATIONS[relation].subject)
         entity = generator.choice(entities)
         same = generator.random() < 0.5
-        others = [e for e in entities if e is not entity and (e.facts[relation] == entity.facts[relation]) == same]
-        if not others:
-            if len(entities) < 2:
-                return
-            continue
-        other = generator.choice(others)
-        text = generator.choice(prose.COMPARISONS[relation]).format(a=_the(entity.name), b=_the(other.name))
-        chain = tuple((e.name, relation, e.facts[relation]) for e in (entity, other))
-        yield Question(text, "yes" if same else "no", "comparison", chain)
+        found, rest = entity.facts[relation], [one for one in entities if one is not entity]
+        others = [one for one in rest if (one.facts[relation] == found) == same]
+        if not rest:
+            return
+        if others:
+            other = generator.choice(others)
+            names = {"a": _the(entity.name), "b": _the(other.name)}
+            text = generator.choice(COMPARISONS[relation]).format(**names)
+            chain = tuple((one.name, relation, one.facts[relation]) for one in (entity, other))
+            yield Question(text, "yes" if same else "no", "comparison", chain)
 
 
 def _the(name: str) -> str:
     return f"the {name}" if name.endswith(" River") else name
 
 
-def questions(half: Half, generator: random.Random, count: int, shares: Mapping[str, float]) -> list[Question]:
-    """`count` different questions of the kinds one_hop, two_hop and comparison in the given shares, shuffled.
-
-    Raises ConfigError where the half is too small for them."""
-    makers = {"one_hop": one_hop_questions, "two_hop": two_hop_questions, "comparison": comparison_questions}
+def questions(
+    half: Half, generator: random.Random, count: int, shares: Mapping[str, float]
+) -> list[Question]:
+    """`count` different questions of the kinds one_hop, two_hop and comparison in the given shares,
+    shuffled. Raises ConfigError where the half is too small for them."""
+    makers = {
+        "one_hop": one_hop_questions,
+        "two_hop": two_hop_questions,
+        "comparison": comparison_questions,
+    }
     chosen: dict[str, Question] = {}
     for kind, share in shares.items():
         wanted = len(chosen) + round(count * share)
-        # Comparisons are drawn with repetition, so that a small half would be searched for new ones for ever.
-        for question in itertools.islice(
-            makers[kind](half, generator), DRAWS_PER_QUESTION * (count + len(half.entities))
-        ):
+        # Comparisons are drawn with repetition: a small half would be searched for new ones for
+        # ever.
+        most = DRAWS_PER_QUESTION * (count + len(half.entities))
+        for question in itertools.islice(makers[kind](half, generator), most):
             if len(chosen) >= wanted:
                 break
             chosen.setdefault(question.text, question)
         if len(chosen) < wanted:
             raise ConfigError(
-                f"environment.world: {len(half.entities)} entities do not give {round(count * share)} different {kind} "
-                "questions; raise environment.world.size or ask for fewer questions."
+                f"environment.world: {len(half.entities)} entities do not give "
+                f"{round(count * share)} different {kind} questions; raise environment.world.size "
+                "or ask for fewer questions."
             )
     result = list(chosen.values())
     generator.shuffle(result)
@@ -251,21 +169,37 @@ def questions(half: Half, generator: random.Random, count: int, shares: Mapping[
 
 
 def ensure_world(
-    directory: str | Path = "data/searchr1", seed: int = 7, train_questions: int = 2000, val_questions: int = 400,
-    val_share: float = 0.35, prompt_template: str = "short", size: float = 1.0, excerpts: bool = False, *,
+    directory: str | Path = "data/searchr1",
+    seed: int = 7,
+    train_questions: int = 2000,
+    val_questions: int = 400,
+    val_share: float = 0.35,
+    prompt_template: str = "short",
+    size: float = 1.0,
+    excerpts: bool = False,
+    *,
     elsewhere: Path | None = None,
-) -> dict[str, Path]:  # fmt: skip
-    """The paths of a world's files by name (corpus, pages, train, val), written if they are not there yet.
+) -> dict[str, Path]:
+    """The paths of a world's files by name (corpus, pages, train, val), written if they are not
+    there yet.
 
-    Each set of arguments has a folder of its own under `directory`, so a world is never written over. size scales the number of
-    entities (1.0: 2,420 passages). val_share: of the entities that are kept for validation questions. excerpts: passages hold the
-    first sentence of an article alone, so that facts are read on the pages.
-    elsewhere: where they are written in place of `directory`, if they are not there yet.
-    """
-    arguments = {"seed": seed, "train_questions": train_questions, "val_questions": val_questions, "val_share": val_share,
-                 "prompt_template": prompt_template, "size": size, "excerpts": excerpts}  # fmt: skip
+    Each set of arguments has a folder of its own under `directory`, so a world is never written
+    over. size scales the number of entities (1.0: 2,420 passages). val_share: of the entities that
+    are kept for validation questions. excerpts: passages hold the first sentence of an article
+    alone, so that facts are read on the pages. elsewhere: where they are written in place of
+    `directory`, if they are not there yet."""
+    arguments = {
+        "seed": seed,
+        "train_questions": train_questions,
+        "val_questions": val_questions,
+        "val_share": val_share,
+        "prompt_template": prompt_template,
+        "size": size,
+        "excerpts": excerpts,
+    }
     modules = [
-        Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")
+        Path(__file__).with_name(file).read_text(encoding="utf-8")
+        for file in ("world.py", "articles.py", "prose.py", "prose.yaml")
     ]
     source = "".join([json.dumps(arguments, sort_keys=True), *modules])
     name = f"world-{seed}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
@@ -294,7 +228,8 @@ def make_world(
     size: float,
     excerpts: bool = False,
 ) -> dict[str, Any]:
-    """The contents of the files by name: passages, {url: page}, question rows. Equal arguments give equal contents."""
+    """The contents of the files by name: passages, {url: page}, question rows. Equal arguments give
+    equal contents."""
     halves = {}
     for pool, share in (("train", 1 - val_share), ("val", val_share)):
         counts = {kind: max(2, round(count * size * share)) for kind, count in COUNTS.items()}
@@ -312,7 +247,10 @@ def make_world(
     rows = {}
     for pool, count in (("train", train_questions), ("val", val_questions)):
         asked = questions(halves[pool], random.Random(f"{seed}/{pool}/questions"), count, SHARES)
-        rows[pool] = [_row(f"{pool}-{number}", question, prompt_template) for number, question in enumerate(asked)]
+        rows[pool] = [
+            _row(f"{pool}-{number}", question, prompt_template)
+            for number, question in enumerate(asked)
+        ]
     return {"corpus": passages, "pages": pages, **rows}
 
 

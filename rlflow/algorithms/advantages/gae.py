@@ -43,4 +43,6 @@ class GAE(Advantage):
         deltas = torch.where(lines.real, rewards + self.gamma * following - values, 0.0)
         advantages = accumulate(deltas, self.gamma * self.lam)
         returns = lines.put(advantages + values)
-        return lines.put(whiten(advantages, lines.real) if self.whiten else advantages), returns
+        return lines.put(
+            whiten(advantages, lines.real) if self.whiten else advantages
+        ), returns

@@ -38,14 +38,16 @@ def gdpo(
     rewards = named_rewards(batch)
     if not rewards:
         raise RLFlowError(
-            "advantage gdpo: the environment gave no named rewards; expected Step.rewards = {name: value}"
+            "advantage gdpo: the environment gave no named rewards; expected Step.rewards = {name: "
+            "value}"
         )
     weights = dict.fromkeys(rewards, 1.0) if weights is None else weights
     for name in weights:
         if name not in rewards:
             known = sorted(rewards)
             raise ConfigError(
-                f"algorithm.advantage.weights: the environment gave no reward '{name}' in this step, only {', '.join(known)}."
+                f"algorithm.advantage.weights: the environment gave no reward '{name}' in this "
+                f"step, only {', '.join(known)}."
                 f"{did_you_mean(name, known)}"
             )
     total = torch.zeros(len(batch), dtype=torch.float64)

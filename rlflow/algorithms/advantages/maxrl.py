@@ -24,7 +24,8 @@ def maxrl(batch: Batch) -> Tensor:
     if bool((rewards < 0).any()):
         found_least = float(rewards.min())
         raise RLFlowError(
-            f"{who}: expected rewards from 0, found {found_least:g}; choose another advantage, or shift them"
+            f"{who}: expected rewards from 0, found {found_least:g}; choose another advantage, or "
+            "shift them"
         )
     centred = standardized(rewards, found, "none", 0.0)
     return torch.where(found.mean > 0, centred / found.mean, 0.0).float()

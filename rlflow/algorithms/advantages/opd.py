@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Advantage, Anchor, anchor_logprobs, as_part, check_anchor
+from rlflow.algorithms.base import (
+    Advantage,
+    Anchor,
+    anchor_logprobs,
+    as_part,
+    check_anchor,
+)
 from rlflow.components import ADVANTAGE
 from rlflow.types import Batch
 from rlflow.values import Component, PositiveFloat
@@ -35,14 +41,20 @@ class OnPolicyDistillation(Advantage):
     ) -> None:
         check_anchor(anchor, "advantage opd")
         self._coefficient, self._anchor = coefficient, anchor
-        made = None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
-        self.compares_attempts = getattr(getattr(made, "func", made), "compares_attempts", False)
+        made = (
+            None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
+        )
+        self.compares_attempts = getattr(
+            getattr(made, "func", made), "compares_attempts", False
+        )
         self._base: Advantage | None = None if made is None else as_part(made)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         own = {"teacher", "proximal"} if self._anchor == "proximal" else {"teacher"}
-        return frozenset(own) | (frozenset() if self._base is None else self._base.needs)
+        return frozenset(own) | (
+            frozenset() if self._base is None else self._base.needs
+        )
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         teacher = batch.require("teacher_logprobs", "advantage opd")
@@ -53,7 +65,8 @@ class OnPolicyDistillation(Advantage):
         found = self._base(batch)
         base, *returns = found if isinstance(found, tuple) else (found,)
         advantages = (
-            advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
+            advantages
+            + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
         )
         return (advantages, returns[0]) if returns else advantages
 

@@ -8,7 +8,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage
-from rlflow.algorithms.statistics import first_rows, group_moments, mean_of, standardized
+from rlflow.algorithms.statistics import (
+    first_rows,
+    group_moments,
+    mean_of,
+    standardized,
+)
 from rlflow.types import Batch
 from rlflow.values import Share
 
@@ -24,7 +29,9 @@ class Reinforce(Advantage):
     subtracts)."""
 
     def __init__(
-        self, baseline: Literal["none", "group", "running"] = "group", decay: Share = 0.95
+        self,
+        baseline: Literal["none", "group", "running"] = "group",
+        decay: Share = 0.95,
     ) -> None:
         self.baseline = baseline
         self.decay = decay

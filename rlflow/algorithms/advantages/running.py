@@ -14,6 +14,8 @@ from rlflow.algorithms.statistics import Moments, first_rows, flat, mean_of
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, Share
 
+STATE = ("count", "mean", "squares")
+
 
 class RunningNormalization(Advantage):
     """(B,) float32: (reward - mean) / (population std + eps), over every trajectory of this step
@@ -34,13 +36,9 @@ class RunningNormalization(Advantage):
         rewards = batch.require("rewards", "advantage running").double()
         self._merge(rewards[first_rows(batch)[0]])
         std = math.sqrt(self.squares / self.count)
-        if bool(
-            flat(
-                Moments(
-                    torch.tensor(2), torch.tensor(self.mean).double(), torch.tensor(std).double()
-                )
-            )
-        ):
+        mean = torch.tensor(self.mean).double()
+        found = Moments(torch.tensor(2), mean, torch.tensor(std).double())
+        if bool(flat(found)):
             return torch.zeros(len(batch))
         return ((rewards - self.mean) / (std + self.eps)).float()
 
@@ -57,11 +55,7 @@ class RunningNormalization(Advantage):
         self.mean += apart * new / self.count
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {"count": self.count, "mean": self.mean, "squares": self.squares} if self.count else {}
-        )
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.mean, self.squares = (
-            float(state.get(name, 0.0)) for name in ("count", "mean", "squares")
-        )
+        self.count, self.mean, self.squares = (float(state[name]) for name in STATE)

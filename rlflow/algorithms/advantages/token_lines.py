@@ -27,16 +27,25 @@ class TokenLines:
     @classmethod
     def of(cls, batch: Batch, who: str) -> TokenLines:
         """Raises RLFlowError where the batch does not say which trajectory and segment a row is."""
-        trajectory, segment = batch.require("trajectory", who), batch.require("segment", who)
+        trajectory, segment = (
+            batch.require("trajectory", who),
+            batch.require("segment", who),
+        )
         names, owner = trajectory.unique(return_inverse=True)
         order = segment.argsort(stable=True)
-        order = order[owner[order].argsort(stable=True)]  # by trajectory, its segments in order
-        last_row = torch.zeros(len(names), dtype=torch.int64).scatter_(0, owner[order], order)
+        order = order[
+            owner[order].argsort(stable=True)
+        ]  # by trajectory, its segments in order
+        last_row = torch.zeros(len(names), dtype=torch.int64).scatter_(
+            0, owner[order], order
+        )
         rows, columns = batch.loss_mask[order].nonzero(as_tuple=True)
         lines = owner[order][rows]
         counts = torch.bincount(lines, minlength=len(names))
         number = torch.arange(len(lines)) - (counts.cumsum(0) - counts)[lines]
-        place = torch.zeros(len(names), int(counts.max()) if len(counts) else 0, dtype=torch.int64)
+        place = torch.zeros(
+            len(names), int(counts.max()) if len(counts) else 0, dtype=torch.int64
+        )
         place[lines, number] = order[rows] * batch.tokens.shape[1] + columns
         real = torch.arange(place.shape[1]) < counts[:, None]
         return cls(place, real, last_row, batch.tokens.shape)
@@ -60,7 +69,9 @@ class TokenLines:
         """(N, L): the successor's entry, 0 (False) behind the last one."""
         return torch.cat([lines[:, 1:], torch.zeros_like(lines[:, :1])], dim=1)
 
-    def next_values(self, values: Tensor, batch: Batch, bootstrap: bool, who: str) -> Tensor:
+    def next_values(
+        self, values: Tensor, batch: Batch, bootstrap: bool, who: str
+    ) -> Tensor:
         """(N, L) of `values` (N, L): the successor's. After the last token 0, or with `bootstrap`,
         where the episode was cut, the critic's value of what came out."""
         after = torch.zeros(len(self.last_row), dtype=torch.float64)

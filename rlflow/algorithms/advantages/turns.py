@@ -8,7 +8,13 @@ from torch import Tensor
 
 from rlflow.algorithms.base import compares_attempts
 from rlflow.algorithms.rewards import token_rewards
-from rlflow.algorithms.statistics import Std, first_rows, moments, returns_to_go, standardized
+from rlflow.algorithms.statistics import (
+    Std,
+    first_rows,
+    moments,
+    returns_to_go,
+    standardized,
+)
 from rlflow.algorithms.turn_spans import turns_of
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, Share
@@ -39,7 +45,9 @@ def turn_returns(
 
 
 @compares_attempts
-def step_grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -> Tensor:
+def step_grpo(
+    batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6
+) -> Tensor:
     """(B, T) float32: as grpo, but every turn is a sample with the return of its whole trajectory,
     so that an attempt counts in mean and std as often as it has turns (DART, arXiv 2509.23866,
     step-wise GRPO). Statistics are of the turns in the batch."""
@@ -48,5 +56,7 @@ def step_grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -
     of_turn = first_rows(batch)[0][turns.owner]
     returns = batch.require("rewards", who).double()[of_turn]
     return turns.spread(
-        standardized(returns, moments(returns, batch.require("group", who)[of_turn]), std, eps)
+        standardized(
+            returns, moments(returns, batch.require("group", who)[of_turn]), std, eps
+        )
     )

@@ -39,7 +39,8 @@ class VTrace(Advantage):
     def __post_init__(self) -> None:
         if self.c > self.rho:
             raise ConfigError(
-                f"advantage vtrace: c: expected at most rho = {self.rho:g} (arXiv 1802.01561), found {self.c:g}"
+                f"advantage vtrace: c: expected at most rho = {self.rho:g} (arXiv 1802.01561), "
+                f"found {self.c:g}"
             )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -55,10 +56,14 @@ class VTrace(Advantage):
         ).exp()
         rho, trace = ratio.clamp(max=self.rho), self.lam * ratio.clamp(max=self.c)
         after = lines.next_values(values, batch, self.bootstrap, who)
-        deltas = torch.where(lines.real, rho * (rewards + self.gamma * after - values), 0.0)
+        deltas = torch.where(
+            lines.real, rho * (rewards + self.gamma * after - values), 0.0
+        )
         corrections = accumulate(deltas, self.gamma * trace)  # v_t - V_t
         advantages = torch.where(
             lines.real, deltas + rho * self.gamma * lines.ahead(corrections), 0.0
         )
         returns = lines.put(corrections + values)
-        return lines.put(whiten(advantages, lines.real) if self.whiten else advantages), returns
+        return lines.put(
+            whiten(advantages, lines.real) if self.whiten else advantages
+        ), returns

@@ -17,6 +17,9 @@ def constant(batch: Batch, tokens: int) -> Tensor:
     use of that budget, at most 1. Raises ConfigError for a budget below 1."""
     if tokens < 1:
         raise ConfigError(
-            f"algorithm.aggregate: constant needs the most tokens that an attempt may generate, found {tokens}"
+            "algorithm.aggregate: constant needs the most tokens that an attempt may generate, "
+            f"found {tokens}"
         )
-    return (batch.loss_mask.double() / (max(1, len(first_rows(batch)[0])) * tokens)).float()
+    return (
+        batch.loss_mask.double() / (max(1, len(first_rows(batch)[0])) * tokens)
+    ).float()

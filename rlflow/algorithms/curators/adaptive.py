@@ -38,7 +38,12 @@ class Adaptive(Epochs):
         lengths: bool = True,
     ) -> None:
         super().__init__(tasks, seed, shuffle)
-        self._attempts, self._least, self._above, self._decay = attempts, least, above, decay
+        self._attempts, self._least, self._above, self._decay = (
+            attempts,
+            least,
+            above,
+            decay,
+        )
         self._success, self._lengths = success, lengths
         self._rates: dict[str, float] = {}  # of success, by task
         self._longest: dict[str, int] = {}  # turns of a success, by task
@@ -63,7 +68,9 @@ class Adaptive(Epochs):
                 self._longest.get(task.id) if self._lengths else None,
             )
             self._spared += self._attempts - attempts
-            taken.append(dataclasses.replace(task, most_attempts=attempts, most_turns=turns))
+            taken.append(
+                dataclasses.replace(task, most_attempts=attempts, most_turns=turns)
+            )
         return taken
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -71,7 +78,10 @@ class Adaptive(Epochs):
         for group in groups:
             if not group.usable:
                 continue
-            name, won = group.task.id, [one for one in group.usable if one.reward >= self._success]
+            name, won = (
+                group.task.id,
+                [one for one in group.usable if one.reward >= self._success],
+            )
             share = len(won) / len(group.usable)
             self._rates[name] = (
                 self._decay * self._rates.get(name, share) + (1 - self._decay) * share

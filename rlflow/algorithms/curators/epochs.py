@@ -34,7 +34,8 @@ class Epochs(Curator):
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks, into the next epoch where this one ends."""
         places = [
-            divmod(place, len(self._tasks)) for place in range(self._taken, self._taken + count)
+            divmod(place, len(self._tasks))
+            for place in range(self._taken, self._taken + count)
         ]
         self._taken += count
         return [self._tasks[self._order(epoch)[index]] for epoch, index in places]
@@ -50,8 +51,11 @@ class Epochs(Curator):
         taken, total = int(state["taken"]), int(state["tasks"])
         if total != len(self._tasks):
             taken = math.ceil(taken / total) * len(self._tasks)
-            text = "the training data have %d tasks, %d when the checkpoint was written: a new epoch begins"
-            logger.warning(text, len(self._tasks), total)
+            logger.warning(
+                "a new epoch begins: there are %d training tasks, %d at the checkpoint",
+                len(self._tasks),
+                total,
+            )
         self._taken = taken
 
     def _order(self, epoch: int) -> Sequence[int]:

@@ -38,11 +38,15 @@ class FilterSolved(Screened):
             if group.usable:
                 share = sum(one.reward > 0 for one in group.usable) / len(group.usable)
                 before = self._shares.get(group.task.id, 0.0)
-                self._shares[group.task.id] = self._decay * before + (1 - self._decay) * share
+                self._shares[group.task.id] = (
+                    self._decay * before + (1 - self._decay) * share
+                )
 
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and that count as solved."""
         return {
             **super().report(),
-            "tasks_solved": float(sum(share >= self._solved for share in self._shares.values())),
+            "tasks_solved": float(
+                sum(share >= self._solved for share in self._shares.values())
+            ),
         }

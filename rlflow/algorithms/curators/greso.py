@@ -48,20 +48,26 @@ class Greso(Screened):
         self._adjust = adjust
         self._bases = {"easy": FIRST, "hard": FIRST}
         self._streaks: dict[str, tuple[Kind, int]] = {}  # by task
-        self._window = {"easy": 0, "hard": 0, "all": 0}  # groups since the weights changed
+        self._window = {
+            "easy": 0,
+            "hard": 0,
+            "all": 0,
+        }  # groups since the weights changed
         self._version = 0
         self._draws = 0
 
     def probability(self, task_id: str) -> float:
         """With which the task is sampled when its turn comes."""
         kind, streak = self._streaks.get(task_id, ("easy", 0))
-        return 1.0 if streak == 0 else max(self._bases[kind] ** streak, self._floors[kind])
+        return (
+            1.0 if streak == 0 else max(self._bases[kind] ** streak, self._floors[kind])
+        )
 
     def wanted(self, task: Task) -> bool:
         self._draws += 1
-        return random.Random(f"{self._seed}/greso/{self._draws}").random() < self.probability(
-            task.id
-        )
+        return random.Random(
+            f"{self._seed}/greso/{self._draws}"
+        ).random() < self.probability(task.id)
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks; where a whole pass is left to chance in vain, they come in the
@@ -76,7 +82,9 @@ class Greso(Screened):
             if not group.usable:
                 continue
             version = max(
-                int(segment.versions.max()) for one in group.usable for segment in one.segments
+                int(segment.versions.max())
+                for one in group.usable
+                for segment in one.segments
             )
             if version > self._version:
                 self._version = version
@@ -105,8 +113,12 @@ class Greso(Screened):
     def _adjust_bases(self) -> None:
         if self.epoch >= 1 and self._window["all"]:
             for kind in KINDS:
-                too_many = self._window[kind] / self._window["all"] >= self._targets[kind]
-                moved = self._bases[kind] + (-self._adjust if too_many else self._adjust)
+                too_many = (
+                    self._window[kind] / self._window["all"] >= self._targets[kind]
+                )
+                moved = self._bases[kind] + (
+                    -self._adjust if too_many else self._adjust
+                )
                 self._bases[kind] = min(HIGH, max(LOW, moved))
         if self._window["all"]:
             self._window = {"easy": 0, "hard": 0, "all": 0}

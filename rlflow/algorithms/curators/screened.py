@@ -1,5 +1,4 @@
-"""What curators share that pass tasks over: the order of `Epochs`, and a screen that each task has
-to pass."""
+"""Base of curators that pass tasks over: the order of `Epochs` and a screen for each task."""
 
 from __future__ import annotations
 

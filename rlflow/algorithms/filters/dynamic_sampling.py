@@ -30,7 +30,10 @@ class DynamicSampling(Filter):
 
     def report(self) -> dict[str, float]:
         """Rounds of the step, and groups that were left out in all of them."""
-        counted = {"sampling_rounds": float(self._rounds), "groups_replaced": float(self._left_out)}
+        counted = {
+            "sampling_rounds": float(self._rounds),
+            "groups_replaced": float(self._left_out),
+        }
         self._rounds = self._left_out = 0
         return counted
 
@@ -39,6 +42,9 @@ def scores_alike(group: Group, metric: str | None = None) -> bool:
     """Whether all usable attempts have the same return (or metric, 0 where one lacks it) up to
     rounding; so do one and none."""
     scores = [
-        one.reward if metric is None else one.metrics.get(metric, 0.0) for one in group.usable
+        one.reward if metric is None else one.metrics.get(metric, 0.0)
+        for one in group.usable
     ]
-    return not scores or math.isclose(min(scores), max(scores), rel_tol=1e-9, abs_tol=1e-12)
+    return not scores or math.isclose(
+        min(scores), max(scores), rel_tol=1e-9, abs_tol=1e-12
+    )

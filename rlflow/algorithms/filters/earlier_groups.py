@@ -43,7 +43,9 @@ class Replay(Filter):
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         if self._max_staleness is not None:
-            newest = max([version for group in groups for version in _versions(group)], default=0)
+            newest = max(
+                [version for group in groups for version in _versions(group)], default=0
+            )
             fresh = [
                 group
                 for group in self._buffer
@@ -58,14 +60,18 @@ class Replay(Filter):
         own = [
             group
             for group in groups
-            if not scores_alike(group) and all(one.source == "local" for one in group.usable)
+            if not scores_alike(group)
+            and all(one.source == "local" for one in group.usable)
         ]
         self._buffer = [*self._buffer, *own][-self._capacity :]
         return [*groups, *(_again(group, self._steps) for group in again)]
 
     def report(self) -> dict[str, float]:
         """Groups that came again, that were too old, and that are kept."""
-        counted = {"groups_replayed": float(self._replayed), "groups_stale": float(self._stale)}
+        counted = {
+            "groups_replayed": float(self._replayed),
+            "groups_stale": float(self._stale),
+        }
         self._stale = self._replayed = 0
         return {**counted, "replay_size": float(len(self._buffer))}
 
@@ -82,10 +88,15 @@ class Replay(Filter):
 def _versions(group: Group) -> list[int]:
     """The weight versions that sampled the group's tokens; [0] where none is known."""
     versions = [
-        segment.versions[segment.versions >= 0] for one in group.usable for segment in one.segments
+        segment.versions[segment.versions >= 0]
+        for one in group.usable
+        for segment in one.segments
     ]
     return [
-        int(bound) for found in versions if len(found) for bound in (found.min(), found.max())
+        int(bound)
+        for found in versions
+        if len(found)
+        for bound in (found.min(), found.max())
     ] or [0]
 
 
@@ -93,7 +104,9 @@ def _again(group: Group, step: int) -> Group:
     """The group under an id of its own; its trajectories' ids too name no other of the run."""
     name = f"{group.id}/replay/{step}"
     attempts = [
-        dataclasses.replace(one, source="replay", group_id=name, id=f"{one.id}/replay/{step}")
+        dataclasses.replace(
+            one, source="replay", group_id=name, id=f"{one.id}/replay/{step}"
+        )
         for one in group.trajectories
     ]
     return Group(name, group.task, attempts)

@@ -23,14 +23,18 @@ class OverlongFilter(Filter):
     statistics of its group, as the others were compared with it; False stamps the group again
     without it."""
 
-    def __init__(self, limits: Sequence[Limit] = ("max_tokens",), baseline: bool = True) -> None:
+    def __init__(
+        self, limits: Sequence[Limit] = ("max_tokens",), baseline: bool = True
+    ) -> None:
         self._stops = frozenset(StopReason(limit) for limit in limits)
         self._baseline = baseline
         self._masked = 0
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         return [
-            self._masked_group(group) if any(map(self._overlong, group.trajectories)) else group
+            self._masked_group(group)
+            if any(map(self._overlong, group.trajectories))
+            else group
             for group in groups
         ]
 

@@ -33,7 +33,12 @@ class SuccessPool(Filter):
         capacity: PositiveInt = 512,
         recompute: bool = False,
     ) -> None:
-        self._seed, self._mode, self._success, self._recompute = seed, mode, success, recompute
+        self._seed, self._mode, self._success, self._recompute = (
+            seed,
+            mode,
+            success,
+            recompute,
+        )
         self.unscored = recompute
         self._per_task, self._capacity = per_task, capacity
         self._pool: list[Trajectory] = []  # oldest first
@@ -54,7 +59,10 @@ class SuccessPool(Filter):
 
     def report(self) -> dict[str, float]:
         """Groups that failed as a whole, those that got a success, and successes in the pool."""
-        counted = {"groups_failed": float(self._failed), "groups_rescued": float(self._rescued)}
+        counted = {
+            "groups_failed": float(self._failed),
+            "groups_rescued": float(self._rescued),
+        }
         self._failed = self._rescued = 0
         return {**counted, "pool_size": float(len(self._pool))}
 
@@ -80,14 +88,18 @@ class SuccessPool(Filter):
         attempts = [dataclasses.replace(one) for one in group.trajectories]
         usable = [place for place, one in enumerate(attempts) if one.usable]
         place = draw.choice(usable) if self._mode == "replace" else len(attempts)
-        attempts[place : place + 1] = [self._replayed(draw.choice(stored), group, place)]
+        attempts[place : place + 1] = [
+            self._replayed(draw.choice(stored), group, place)
+        ]
         stamp(attempts)
         return Group(group.id, group.task, attempts)
 
     def _replayed(self, success: Trajectory, group: Group, attempt: int) -> Trajectory:
         segments = success.segments
         if self._recompute:
-            segments = [dataclasses.replace(segment, logprobs=None) for segment in segments]
+            segments = [
+                dataclasses.replace(segment, logprobs=None) for segment in segments
+            ]
         name = f"{group.id}/replay/{success.id}"
         return dataclasses.replace(
             success,

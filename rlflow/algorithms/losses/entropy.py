@@ -65,7 +65,11 @@ class EntropyTargetLoss(Loss):
         entropy = metrics["entropy"]
         self.active = entropy <= self.target
         change = (
-            self.step if entropy < self.target else -self.step if entropy > self.target else 0.0
+            self.step
+            if entropy < self.target
+            else -self.step
+            if entropy > self.target
+            else 0.0
         )
         self.coefficient = min(self.most, max(0.0, self.coefficient + change))
 
@@ -73,12 +77,17 @@ class EntropyTargetLoss(Loss):
         return {"coefficient": self.coefficient, "active": self.active}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.coefficient, self.active = float(state["coefficient"]), bool(state["active"])
+        self.coefficient, self.active = (
+            float(state["coefficient"]),
+            bool(state["active"]),
+        )
 
 
 def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:
     """(B, T) the entropy on the loss mask, 0 off it. Raises RLFlowError where the trainer gave
     none."""
     if output.entropy is None:
-        raise RLFlowError(f"{who}: the trainer gave no entropy; it must honour `needs` of the loss")
+        raise RLFlowError(
+            f"{who}: the trainer gave no entropy; it must honour `needs` of the loss"
+        )
     return torch.where(batch.loss_mask, output.entropy, 0.0)

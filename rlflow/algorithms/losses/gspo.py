@@ -36,7 +36,9 @@ class GSPOLoss(RatioKernel):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level not in ("sequence", "token"):
-            raise ConfigError(f"loss gspo: level must be sequence or token, found '{self.level}'")
+            raise ConfigError(
+                f"loss gspo: level must be sequence or token, found '{self.level}'"
+            )
 
     def objective(
         self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch

@@ -9,7 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Anchor, anchor_logprobs, check_anchor, kl_estimate, log_ratio
+from rlflow.algorithms.base import (
+    Anchor,
+    anchor_logprobs,
+    check_anchor,
+    kl_estimate,
+    log_ratio,
+)
 from rlflow.errors import ConfigError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -64,7 +70,9 @@ class KLLoss(Loss):
         reference = batch.require("reference_logprobs", "loss kl")
         mask, logprobs = batch.loss_mask, output.logprobs.detach()
         x = log_ratio(reference, logprobs, mask)
-        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(-self.clamp, self.clamp)
+        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(
+            -self.clamp, self.clamp
+        )
         # Autograd through a clamped factor would leave only the ratio's share of the gradient,
         # which has the wrong sign; and
         # in float32 the two shares of wk3 cancel.
@@ -73,7 +81,9 @@ class KLLoss(Loss):
         if self._weighted:
             loss = (
                 loss
-                * log_ratio(logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask).exp()
+                * log_ratio(
+                    logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask
+                ).exp()
             )
         return loss, {"kl": kl}
 

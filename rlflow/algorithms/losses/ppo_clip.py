@@ -20,10 +20,10 @@ class PPOClipLoss(RatioKernel):
 
     PPO, arXiv 1707.06347 equation 7; clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476);
     null does not clip on that side, and on neither it is the plain importance-weighted r A.
-    dual_clip c bounds the loss of negative advantages by
-    -c A (arXiv 1912.09729). anchor: whose the old log-probs are, the engine's (rollout) or the trainer's own before the
-    step's first update (proximal). A transform may set the clip range of each token
-    (`Batch.ratio_low`, `ratio_high`) in place of these."""
+    dual_clip c bounds the loss of negative advantages by -c A (arXiv 1912.09729). anchor: the old
+    log-probs, of the engine (rollout) or of the trainer before the step's first update (proximal).
+    A transform may set the clip range of each token (`Batch.ratio_low`, `ratio_high`) in place of
+    these."""
 
     name = "ppo_clip"
     bounded = True
@@ -37,11 +37,13 @@ class PPOClipLoss(RatioKernel):
         super().__post_init__()
         if not 0 <= (self.clip_low or 0) <= 1 or (self.clip_high or 0) < 0:
             raise ConfigError(
-                f"loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found {self.clip_low}, {self.clip_high}"
+                "loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found "
+                f"{self.clip_low}, {self.clip_high}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(
-                f"loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found {self.dual_clip}"
+                "loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found "
+                f"{self.dual_clip}"
             )
 
     def objective(
@@ -59,4 +61,6 @@ class PPOClipLoss(RatioKernel):
         if batch.ratio_low is not None:
             return ratio.clamp(batch.ratio_low, batch.ratio_high)
         low = 0.0 if self.clip_low is None else 1 - self.clip_low
-        return ratio.clamp(low, math.inf if self.clip_high is None else 1 + self.clip_high)
+        return ratio.clamp(
+            low, math.inf if self.clip_high is None else 1 + self.clip_high
+        )

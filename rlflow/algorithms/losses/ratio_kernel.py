@@ -1,5 +1,4 @@
-"""What the policy-gradient kernels share: the importance ratio, the advantages, and what is
-reported of both."""
+"""Base of the policy-gradient kernels: importance ratio, advantages, and their metrics."""
 
 from __future__ import annotations
 
@@ -60,4 +59,6 @@ class RatioKernel(Kernel):
 def row_mean(values: Tensor, batch: Batch) -> Tensor:
     """(B, 1) mean of (B, T) values over each row's trained tokens; 0 for a row without any. Values
     are 0 off the loss mask."""
-    return values.sum(dim=1, keepdim=True) / batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return values.sum(dim=1, keepdim=True) / batch.loss_mask.sum(
+        dim=1, keepdim=True
+    ).clamp(min=1)

@@ -24,7 +24,10 @@ class SFTLoss(Loss):
         mask = batch.loss_mask
         if self.source is not None:
             mask = (
-                mask & (batch.require("source", "loss sft") == SOURCES.index(self.source))[:, None]
+                mask
+                & (batch.require("source", "loss sft") == SOURCES.index(self.source))[
+                    :, None
+                ]
             )
         nll = torch.where(mask, -output.logprobs, 0.0)
         return self.coefficient * nll, {"nll": nll.detach()}

@@ -35,7 +35,8 @@ class TeacherKLLoss(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         if output.top_logprobs is None or TEACHER_TOP_LOGPROBS not in batch.extras:
             raise RLFlowError(
-                "loss teacher_kl: expected log-probs of the teacher's likeliest tokens, found none; see `needs`."
+                "loss teacher_kl: expected log-probs of the teacher's likeliest tokens, found "
+                "none; see `needs`."
             )
         mask = batch.loss_mask[..., None]
         teacher = torch.where(mask, batch.extras[TEACHER_TOP_LOGPROBS], 0.0)

@@ -1,4 +1,4 @@
-"""What a critic learns from."""
+"""The loss of a critic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ValueLoss(Loss):
         who = "loss value"
         if output.values is None:
             raise RLFlowError(
-                f"{who}: the trainer gave no values; set algorithm.critic, its values are what this loss trains"
+                f"{who}: the trainer gave no values; set algorithm.critic, its values are what "
+                "this loss trains"
             )
         old, returns = batch.require("values", who), batch.require("returns", who)
         error = torch.where(batch.loss_mask, output.values - returns, 0.0).square()
@@ -40,9 +41,13 @@ class ValueLoss(Loss):
             step = output.values - old
             # Within the clip exactly V, not old + (V - old): rounding must not look like clipping.
             near = torch.where(
-                step.abs() <= self.clip, output.values, old + step.clamp(-self.clip, self.clip)
+                step.abs() <= self.clip,
+                output.values,
+                old + step.clamp(-self.clip, self.clip),
             )
-            worst = torch.maximum(error, torch.where(batch.loss_mask, near - returns, 0.0).square())
+            worst = torch.maximum(
+                error, torch.where(batch.loss_mask, near - returns, 0.0).square()
+            )
         clipped = (worst != error).detach().float()
         return 0.5 * self.coefficient * worst, {
             "value_loss": 0.5 * worst.detach(),

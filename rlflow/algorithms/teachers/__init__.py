@@ -1,11 +1,10 @@
-"""Teachers: whose log-probs of the policy's own tokens a method imitates. One small file per way to
-ask one."""
+"""Teachers, whose log-probs of the policy's tokens a method imitates: a small file per kind."""
 
 from __future__ import annotations
 
 BUILT_IN = {
     "model": "rlflow.algorithms.teachers.frozen_model:ModelTeacher",
     "policy": "rlflow.algorithms.teachers.policy:PolicyTeacher",
-    "server": "rlflow.algorithms.teachers.completions:ServerTeacher",
+    "server": "rlflow.algorithms.teachers.remote_model:ServerTeacher",
 }
 """Name -> `module:Name`."""

@@ -1,5 +1,4 @@
-"""What a teacher is: the log-probs of the tokens that the policy sampled, by another model or under
-another prompt."""
+"""Teachers: the log-probs of sampled tokens by another model or under another prompt."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ NAME = "teacher"
 
 @dataclass(frozen=True)
 class Classroom:
-    """What a teacher works with. prompt_tokens: the ids that an episode of a task starts with.
-    model_path: of the policy. temperature: of the rollout."""
+    """A teacher's tools. prompt_tokens: the ids that a task's episode starts with. temperature: of
+    the rollout."""
 
     trainer: Trainer
     tokenizer: Tokenizer
@@ -35,12 +34,10 @@ class Classroom:
 
 
 class Teacher(ABC):
-    """Fills `Batch.teacher_logprobs`, and with `top_k` the teacher's likeliest tokens in the place
-    of each.
+    """Fills `Batch.teacher_logprobs`, and with `top_k` the likeliest tokens in place of each.
 
-    prompt: a template of the prompt that the teacher sees in place of the policy's
-    (`PromptTemplate`): a demonstration, the answer, advice. The policy never sees it; what the
-    policy said is scored as if it had been said under that prompt."""
+    prompt: a template (`PromptTemplate`) of the prompt that the teacher sees in place of the
+    policy's: a demonstration, the answer, advice."""
 
     room: Classroom
 
@@ -52,8 +49,7 @@ class Teacher(ABC):
         self.prompt = None if prompt is None else PromptTemplate(prompt)
 
     def open(self, room: Classroom) -> None:
-        """Called once, when trainer and tokenizer are there. Raises ConfigError where it cannot
-        teach this policy."""
+        """Called once with trainer and tokenizer. Raises ConfigError if it cannot teach them."""
         self.room = room
 
     @abstractmethod
@@ -67,9 +63,12 @@ class Teacher(ABC):
         Raises DataError where a task lacks what the prompt template names, RLFlowError where the
         teacher cannot answer."""
         if self.prompt is None:
-            scores = self.score(batch)
+            scores = self.score(batch.replace(wanted=batch.trained))
         else:
-            owners = [tasks[index] for index in batch.require("trajectory", "teacher").tolist()]
+            owners = [
+                tasks[index]
+                for index in batch.require("trajectory", "teacher").tolist()
+            ]
             prompts = [
                 (self.room.prompt_tokens(task), self.prompt.tokens(task, self.room))
                 for task in owners
@@ -79,19 +78,18 @@ class Teacher(ABC):
         wrong = batch.loss_mask & ~torch.isfinite(scores["logprobs"])
         if bool(wrong.any()):
             raise RLFlowError(
-                f"teacher: {int(wrong.sum())} of {int(batch.loss_mask.sum())} log-probs are not finite; it gives no probability "
-                "to what the policy says, or its weights are damaged."
+                f"teacher: {int(wrong.sum())} of {int(batch.loss_mask.sum())} log-probs are not "
+                "finite; it gives no probability to what the policy says, or its weights are "
+                "damaged."
             )
-        extras = (
-            {TEACHER_TOP_IDS: scores["top_ids"], TEACHER_TOP_LOGPROBS: scores["top_logprobs"]}
-            if self.top_k
-            else {}
-        )
+        extras = {}
+        if self.top_k:
+            extras[TEACHER_TOP_IDS] = scores["top_ids"]
+            extras[TEACHER_TOP_LOGPROBS] = scores["top_logprobs"]
         return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run compares or restores; a frozen model itself is no part of a
-        checkpoint."""
+        """The state to compare or restore; a frozen model itself is not in checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,21 +101,24 @@ class Teacher(ABC):
 
 def check_teacher(teacher: Teacher | None, needs: frozenset[str]) -> None:
     """Raises ConfigError where the parts of an algorithm and its teacher do not go together."""
-    wants = needs & {"teacher", "top_logprobs"}
-    if wants and teacher is None:
+    wants, where = needs & {"teacher", "top_logprobs"}, "algorithm.teacher"
+    if teacher is None:
+        if wants:
+            raise ConfigError(
+                f"{where}: a part needs a teacher, found none; set algorithm.teacher to "
+                "{name: model, path: DIRECTORY}, {name: server, url: ..., model: ...} or "
+                "{name: policy, prompt: TEMPLATE}."
+            )
+        return
+    if not wants:
         raise ConfigError(
-            "algorithm.teacher: a part needs a teacher, found none; set algorithm.teacher to {name: model, path: DIRECTORY}, "
-            "{name: server, url: ..., model: ...} or {name: policy, prompt: TEMPLATE}."
+            f"{where}: no part of the algorithm learns from it; add the advantage opd, or "
+            "remove it."
         )
-    if teacher is not None and not wants:
+    top, tokens = "top_logprobs" in wants, "the teacher's likeliest tokens"
+    if top and not teacher.top_k:
         raise ConfigError(
-            "algorithm.teacher: no part of the algorithm learns from it; add the advantage opd, or remove it."
+            f"{where}.top_k: a loss needs {tokens}; set it above 0, e.g. 16."
         )
-    if teacher is not None and "top_logprobs" in wants and not teacher.top_k:
-        raise ConfigError(
-            "algorithm.teacher.top_k: a loss needs the teacher's likeliest tokens; set it above 0, e.g. 16."
-        )
-    if teacher is not None and teacher.top_k and "top_logprobs" not in wants:
-        raise ConfigError(
-            "algorithm.teacher.top_k: no loss uses the teacher's likeliest tokens; leave it out."
-        )
+    if teacher.top_k and not top:
+        raise ConfigError(f"{where}.top_k: no loss uses {tokens}; leave it out.")

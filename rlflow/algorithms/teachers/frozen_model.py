@@ -19,12 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class ModelTeacher(Teacher):
-    """The model of a HuggingFace directory, frozen, split over the trainer's ranks as the policy
-    is; any size, any of the families, `model.dtype`. Its weights leave the GPU between two steps
-    with `trainer.offload_snapshots`.
+    """The frozen model of a HuggingFace directory, split over the trainer's ranks as the policy.
 
-    path: the directory. same_template: its chat template must be the policy's. A checkpoint holds
-    the path and the content hash of its weights, not the weights."""
+    It may be of any size and family; its dtype is `model.dtype`. With `trainer.offload_snapshots`
+    it leaves the GPU between two steps. same_template: its chat template must be the policy's. A
+    checkpoint holds its path and the content hash of its weights."""
 
     def __init__(
         self,
@@ -40,7 +39,9 @@ class ModelTeacher(Teacher):
 
     def open(self, room: Classroom) -> None:
         super().open(room)
-        check_tokenizers(room.tokenizer, self._path, "algorithm.teacher", self._same_template)
+        check_tokenizers(
+            room.tokenizer, self._path, "algorithm.teacher", self._same_template
+        )
         self._digest = digest(iterate_weights(self._path))
         room.trainer.load_frozen(NAME, self._path)
 
@@ -53,6 +54,7 @@ class ModelTeacher(Teacher):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["digest"] != self._digest:
             raise CheckpointError(
-                f"algorithm.teacher.path: {self._path} holds other weights than the teacher of the checkpoint (which lay in "
-                f"{state['path']}): a resumed run keeps its teacher. Give the path of the old one, or begin another run."
+                f"algorithm.teacher.path: {self._path} holds other weights than the teacher of the "
+                f"checkpoint (which lay in {state['path']}): a resumed run keeps its teacher. Give "
+                "the path of the old one, or begin another run."
             )

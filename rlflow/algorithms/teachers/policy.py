@@ -14,12 +14,10 @@ from rlflow.values import NonNegativeInt
 
 
 class PolicyTeacher(Teacher):
-    """The policy under a privileged prompt: with a demonstration (SDFT, arXiv 2601.19897) or the
-    answer in it.
+    """The policy under a prompt with a demonstration (SDFT, arXiv 2601.19897) or the answer.
 
-    refresh_steps: 1 is the live policy, as it is before the step's first update; n a copy of it
-    that is taken every n steps; 0 the policy that the run starts with. The copy is part of the
-    checkpoint."""
+    refresh_steps: 1 is the live policy, as it is before the step's first update; n a copy that is
+    taken every n steps; 0 the starting policy. The copy is part of the checkpoint."""
 
     frozen = False  # and it counts how often it is asked
 
@@ -28,9 +26,8 @@ class PolicyTeacher(Teacher):
     ) -> None:
         super().__init__(top_k, prompt)
         if prompt == "{prompt}" and refresh_steps == 1:
-            raise ConfigError(
-                "algorithm.teacher: the live policy under its own prompt teaches nothing; change prompt."
-            )
+            told = "the live policy under its own prompt teaches nothing; change prompt"
+            raise ConfigError(f"algorithm.teacher: {told}.")
         self._every, self._steps = refresh_steps, 0
 
     def open(self, room: Classroom) -> None:
@@ -42,9 +39,8 @@ class PolicyTeacher(Teacher):
         if self._every > 1 and self._steps and self._steps % self._every == 0:
             self.room.trainer.snapshot(NAME)
         self._steps += 1
-        return self.room.trainer.score(
-            batch, "policy" if self._every == 1 else NAME, top_k=self.top_k
-        )
+        model = "policy" if self._every == 1 else NAME
+        return self.room.trainer.score(batch, model, top_k=self.top_k)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps}

@@ -1,5 +1,4 @@
-"""The prompt that a teacher sees in place of the policy's, and the way of log-probs between the
-two."""
+"""A teacher's own prompt, and log-probs moved between rows with it and the policy's."""
 
 from __future__ import annotations
 
@@ -36,25 +35,24 @@ class PromptTemplate:
     def __init__(self, text: str) -> None:
         self._text = text
         if "{prompt}" not in text:
+            expected = "expected a text with {prompt} in it"
             raise ConfigError(
-                f"algorithm.teacher.prompt: expected a text with {{prompt}} in it, found {text[:60]!r}."
+                f"algorithm.teacher.prompt: {expected}, found {text[:60]!r}."
             )
 
     def tokens(self, task: Task, room: _Room) -> list[int]:
         """The ids of the teacher's prompt. Raises DataError for a task that lacks a field."""
         if isinstance(task.prompt, str):
-            return room.prompt_tokens(
-                dataclasses.replace(task, prompt=self._filled(task, task.prompt, room.tokenizer))
-            )
+            text = self._filled(task, task.prompt, room.tokenizer)
+            return room.prompt_tokens(dataclasses.replace(task, prompt=text))
         messages = [dict(message) for message in task.prompt]
-        last = next(
-            (message for message in reversed(messages) if message.get("role") == "user"), None
-        )
-        if last is None:
-            raise DataError(
-                f"task '{task.id}': algorithm.teacher.prompt needs a user message to stand in, found none."
+        users = [message for message in messages if message.get("role") == "user"]
+        if not users:
+            told = (
+                "algorithm.teacher.prompt needs a user message to stand in, found none"
             )
-        last["content"] = self._filled(task, last["content"], room.tokenizer)
+            raise DataError(f"task '{task.id}': {told}.")
+        users[-1]["content"] = self._filled(task, users[-1]["content"], room.tokenizer)
         return room.prompt_tokens(dataclasses.replace(task, prompt=messages))
 
     def _filled(self, task: Task, prompt: str, tokenizer: Tokenizer) -> str:
@@ -64,13 +62,11 @@ class PromptTemplate:
                 return prompt
             if name != "answer" and name not in task.metadata:
                 keys = ", ".join(["prompt", "answer", *task.metadata])
-                raise DataError(
-                    f"task '{task.id}': algorithm.teacher.prompt names '{{{name}}}'; expected one of {keys}."
-                )
+                told = f"algorithm.teacher.prompt names '{{{name}}}'; expected one of {keys}"
+                raise DataError(f"task '{task.id}': {told}.")
+            said = task.answer if name == "answer" else task.metadata[name]
             # Data may quote anybody: a control token in it stays text.
-            return tokenizer.without_control(
-                str(task.answer if name == "answer" else task.metadata[name])
-            )
+            return tokenizer.without_control(str(said))
 
         return _FIELD.sub(value, self._text)
 
@@ -88,8 +84,9 @@ def moved(
         length = int(batch.lengths[row])
         if tokens[row][: len(own)] != own or len(own) > length:
             raise RLFlowError(
-                f"teacher: row {row} does not start with its task's prompt, so that another prompt cannot take its place; "
-                "environments that change the prompt at reset cannot be taught with algorithm.teacher.prompt."
+                f"teacher: row {row} does not start with its task's prompt, so that no other can "
+                "take its place; environments that change the prompt at reset cannot be taught "
+                "with algorithm.teacher.prompt."
             )
         rows.append(other + tokens[row][len(own) : length])
     seen = token_batch(rows).replace(temperatures=batch.temperatures)
@@ -98,7 +95,9 @@ def moved(
         whole = values.new_zeros(*batch.tokens.shape, *values.shape[2:])
         for row, (own, other) in enumerate(prompts):
             count = int(batch.lengths[row]) - len(own)
-            whole[row, len(own) : len(own) + count] = values[row, len(other) : len(other) + count]
+            whole[row, len(own) : len(own) + count] = values[
+                row, len(other) : len(other) + count
+            ]
         return whole
 
     return seen, back

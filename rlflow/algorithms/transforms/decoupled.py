@@ -42,7 +42,8 @@ class Decoupled(Transform):
             "linear",
         ):
             raise ConfigError(
-                "transform decoupled: expected over mask or clamp, and proximal recompute, loglinear or linear; found "
+                "transform decoupled: expected over mask or clamp, and proximal recompute, "
+                "loglinear or linear; found "
                 f"{self.over}, {self.proximal}"
             )
 
@@ -57,7 +58,9 @@ class Decoupled(Transform):
     def __call__(self, batch: Batch) -> Batch:
         if self.proximal != "recompute":
             batch = batch.replace(
-                proximal_logprobs=interpolated_logprobs(batch, self.proximal, "transform decoupled")
+                proximal_logprobs=interpolated_logprobs(
+                    batch, self.proximal, "transform decoupled"
+                )
             )
         weight = mismatch(batch, "token", "transform decoupled")
         if self.cap is None:

@@ -24,7 +24,10 @@ class HighEntropyTokens(Transform):
         self._kept: list[float] = []
 
     def __call__(self, batch: Batch) -> Batch:
-        entropy, mask = batch.require("current_entropy", "high_entropy_tokens"), batch.loss_mask
+        entropy, mask = (
+            batch.require("current_entropy", "high_entropy_tokens"),
+            batch.loss_mask,
+        )
         if not bool(mask.any()):
             return batch
         kept = mask & (entropy >= quantile(entropy[mask], 1 - self._share))
@@ -39,7 +42,11 @@ class HighEntropyTokens(Transform):
 
 def with_kept(batch: Batch, kept: Tensor) -> Batch:
     """The batch with coefficient 0 where `kept` (B, T) is False."""
-    present = torch.ones_like(batch.weights) if batch.coefficients is None else batch.coefficients
+    present = (
+        torch.ones_like(batch.weights)
+        if batch.coefficients is None
+        else batch.coefficients
+    )
     return batch.replace(coefficients=present * kept)
 
 

@@ -1,4 +1,4 @@
-"""What the importance corrections share: the ratio of the trainer's policy to the one that sampled,
+"""Base of the importance corrections: the ratio of the trainer's policy to the one that sampled,
 and where a factor goes."""
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def mismatch(batch: Batch, level: Level, who: str) -> Tensor:
     if batch.source is not None and batch.logprobs_known is not None:
         stand_in = ~batch.logprobs_known & (batch.source != SOURCES.index("local"))
         logprobs = torch.where(stand_in[:, None], proximal, batch.logprobs)
-        batch = batch.replace(logprobs=logprobs, logprobs_known=batch.logprobs_known | stand_in)
+        batch = batch.replace(
+            logprobs=logprobs, logprobs_known=batch.logprobs_known | stand_in
+        )
     return at_level(
         log_ratio(proximal, anchor_logprobs(batch, "rollout", who), batch.loss_mask),
         batch.loss_mask,
@@ -47,5 +49,6 @@ def multiplied(batch: Batch, factor: Tensor, **metrics: Tensor) -> Batch:
     factor = factor.float()
     coefficients = factor if batch.coefficients is None else batch.coefficients * factor
     return batch.replace(
-        coefficients=coefficients, metrics={name: value.float() for name, value in metrics.items()}
+        coefficients=coefficients,
+        metrics={name: value.float() for name, value in metrics.items()},
     )

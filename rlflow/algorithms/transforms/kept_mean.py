@@ -10,7 +10,9 @@ from rlflow.algorithms.statistics import first_rows
 from rlflow.types import Batch
 
 
-def kept_mean(batch: Batch, per: Literal["batch", "trajectory", "row"] = "batch") -> Batch:
+def kept_mean(
+    batch: Batch, per: Literal["batch", "trajectory", "row"] = "batch"
+) -> Batch:
     """The policy-gradient kernels of the kept tokens (coefficient not 0) times the weight of all /
     the weight of the kept ones.
 
@@ -24,9 +26,15 @@ def kept_mean(batch: Batch, per: Literal["batch", "trajectory", "row"] = "batch"
         return batch
     weights = batch.weights.double()
     rows = torch.arange(len(batch))
-    unit = {"batch": torch.zeros_like(rows), "row": rows, "trajectory": first_rows(batch)[1]}[per]
+    unit = {
+        "batch": torch.zeros_like(rows),
+        "row": rows,
+        "trajectory": first_rows(batch)[1],
+    }[per]
     kept = torch.where(batch.coefficients != 0, weights, 0.0)
     sums = torch.zeros(2, len(batch), dtype=torch.float64)
     sums.index_add_(1, unit, torch.stack([weights.sum(dim=1), kept.sum(dim=1)]))
     factor = torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
-    return batch.replace(coefficients=(batch.coefficients * factor[unit][:, None]).float())
+    return batch.replace(
+        coefficients=(batch.coefficients * factor[unit][:, None]).float()
+    )

@@ -40,7 +40,9 @@ class KLReward(RewardTerm):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"reference"} | ({"proximal"} if self.anchor == "proximal" else set()))
+        return frozenset(
+            {"reference"} | ({"proximal"} if self.anchor == "proximal" else set())
+        )
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]

@@ -46,7 +46,8 @@ class M2PO(Transform):
     def __post_init__(self) -> None:
         if self.variant not in ("mask", "winsor", "range", "mask_all"):
             raise ConfigError(
-                f"transform m2po: variant must be mask, winsor, range or mask_all, found '{self.variant}'"
+                "transform m2po: variant must be mask, winsor, range or mask_all, found "
+                f"'{self.variant}'"
             )
 
     @property
@@ -92,7 +93,9 @@ def kept(moments: Tensor, threshold: float, strict: bool) -> Tensor:
     # Of each value's equals: they stay or go together
     last = torch.searchsorted(ordered, moments, right=True) - 1
     mean = (ordered.cumsum(0) / torch.arange(1, len(ordered) + 1))[last]
-    return (mean < threshold) | (moments == ordered[:1]) if strict else mean <= threshold
+    return (
+        (mean < threshold) | (moments == ordered[:1]) if strict else mean <= threshold
+    )
 
 
 def winsor_range(moments: Tensor, threshold: float) -> tuple[float, float]:

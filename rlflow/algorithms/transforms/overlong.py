@@ -29,9 +29,12 @@ class Overlong(RewardTerm):
     def __post_init__(self) -> None:
         if self.buffer > self.tokens:
             raise ConfigError(
-                f"transform overlong: expected a buffer of at most the {self.tokens} tokens, found {self.buffer}"
+                f"transform overlong: expected a buffer of at most the {self.tokens} tokens, found "
+                f"{self.buffer}"
             )
 
     def term(self, batch: Batch) -> Tensor:
         length = per_trajectory(batch, batch.loss_mask)[first_rows(batch)[1]]
-        return -self.factor * ((length - (self.tokens - self.buffer)) / self.buffer).clamp(0, 1)
+        return -self.factor * (
+            (length - (self.tokens - self.buffer)) / self.buffer
+        ).clamp(0, 1)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs, check_anchor, log_ratio
+from rlflow.algorithms.base import (
+    Anchor,
+    Transform,
+    anchor_logprobs,
+    check_anchor,
+    log_ratio,
+)
 from rlflow.algorithms.transforms.importance import at_level, multiplied
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
@@ -29,10 +35,16 @@ class SequenceMask(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"current", "proximal"} if self.anchor == "proximal" else {"current"})
+        return frozenset(
+            {"current", "proximal"} if self.anchor == "proximal" else {"current"}
+        )
 
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform sequence_mask")
         current = batch.require("current_logprobs", "transform sequence_mask")
-        distance = at_level(log_ratio(old, current, batch.loss_mask), batch.loss_mask, "geometric")
-        return multiplied(batch, ~((batch.advantages < 0) & (distance > self.threshold)))
+        distance = at_level(
+            log_ratio(old, current, batch.loss_mask), batch.loss_mask, "geometric"
+        )
+        return multiplied(
+            batch, ~((batch.advantages < 0) & (distance > self.threshold))
+        )

@@ -212,6 +212,8 @@ function cards(attempt, gold) {
       found.push(make("div", "card context", make("h4", "", `turn ${at + 1} · environment${unread}`),
         make("pre", "", ...marked(shown.trim(), gold))));
     }
+    if (place && next && next[0] !== place[0])
+      found.push(folded(`rewritten before turn ${at + 2}`, text(whole[next[0]], 0, next[1]), gold));
   });
   return found;
 }

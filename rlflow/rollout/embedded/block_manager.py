@@ -1,5 +1,4 @@
-"""Which block of the key-value pool holds what: reference counts, and an index of the blocks by the
-tokens in them."""
+"""Blocks of the key-value pool: reference counts, and an index by the tokens in them."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class AttentionCall:
     """Sequences of similar length that one attention call serves.
 
     rows: which of the batch. blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or
-    queries, n * BLOCK_SIZE), 0 or
-    -inf. queries: (rows, queries), places among the flat tokens; None where row i of the batch has query i. Padding
-    repeats a row's last query; `real` (rows, queries) tells which are not padding."""
+    queries, n * BLOCK_SIZE), 0 or -inf. queries: (rows, queries), places among the flat tokens;
+    None where row i of the batch has query i. Padding repeats a row's last query; `real` (rows,
+    queries) tells which are not padding."""
 
     rows: slice
     blocks: Tensor
@@ -52,6 +52,11 @@ class KeyValueCache:
             _zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device
         )
         self._pool = self._make()
+        shape, kind = (0, 0), torch.uint8
+        if (experts := model.experts) is not None:
+            shape = (sum(experts.sparse), experts.top_k)
+            kind = torch.uint8 if experts.count <= 256 else torch.int16
+        self._routes = _zeros((blocks * BLOCK_SIZE, *shape), kind, device)
 
     def free(self) -> None:
         """Gives the memory back, and forgets what is in it."""
@@ -70,12 +75,29 @@ class KeyValueCache:
     def copy(self, source: int, target: int) -> None:
         """Copies a block."""
         self._pool[:, target] = self._pool[:, source]
+        both = self._routes.unflatten(0, (-1, BLOCK_SIZE))
+        both[target] = both[source]
 
     @torch.inference_mode()
     def clear(self, blocks: int) -> None:
         """Zeroes the first `blocks` blocks. A masked key must still be finite: NaN - inf is NaN, in
         whichever block it was left behind."""
         self._pool[:, :blocks] = 0
+
+    @torch.inference_mode()
+    def keep_routes(self, tables: Tensor, positions: Tensor, routes: Tensor | None) -> None:
+        """Keeps which experts the tokens (N,) at `positions` went to, beside their keys and values,
+        so that who finds those finds these. tables: (N, n) blocks of each token's sequence."""
+        if routes is not None:
+            self._routes[_places(tables, positions)] = routes.to(self._routes.dtype)
+
+    def routes(self, table: Tensor, count: int) -> Tensor | None:
+        """(count, layers, k) of the first tokens of a sequence, whose blocks are table (n,); None of
+        a model without experts."""
+        if self._model.experts is None:
+            return None
+        positions = torch.arange(count, device=table.device)
+        return self._routes[_places(table.expand(count, -1), positions)].cpu()
 
     def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
         """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where

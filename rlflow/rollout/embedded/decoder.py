@@ -1,5 +1,5 @@
-"""A lean decoder (Qwen2, Qwen3, Llama, Mistral) in plain torch, made for decoding: flat tokens,
-fused projections, an external cache."""
+"""A lean decoder (Qwen2, Qwen3, Llama, Mistral, and those with experts) in plain torch, made for
+decoding: flat tokens, fused projections, an external cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,34 @@ from torch.nn import functional as F
 
 from rlflow.errors import ModelError, did_you_mean
 from rlflow.matmul import linear
-from rlflow.models.architecture import Architecture, huggingface_shapes
+from rlflow.models.architecture import Architecture, rules_of
+from rlflow.models.rules import Rule
+from rlflow.models.tables import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads *
 head_dim). Stores the keys and values in the cache first."""
+
+
+LAYER = {
+    "input_norm": "decoder.layers.{i}.input_layernorm.weight",
+    "qkv": "decoder.layers.{i}.self_attention.linear_qkv.weight",
+    "qkv_bias": "decoder.layers.{i}.self_attention.linear_qkv.bias",
+    "q_norm": "decoder.layers.{i}.self_attention.q_layernorm.weight",
+    "k_norm": "decoder.layers.{i}.self_attention.k_layernorm.weight",
+    "output": "decoder.layers.{i}.self_attention.linear_proj.weight",
+    "mlp_norm": "decoder.layers.{i}.pre_mlp_layernorm.weight",
+    "gate_up": "decoder.layers.{i}.mlp.linear_fc1.weight",
+    "down": "decoder.layers.{i}.mlp.linear_fc2.weight",
+    "router": "decoder.layers.{i}.mlp.router.weight",
+    "expert_gate_up": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight",
+    "expert_down": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight",
+    "shared_gate_up": "decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight",
+    "shared_down": "decoder.layers.{i}.mlp.shared_experts.linear_fc2.weight",
+    "shared_gate": "decoder.layers.{i}.mlp.shared_experts.gate_weight",
+}
+"""Tensors of a layer here, by their names in the families' tables."""
 
 
 class Decoder:
@@ -32,10 +54,11 @@ class Decoder:
         self.device = device
         self.parameters: dict[str, Tensor] = {}
         self._layers = [self._make_layer(index) for index in range(architecture.layers)]
-        self._embedding = self._make("model.embed_tokens.weight")
-        self._norm = self._make("model.norm.weight")
-        self._head = self._embedding if architecture.tied else self._make("lm_head.weight")
+        self._embedding = self._make(EMBEDDING)
+        self._norm = self._make(FINAL_NORM)
+        self._head = self._embedding if architecture.tied else self._make(OUTPUT)
         self._rope = _rope_table(architecture, 0, device)
+        self.routes: Tensor | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies (HuggingFace name, tensor) pairs into the parameters, in place. Raises ModelError
@@ -49,7 +72,7 @@ class Decoder:
     def copy_in(self, name: str, tensor: Tensor, missing: set[str]) -> None:
         """Copies one tensor into its parameter and takes it off the names that are still `missing`.
         A tied model accepts `lm_head.weight` too and ignores it."""
-        if name == "lm_head.weight" and self.architecture.tied:
+        if self.architecture.tied and name in OUTPUT.names():
             return
         if name not in missing:
             what = "came twice" if name in self.parameters else "is not part of this model"
@@ -75,11 +98,13 @@ class Decoder:
     ) -> Tensor:
         """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what
         was reserved; of the rows `last` only if given. Which tokens belong together is the business
-        of `attend`."""
+        of `attend`. Leaves `routes` (N, layers with experts, k): the experts that each token went
+        to."""
         model = self.architecture
         heads, groups, dim = model.heads, model.groups, model.head_dim
         cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
         x = F.embedding(tokens, self._embedding)
+        routes: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             qkv = linear(
                 self._normalized(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias")
@@ -97,10 +122,14 @@ class Decoder:
             rotated.mul_(cosine).addcmul_(halves_swapped, sine)
             attended = attend(index, by_head[:, :heads], qkv[:, heads * dim :])
             x = x + linear(attended, layer["output"])
-            gate, up = linear(self._normalized(x, layer["mlp_norm"]), layer["gate_up"]).chunk(
-                2, dim=-1
-            )
-            x = x + linear(F.silu(gate).mul_(up), layer["down"])
+            normed = self._normalized(x, layer["mlp_norm"])
+            if "router" in layer:
+                mixed, chosen = self._mixed(normed, layer)
+                x = x + mixed
+                routes.append(chosen)
+            else:
+                x = x + _mlp(normed, layer["gate_up"], layer["down"])
+        self.routes = torch.stack(routes, 1) if routes else None
         if last is not None:
             x = x[last]
         return linear(self._normalized(x, self._norm), self._head).float()
@@ -108,38 +137,56 @@ class Decoder:
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.architecture.hidden,), weight, self.architecture.norm_eps)
 
-    def _make(self, name: str) -> Tensor:
-        shape = huggingface_shapes(self.architecture)[name]
-        self.parameters[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return self.parameters[name]
+    def _mixed(self, x: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(N, hidden): what the experts make of each token that the router sends them, by its
+        weights, and the MLP beside them; (N, k): to which."""
+        experts = self.architecture.experts
+        assert experts is not None
+        shares = linear(x, layer["router"]).softmax(-1, dtype=torch.float32)
+        weights, chosen = shares.topk(experts.top_k, -1)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        by_expert, order = chosen.flatten().sort(stable=True)
+        sources = order // experts.top_k
+        counts = by_expert.bincount(minlength=experts.count).tolist()
+        made = [
+            _mlp(part, layer["expert_gate_up"][expert], layer["expert_down"][expert])
+            for expert, part in enumerate(x[sources].split(counts))
+            if len(part)
+        ]
+        weighed = torch.cat(made) * weights.to(x.dtype).flatten()[order, None]
+        mixed = torch.zeros_like(x).index_add_(0, sources, weighed)
+        if "shared_down" in layer:
+            beside = _mlp(x, layer["shared_gate_up"], layer["shared_down"])
+            if "shared_gate" in layer:
+                beside *= linear(x, layer["shared_gate"]).sigmoid()
+            mixed += beside
+        return mixed, chosen
 
-    def _fuse(self, names: list[str]) -> Tensor:
-        """One tensor whose row blocks are the named parameters."""
-        shapes = huggingface_shapes(self.architecture)
-        rows = [shapes[name][0] for name in names]
-        fused = torch.zeros(
-            (sum(rows), *shapes[names[0]][1:]), dtype=self.dtype, device=self.device
-        )
-        self.parameters.update(zip(names, fused.split(rows)))
-        return fused
+    def _make_layer(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of a layer, by their names in LAYER."""
+        model = self.architecture
+        rules = {rule.megatron: rule for rule in rules_of(model) if model.has(rule.where, layer)}
+        parts = {part: rules[name] for part, name in LAYER.items() if name in rules}
+        return {part: self._make(rule, layer) for part, rule in parts.items()}
 
-    def _make_layer(self, index: int) -> dict[str, Tensor]:
-        prefix = f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        layer = {
-            "input_norm": self._make(prefix + "input_layernorm.weight"),
-            "qkv": self._fuse([f"{attention}{part}_proj.weight" for part in "qkv"]),
-            "output": self._make(attention + "o_proj.weight"),
-            "mlp_norm": self._make(prefix + "post_attention_layernorm.weight"),
-            "gate_up": self._fuse([f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]),
-            "down": self._make(prefix + "mlp.down_proj.weight"),
-        }
-        if self.architecture.qkv_bias:
-            layer["qkv_bias"] = self._fuse([f"{attention}{part}_proj.bias" for part in "qkv"])
-        if self.architecture.qk_norm:
-            layer["q_norm"] = self._make(attention + "q_norm.weight")
-            layer["k_norm"] = self._make(attention + "k_norm.weight")
-        return layer
+    def _make(self, rule: Rule, layer: int = 0) -> Tensor:
+        """The tensor of a rule: its sources, which are parameters, as blocks of rows. That of
+        experts has one more dimension, the first."""
+        experts, shapes = self.architecture.experts, rule.shapes(self.architecture)
+        count = experts.count if experts is not None and rule.per_expert else 1
+        rows = [shape[0] for shape in shapes]
+        size = (count, sum(rows), *shapes[0][1:])
+        whole = torch.zeros(size, dtype=self.dtype, device=self.device)
+        for expert, fused in enumerate(whole):
+            names = (rule.of_expert(expert) if rule.per_expert else rule).names(layer)
+            self.parameters.update(zip(names, fused.split(rows), strict=True))
+        return whole if rule.per_expert else whole[0]
+
+
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate).mul_(up), down)
 
 
 def check_complete(missing: set[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
-from rlflow.models.architecture import architecture
+from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
@@ -18,8 +18,16 @@ from rlflow.rollout.embedded.decoder import Decoder, check_complete
 from rlflow.rollout.embedded.graphs import CudaCapture
 from rlflow.rollout.embedded.sampling import Decoding, StopTable
 from rlflow.rollout.embedded.scheduler import EngineStatistics, Scheduler
-from rlflow.rollout.embedded.slots import SequenceState
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights, check_sizes, each_weight
+from rlflow.rollout.embedded.sequences import SequenceState
+from rlflow.rollout.engine import (
+    Completion,
+    Engine,
+    PauseMode,
+    Sampling,
+    Weights,
+    check_sizes,
+    each_weight,
+)
 from rlflow.rollout.tokenizer import Tokenizer
 
 CLOSED = "it was closed; make a new one"
@@ -31,14 +39,36 @@ def device_of(device: str | None, cuda_graphs: bool | None) -> torch.device:
     there = torch.cuda.is_available()
     found = str(device or ("cuda" if there else "cpu"))
     if found.startswith("cuda") and not there:
-        raise ConfigError(f"engine.device: expected cpu, as torch finds no GPU here; found '{found}'.")
+        raise ConfigError(
+            f"engine.device: expected cpu, as torch finds no GPU here; found '{found}'."
+        )
     if cuda_graphs and not found.startswith("cuda"):
         raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{found}'.")
     return torch.device(found)
 
 
+def _dtype(name: str) -> torch.dtype:
+    """Raises ConfigError."""
+    if name not in DTYPES:
+        raise ConfigError(
+            f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{name}'."
+            f"{did_you_mean(name, DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+def _recorded(cuda_graphs: bool | None, shape: Architecture) -> bool:
+    """Whether decode steps are recorded. Raises ConfigError where they differ in shape."""
+    if cuda_graphs and shape.experts is not None:
+        raise ConfigError(
+            "engine.cuda_graphs: a step of a model with experts has shapes that its tokens choose; "
+            "expected false, found true."
+        )
+    return cuda_graphs is not False and shape.experts is None
+
+
 class EmbeddedEngine(Engine):
-    """An engine over a HuggingFace directory of a Qwen2, Qwen3 or Llama model.
+    """An engine over a HuggingFace directory of a Qwen2, Qwen3, Llama, Mistral or Mixtral model.
 
     One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one token for all that run;
     between steps the event loop gets its turn. All of it happens in the caller's event loop, one loop at a time, so
@@ -51,10 +81,11 @@ class EmbeddedEngine(Engine):
     memory at the most. When it is used up, the youngest requests wait and are computed again. prefill_tokens: most
     tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
     arrival. cuda_graphs: replay recorded decode steps; None: on a GPU. sleep: keys and values are given back while the trainer
-    works; None: on a GPU.
+    works; None: on a GPU. routes: completions say which experts their tokens went to.
     """
 
     hashes_weights = True
+    takes_device_tensors = True
     max_tokens: int
     dtype: torch.dtype
     weight_names: frozenset[str]
@@ -74,31 +105,31 @@ class EmbeddedEngine(Engine):
         seed: int = 0,
         cuda_graphs: bool | None = None,
         sleep: bool | None = None,
+        routes: bool = False,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
-            )
-        check_sizes("engine", max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
+        check_sizes(
+            "engine",
+            max_concurrency=max_concurrency,
+            prefill_tokens=prefill_tokens,
+            max_tokens=max_tokens,
+        )
         check_sizes("engine", BLOCK_SIZE, kv_tokens=kv_tokens)
         self.path = Path(path)
-        self.dtype = DTYPES[dtype]
+        self.dtype = _dtype(dtype)
         self.device = device_of(device, cuda_graphs)
         self.max_concurrency = max_concurrency
-        self.sleeps = self.device.type == "cuda" if sleep is None else sleep
+        on_gpu = self.device.type == "cuda"
+        self.sleeps = on_gpu if sleep is None else sleep
         self.deterministic = deterministic
         shape = architecture(read_config(path))
         self._model = Decoder(shape, self.dtype, self.device)
         self._model.load(iterate_weights(path))
         self.weight_names = frozenset(self._model.parameters)
         self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
-        blocks = max_concurrency * blocks_for(self.max_tokens)
-        if kv_tokens is not None:
-            blocks = min(blocks, kv_tokens // BLOCK_SIZE)
-        else:
-            blocks = min(blocks, _free_bytes(self.device) // 2 // KeyValueCache.block_bytes(shape, self.dtype))
+        room = self._free_blocks(shape) if kv_tokens is None else kv_tokens // BLOCK_SIZE
+        blocks = min(max_concurrency * blocks_for(self.max_tokens), room)
         self.max_tokens = min(self.max_tokens, blocks * BLOCK_SIZE)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vocab = tokenizer, shape.vocab
         self._stops = StopTable(shape.vocab, self._load_tokenizer, self.device)
         self._scheduler = Scheduler(
             self._model,
@@ -108,9 +139,9 @@ class EmbeddedEngine(Engine):
             max_tokens=self.max_tokens,
             prefill_tokens=prefill_tokens,
             by_id=deterministic,
-            capture=CudaCapture() if self.device.type == "cuda" and cuda_graphs is not False else None,
+            routes=routes,
+            capture=CudaCapture() if on_gpu and _recorded(cuda_graphs, shape) else None,
         )
-        self._vocab = shape.vocab
         self._seed, self._arrivals = seed, 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
         self._loading = self._asleep = False
@@ -118,10 +149,14 @@ class EmbeddedEngine(Engine):
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # --- the protocol -------------------------------------------------------------------------------------------------
+    # --- the protocol
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot be served."""
         self._check(tokens, sampling, request_id)
@@ -148,7 +183,9 @@ class EmbeddedEngine(Engine):
         """Replaces the weights between two steps; none is made until the last tensor is there. See `Engine.load_weights`."""
         self._enter_loop()
         if self._state == "closed" or self._loading:
-            raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
+            raise RolloutError(
+                f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}."
+            )
         self._loading = True
         try:
             missing = set(self._model.parameters)
@@ -157,7 +194,11 @@ class EmbeddedEngine(Engine):
             check_complete(missing)
         except BaseException as error:
             self._broken = "the last load_weights did not complete"
-            self._fail(RolloutError(f"engine: weights of version {version} were half loaded when it failed: {error!r}"))
+            self._fail(
+                RolloutError(
+                    f"engine: weights of version {version} were half loaded when it failed: {error!r}"
+                )
+            )
             raise
         finally:
             self._loading = False
@@ -242,7 +283,11 @@ class EmbeddedEngine(Engine):
         for sequence in self._scheduler.in_flight():
             self._scheduler.end(sequence, "aborted")
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    def _free_blocks(self, shape: Architecture) -> int:
+        """Blocks of keys and values in half of the free memory."""
+        return _free_bytes(self.device) // 2 // KeyValueCache.block_bytes(shape, self.dtype)
+
+    # --- requests
 
     def _check(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None) -> None:
         if self._state == "closed":
@@ -266,13 +311,17 @@ class EmbeddedEngine(Engine):
                 f"found {sampling.max_tokens} and {sampling.temperature}."
             )
         if request_id in self._scheduler.ids:
-            raise RolloutError(f"engine.generate: request id '{request_id}' is in flight already; ids must differ.")
+            raise RolloutError(
+                f"engine.generate: request id '{request_id}' is in flight already; ids must differ."
+            )
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop:
             if self._loop.is_running() and self._scheduler.in_flight():
-                raise RolloutError("engine: it is in use by another event loop; use one loop at a time.")
+                raise RolloutError(
+                    "engine: it is in use by another event loop; use one loop at a time."
+                )
             for sequence in self._scheduler.in_flight():  # their loop was closed under them
                 self._scheduler.remove(sequence)
             self._driver = None
@@ -300,7 +349,11 @@ class EmbeddedEngine(Engine):
     def _fail_if_driver_did(self, driver: asyncio.Task[None]) -> None:
         error = None if driver.cancelled() else driver.exception()
         if error is not None:
-            self._fail(error if isinstance(error, RolloutError) else RolloutError(f"engine: a step failed: {error!r}"))
+            self._fail(
+                error
+                if isinstance(error, RolloutError)
+                else RolloutError(f"engine: a step failed: {error!r}")
+            )
 
     def _fail(self, failure: RolloutError) -> None:
         """Hands an error to everyone who waits for a completion."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.rollout.embedded.block_manager import blocks_for
-from rlflow.rollout.embedded.slots import Slots
+from rlflow.rollout.embedded.sequences import Slots
 
 DecodeStep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """(slots (B,), blocks per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the

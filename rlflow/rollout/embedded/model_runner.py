@@ -13,7 +13,7 @@ from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Attend, Decoder
 from rlflow.rollout.embedded.graphs import DecodeGraphs
 from rlflow.rollout.embedded.sampling import StopTable, sample, uniforms
-from rlflow.rollout.embedded.slots import Slots
+from rlflow.rollout.embedded.sequences import Slots
 
 NOT_FINITE = 255
 """Flag of a row whose log-prob is NaN or infinite; beside those of the stop table."""
@@ -93,6 +93,10 @@ class ModelRunner:
         logits = self._model.forward(
             tokens.to(device), positions.to(device), attend, ends[complete].to(device)
         )
+        sizes = torch.tensor([chunk.stop - chunk.start for chunk in chunks], device=device)
+        self._cache.keep_routes(
+            tables.repeat_interleave(sizes, 0), positions.to(device), self._model.routes
+        )
         if not complete:
             return []
         batch = torch.tensor([chunks[row].slot for row in complete], device=device)
@@ -127,10 +131,11 @@ class ModelRunner:
         value is looked at on the host."""
         slots = self._slots
         positions = slots.lengths[batch] - 1
-        attend = attention(slots.block_tables[batch], positions)
-        return self._sample(
-            batch, self._model.forward(slots.tokens[batch, positions], positions, attend)
-        )
+        tables = slots.block_tables[batch]
+        attend = attention(tables, positions)
+        logits = self._model.forward(slots.tokens[batch, positions], positions, attend)
+        self._cache.keep_routes(tables, positions, self._model.routes)
+        return self._sample(batch, logits)
 
     def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         slots = self._slots
@@ -156,7 +161,8 @@ class ModelRunner:
         )
         if any(flag == NOT_FINITE for _, flag in outcome):
             raise RolloutError(
-                "engine: the policy's logits are not finite; its weights diverged (lower the learning rate?)."
+                "engine: the policy's logits are not finite; its weights diverged (lower the "
+                "learning rate?)."
             )
         for slot in order:
             slots.cached[slot] = slots.length[slot]

@@ -150,7 +150,8 @@ class StopTable:
         outside = [token for token in token_ids if not 0 <= token < vocab]
         if outside:
             raise RolloutError(
-                f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of {vocab}."
+                f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of "
+                f"{vocab}."
             )
         row[list(token_ids)] = END_TOKEN
         return row

@@ -1,5 +1,4 @@
-"""Which sequence runs when: admission to slots, prefill, decode steps, preemption, and the end of a
-sequence. No event loop here."""
+"""Schedules sequences: admission to slots, prefill, decode steps, preemption, and their end."""
 
 from __future__ import annotations
 
@@ -7,12 +6,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for, prefix_keys
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.embedded.model_runner import ModelRunner, PrefillChunk
 from rlflow.rollout.embedded.sampling import END_TOKEN, StopTable
-from rlflow.rollout.embedded.slots import SequenceState, Slots
+from rlflow.rollout.embedded.sequences import SequenceState, Slots
 from rlflow.rollout.engine import Completion, Stop
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class Scheduler:
 
     blocks: size of the pool. max_tokens: of a prompt and its completion, no more than the pool
     holds. prefill_tokens: most prompt tokens in a step. by_id: admission in the order of the ids,
-    not of the arrival. capture: of decode steps, see ModelRunner; the tables then have their full
-    width from the start."""
+    not of the arrival. routes: completions have them. capture: of decode steps, see ModelRunner;
+    the tables then have their full width from the start."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Scheduler:
         max_tokens: int,
         prefill_tokens: int,
         by_id: bool,
+        routes: bool = False,
         capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
         self.statistics = EngineStatistics()
@@ -72,7 +74,7 @@ class Scheduler:
         self._slots = Slots(slots, self.block_manager, model.device)
         self._max_tokens = max_tokens
         self._prefill_tokens = prefill_tokens
-        self._by_id = by_id
+        self._by_id, self._says_routes = by_id, routes
         self._runner = ModelRunner(model, self._cache, self._slots, stops, capture)
         # Running slots whose cache lacks more than the last token
         self._prefilling: set[int] = set()
@@ -120,9 +122,16 @@ class Scheduler:
         tokens, logprobs, versions = (
             self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
         )
+        routes = self._routes(sequence) if self._says_routes else None
         if not sequence.future.done():
-            sequence.future.set_result(Completion(tokens, logprobs, versions, stop))
+            sequence.future.set_result(Completion(tokens, logprobs, versions, stop, routes))
         self.remove(sequence)
+
+    def _routes(self, sequence: SequenceState) -> Tensor | None:
+        """The experts of the tokens whose keys and values are there: all but the last, unless it
+        was interrupted."""
+        table, slots = self._slots.block_tables[sequence.slot], self._slots
+        return self._cache.routes(table, slots.cached[sequence.slot]) if sequence.slot >= 0 else None
 
     def remove(self, sequence: SequenceState) -> None:
         """Forgets a sequence; what its slot holds stays for its owner's next one."""
@@ -379,7 +388,8 @@ class Scheduler:
         """Takes the blocks of a running sequence, which goes on when it has computed them again."""
         if not self.statistics.preempted:
             logger.warning(
-                "the key-value pool of %d tokens is full: the youngest requests give way and are computed again later. A "
+                "the key-value pool of %d tokens is full: the youngest requests give way and are "
+                "computed again later. A "
                 "larger engine.kv_tokens, or a smaller max_concurrency, is faster.",
                 self.block_manager.count * BLOCK_SIZE,
             )

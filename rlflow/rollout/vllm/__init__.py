@@ -1,4 +1,3 @@
-"""The vLLM engine: vLLM runs in a process of its own, under an interpreter of its own.
+"""The vLLM engine: `vllm serve`, started as a child of this process or found at a URL.
 
-`engine`, `process` and the buckets are the side of rlflow. `worker` and `transfer` are vLLM's: they run where rlflow is not
-installed, as the package `rlflow_vllm`, and may import the standard library, vLLM, what it depends on, and `frames`."""
+`inside` runs under vLLM's interpreter, all else under this one, which never imports vLLM."""

@@ -1,12 +1,14 @@
-"""The trainer's weights on their way to vLLM: files in memory of bounded size, and the names that have to arrive."""
+"""The trainer's weights on their way to vLLM: in buckets, through files in memory that all engines
+of this process share, or on the GPUs that trainer and vLLM share."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,12 +20,15 @@ from rlflow.storage.memory_folders import OwnedFolder
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NAMES_TOLD = 5
+Bucket = Mapping[str, Tensor]
 
 
 class WeightNames:
-    """Which tensors an update of a model consists of: those that its config.json implies, the head in any case.
+    """Which tensors an update of a model consists of: those that its config.json implies, the head
+    in any case.
 
-    Where head and embedding are one tensor, vLLM keeps a packed copy as its head, which a new embedding alone leaves as it is."""
+    Where head and embedding are one tensor, vLLM keeps a packed copy as its head, which a new
+    embedding alone leaves as it is."""
 
     def __init__(self, path: str | Path) -> None:
         config = read_config(path)
@@ -31,98 +36,157 @@ class WeightNames:
             stored = huggingface_shapes(stored_architecture(config))
         except ModelError:  # a family that vLLM knows and rlflow does not
             stored = WeightFiles(path).shapes()
-        self.tied = EMBEDDING in stored and (HEAD not in stored or bool(config.get("tie_word_embeddings")))
+        one = HEAD not in stored or bool(config.get("tie_word_embeddings"))
+        self.tied = EMBEDDING in stored and one
         self._shapes = {**stored, HEAD: stored[EMBEDDING]} if self.tied else stored
         self.expected = frozenset(self._shapes)
 
     def check(self, name: str, tensor: Tensor, sent: set[str]) -> None:
-        """Raises ModelError for a tensor that is none of the model's, or was sent already; vLLM would fail for good."""
+        """Raises ModelError for a tensor that is none of the model's, or was sent already; vLLM
+        would fail for good."""
         if name not in self.expected:
-            raise ModelError(f"engine.load_weights: unknown tensor '{name}'.{did_you_mean(name, self.expected)}")
+            raise ModelError(
+                f"engine.load_weights: unknown tensor '{name}'.{did_you_mean(name, self.expected)}"
+            )
         if name in sent:
-            raise ModelError(f"engine.load_weights: tensor '{name}' came twice; expected every tensor once.")
+            raise ModelError(
+                f"engine.load_weights: tensor '{name}' came twice; expected every tensor once."
+            )
         check_weight(name, tensor, self._shapes[name])
 
-    def check_complete(self, received: set[str]) -> None:
-        """Raises ModelError where vLLM received fewer or other tensors than the model has: it would keep the old ones, and say
-        nothing."""
-        for names, what in (
-            (self.expected - received, "did not arrive"),
-            (received - self.expected, "are not the model's"),
-        ):
-            if names:
-                told = ", ".join(sorted(names)[:NAMES_TOLD]) + (", ..." if len(names) > NAMES_TOLD else "")
-                raise ModelError(
-                    f"engine.load_weights: {len(names)} of {len(self.expected)} tensors {what}: {told}; vLLM would go on with "
-                    "the old values of what is missing. Send every tensor of the model in every update."
-                )
+    def check_complete(self, sent: set[str]) -> None:
+        """Raises ModelError where an update has fewer tensors than the model: vLLM would keep the
+        old ones, and say nothing."""
+        if missing := self.expected - sent:
+            more = ", ..." if len(missing) > NAMES_TOLD else ""
+            told = ", ".join(sorted(missing)[:NAMES_TOLD]) + more
+            raise ModelError(
+                f"engine.load_weights: {len(missing)} of {len(self.expected)} tensors did not "
+                f"arrive: {told}; vLLM would go on with the old values of what is missing. Send "
+                "every tensor of the model in every update."
+            )
 
 
-class Buckets:
-    """Safetensors files in /dev/shm (in the folder of temporary files where there is none), one at a time."""
+class Carrier(Protocol):
+    """A way for the buckets of one update to an engine's server."""
 
-    def __init__(self, limit_bytes: int, parent: Path | None = None) -> None:
-        """parent: another folder to be in."""
-        self._limit = limit_bytes
-        self._owned = OwnedFolder("weights", parent, others=parent is None)
-        self._folder = self._owned.path
-        self._number = 0
+    async def info(self, bucket: Bucket) -> dict[str, Any]:
+        """What the server is told about a bucket: it finds the tensors by that until `info` is
+        called again."""
 
     def close(self) -> None:
-        """Removes the folder."""
-        self._owned.close()
-
-    async def messages(self, weights: Weights, names: WeightNames) -> AsyncIterator[dict[str, Any]]:
-        """Fields of one `update` after another: the path of a file of at most `limit_bytes` (a larger tensor is alone in its
-        file), which is gone when the next is asked for. Of a tied model the head follows its embedding.
-
-        Raises ModelError for a tensor that is none of the model's, RolloutError where there is no room."""
-        held: dict[str, Tensor] = {}
-        size = 0
-        async for name, tensor in with_head(weights, names):
-            tensor = tensor.detach().cpu().contiguous()
-            if held and size + tensor.nbytes > self._limit:
-                async for path in self._written(held):
-                    yield {"path": str(path)}
-                held, size = {}, 0
-            held[name] = tensor
-            size += tensor.nbytes
-        if held:
-            async for path in self._written(held):
-                yield {"path": str(path)}
-
-    async def _written(self, tensors: dict[str, Tensor]) -> AsyncIterator[Path]:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        self._number += 1
-        path = self._folder / f"{self._number}.safetensors"
-        try:
-            try:
-                await asyncio.to_thread(save_file, tensors, path)
-            except (OSError, SafetensorError) as error:
-                size, free = (
-                    sum(tensor.nbytes for tensor in tensors.values()) >> 20,
-                    shutil.disk_usage(self._folder).free >> 20,
-                )
-                raise RolloutError(
-                    f"weight sync: {path}: {size} MiB of tensors cannot be written ({error}); {free} MiB are free there. Make "
-                    "rollout.engine.bucket_mib smaller, or that file system larger."
-                ) from None
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        """The update is over, one way or another."""
 
 
-async def with_head(weights: Weights, names: WeightNames) -> AsyncIterator[tuple[str, Tensor]]:
-    """The pairs, each checked, and of a tied model the head after its embedding. Raises ModelError."""
-    head: Tensor | None = None
-    sent: set[str] = set()
+async def buckets(
+    weights: Weights, names: WeightNames, limit_bytes: int
+) -> AsyncIterator[dict[str, Tensor]]:
+    """The tensors, each checked, in buckets of at most `limit_bytes` (a larger one is alone). Of a
+    tied model the head follows its embedding, in another bucket. A tensor may not change before its
+    bucket is done with.
+
+    Raises ModelError for a tensor that is none of the model's, or for those that did not come."""
+    held: dict[str, Tensor] = {}
+    size, sent = 0, set[str]()
     async for name, tensor in each_weight(weights):
+        if name == HEAD and names.tied and HEAD in sent:
+            continue  # the same tensor as the embedding, which came before
         names.check(name, tensor, sent)
-        if name == EMBEDDING and names.tied:
-            head = tensor.clone()  # a file holds no tensor twice
-        sent.add(name)
-        yield name, tensor
-    if head is not None and HEAD not in sent:
-        yield HEAD, head
+        parts = [name, HEAD] if name == EMBEDDING and names.tied else [name]
+        for part in parts:
+            if held and (size + tensor.nbytes > limit_bytes or len(parts) == 2):
+                yield held
+                held, size = {}, 0
+            held[part] = tensor.detach()
+            size += tensor.nbytes
+            sent.add(part)
+    if held:
+        yield held
+    names.check_complete(sent)
+
+
+class SharedFiles:
+    """Safetensors files in /dev/shm (in the folder of temporary files where there is none). Engines
+    that load the same update at the same time read the same files: who comes first writes one, and
+    it goes when nobody is at it or before it any more.
+
+    parent: another folder to be in. keep: all files of an update stay until it is over."""
+
+    def __init__(self, parent: Path | None = None, keep: bool = False) -> None:
+        self._parent, self._keep = parent, keep
+        self._lock = threading.Lock()
+        self._owned: OwnedFolder | None = None
+        self._users: list[FileCarrier] = []
+        self._files: dict[tuple[int, int], Path] = {}
+
+    def carrier(self, version: int) -> FileCarrier:
+        """A carrier of the update to that version."""
+        with self._lock:
+            self._users.append(FileCarrier(self, version))
+            return self._users[-1]
+
+    def next_file(self, user: FileCarrier, bucket: Bucket) -> Path:
+        """The file with the next bucket of a carrier's update. Raises RolloutError where there is
+        no room."""
+        with self._lock:
+            user.number += 1
+            self._discard()
+            if self._owned is None:
+                self._owned = OwnedFolder("weights", self._parent, others=self._parent is None)
+                self._owned.path.chmod(0o700 if self._parent is None else 0o755)
+            key = user.version, user.number
+            if key not in self._files:
+                path = self._owned.path / f"model-{user.version}-{user.number:05}.safetensors"
+                _write(bucket, path)
+                self._files[key] = path
+            return self._files[key]
+
+    def release(self, user: FileCarrier) -> None:
+        """A carrier's update is over; with the last one the folder goes."""
+        with self._lock:
+            if user in self._users:
+                self._users.remove(user)
+            self._discard()
+            if not self._users and self._owned is not None:
+                self._owned.close()
+                self._owned = None
+                self._files.clear()
+
+    def _discard(self) -> None:
+        """Removes the files that nobody is at or before."""
+        for version, number in [] if self._keep else list(self._files):
+            if all(user.version != version or user.number > number for user in self._users):
+                self._files.pop((version, number)).unlink(missing_ok=True)
+
+
+class FileCarrier:
+    """The files of one update, for one engine. See `SharedFiles`."""
+
+    def __init__(self, files: SharedFiles, version: int) -> None:
+        self._files, self.version, self.number = files, version, 0
+
+    async def info(self, bucket: Bucket) -> dict[str, Any]:
+        """The path of a file with the bucket. Raises RolloutError."""
+        return {"path": str(await asyncio.to_thread(self._files.next_file, self, bucket))}
+
+    def close(self) -> None:
+        """Leaves the files to the others."""
+        self._files.release(self)
+
+
+def _write(bucket: Bucket, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}, path)
+        path.chmod(0o644)  # the folder says who may read it
+    except (OSError, SafetensorError) as error:
+        path.unlink(missing_ok=True)
+        size = sum(tensor.nbytes for tensor in bucket.values()) >> 20
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise RolloutError(
+            f"weight sync: {path}: {size} MiB of tensors cannot be written ({error}); {free} "
+            "MiB are free there. Make rollout.engine.bucket_mib smaller, or that file system "
+            "larger."
+        ) from None

@@ -1,79 +1,68 @@
-"""Requests on this side of vLLM: who waits, what they stop at, and what becomes of the answers."""
+"""Requests on this side of vLLM, and what they stop at."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from pathlib import Path
 
 from rlflow.errors import RolloutError
+from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Sampling, Stop
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.vllm.completions import Sent
 
+COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
 PROMPT_END = 32
 """Tokens that show how a prompt ends, special ones, which have no text, included."""
-STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "aborted"}
-"""vLLM's words -> ours."""
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A call of `generate` from its arrival to its end. call: its number in vLLM's process, once it runs. sampled: before that
-    call. ended_as: why somebody ended it, if somebody did."""
+    """A call of `generate` from its arrival to its end. call: what was sent, once it runs, and task:
+    what waits for the reply. sampled: before that call. ended_as: why somebody ended it, if somebody
+    did."""
 
     tokens: list[int]
     sampling: Sampling
     id: str | None
     priority: int
     future: asyncio.Future[Completion]
-    call: int | None = None
+    call: Sent | None = None
+    task: asyncio.Task[None] | None = None
     sampled: Completion = field(default_factory=lambda: Completion([], [], [], "aborted"))
     ended_as: Stop | None = None
-    task: asyncio.Task[None] | None = None
 
     @property
     def fed(self) -> list[int]:
         """The prompt of the call."""
         return self.tokens + self.sampled.tokens
 
+    def take(self, part: Completion) -> Completion:
+        """Its tokens so far, with those of a part."""
+        done = self.sampled
+        done.tokens += part.tokens
+        done.logprobs += part.logprobs
+        done.versions += part.versions
+        done.stop = (self.ended_as or part.stop) if part.stop == "aborted" else part.stop
+        return done
 
-class RequestQueue:
-    """Requests that wait: the lowest priority number first, then who came first."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, EngineRequest]] = []
-        self._order = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, request: EngineRequest) -> None:
-        """Puts a request behind those of its priority."""
-        heapq.heappush(self._heap, (request.priority, next(self._order), request))
-
-    def next(self) -> EngineRequest:
-        """Takes out the first one."""
-        return heapq.heappop(self._heap)[2]
-
-    def take(self, wanted: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
-        """Takes out those that are wanted."""
-        taken = [entry for entry in self._heap if wanted(entry[2])]
-        self._heap = [entry for entry in self._heap if not wanted(entry[2])]
-        heapq.heapify(self._heap)
-        return [request for _, _, request in sorted(taken)]
-
-    def requests(self) -> list[EngineRequest]:
-        """Those that wait, in no order."""
-        return [request for _, _, request in self._heap]
+    def end(self, outcome: Completion | RolloutError) -> None:
+        """Answers who asked, unless that was done."""
+        if self.future.done():
+            return
+        if isinstance(outcome, Completion):
+            self.future.set_result(outcome)
+        else:
+            self.future.set_exception(outcome)
 
 
 @dataclass
 class TokenCounts:
-    """Since the start. prefilled: computed in prompts (again after a preemption or new weights: not counted); reused: found in
-    vLLM's prefix cache; decoded: sampled."""
+    """Since the start. prefilled: computed in prompts (again after a preemption or new weights: not
+    counted); reused: found in vLLM's prefix cache; decoded: sampled."""
 
     prefilled: int = 0
     reused: int = 0
@@ -82,48 +71,73 @@ class TokenCounts:
 
 @dataclass
 class StopTokens:
-    """What vLLM's stop strings do not see: one that is a special token's text, as special tokens have no text there."""
+    """What vLLM's stop strings do not see: one that is a special token's text, as special tokens
+    have no text there. given: the tokenizer; none: that of the model's directory."""
 
-    tokenizer: Tokenizer
+    path: Path
+    given: Tokenizer | None
     vocab: int
     known: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self.given or Tokenizer.from_pretrained(self.path)
+
     def of(self, strings: tuple[str, ...]) -> tuple[int, ...]:
-        """Ids that end a completion because of the strings. Raises RolloutError for an empty one."""
-        if strings not in self.known:
+        """Ids that end a completion because of the strings. Raises RolloutError for an empty
+        one."""
+        if strings and strings not in self.known:
             if any(not string for string in strings):
-                raise RolloutError("sampling.stop: a stop string is empty; every completion would end at once.")
+                raise RolloutError(
+                    "sampling.stop: a stop string is empty; every completion would end at once."
+                )
             special = {
-                token: self.tokenizer.decode([token], skip_special_tokens=False) for token in self.tokenizer.special_ids
+                token: self.tokenizer.decode([token], skip_special_tokens=False)
+                for token in self.tokenizer.special_ids
             }
-            self.known[strings] = tuple(t for t, text in special.items() if text in strings and t < self.vocab)
-        return self.known[strings]
+            self.known[strings] = tuple(
+                t for t, text in special.items() if text in strings and t < self.vocab
+            )
+        return self.known[strings] if strings else ()
 
     def missing(self, prompt: list[int], sampled: list[int], sampling: Sampling) -> bool:
-        """Whether nothing in the sampled tokens is a stop, though vLLM says so: behind a prompt that ends within a character
-        vLLM (0.32) looks for stop strings in the prompt too."""
+        """Whether nothing in the sampled tokens is a stop, though vLLM says so: behind a prompt
+        that ends within a character vLLM (0.32) looks for stop strings in the prompt too."""
         ids = (*sampling.stop_token_ids, *self.of(sampling.stop))
-        if not sampling.stop or any(token in ids for token in sampled[-1:]) or not self._ends_open(prompt):
+        if not sampling.stop or any(token in ids for token in sampled[-1:]):
+            return False
+        if not self.tokenizer.decode(prompt[-PROMPT_END:]).endswith("\ufffd"):
             return False
         text = self.tokenizer.decode(sampled)
         return not any(string in text for string in sampling.stop)
 
-    def _ends_open(self, tokens: list[int]) -> bool:
-        return self.tokenizer.decode(tokens[-PROMPT_END:]).endswith("\ufffd")
+
+def check_request(tokens: Sequence[int], sampling: Sampling, max_tokens: int, vocab: int) -> None:
+    """Raises RolloutError for a request that vLLM cannot serve. max_tokens: of a prompt and its
+    completion together."""
+    if not tokens or len(tokens) >= max_tokens:
+        raise RolloutError(
+            f"engine.generate: a prompt of {len(tokens)} tokens; expected at least 1, and room in "
+            f"the {max_tokens} tokens that it and its completion may have (engine.max_tokens, or "
+            "the model's positions)."
+        )
+    lowest, highest = (choose((*tokens, *sampling.stop_token_ids)) for choose in (min, max))
+    if lowest < 0 or highest >= vocab:
+        raise RolloutError(
+            f"engine.generate: token {lowest if lowest < 0 else highest} is outside the vocabulary "
+            f"of {vocab}; is the tokenizer the model's?"
+        )
+    cold = 0 < sampling.temperature < COLDEST
+    if sampling.max_tokens < 1 or not sampling.temperature >= 0 or cold:
+        raise RolloutError(
+            "engine.generate: expected max_tokens >= 1 and a temperature of 0 or at least "
+            f"{COLDEST} (vLLM samples at no lower one), found {sampling.max_tokens} and "
+            f"{sampling.temperature}."
+        )
 
 
-def take(request: EngineRequest, reply: Mapping[str, Any], counts: TokenCounts) -> Completion:
-    """The request's tokens so far, with those that vLLM's process answered, counted. Raises RolloutError for an end that is
-    none."""
-    stop = STOPS.get(reply["stop"])
-    if stop is None:
-        raise RolloutError(f"vLLM: it ended a request with '{reply['stop']}'; expected {', '.join(STOPS)}.")
-    counts.prefilled += len(request.fed) - reply["cached"]
-    counts.reused += reply["cached"]
-    counts.decoded += len(reply["tokens"])
-    done = request.sampled
-    done.tokens += reply["tokens"]
-    done.logprobs += reply["logprobs"]
-    done.versions += reply["versions"]
-    done.stop = (request.ended_as or stop) if stop == "aborted" else stop
-    return done
+def most_tokens(path: str | Path, max_tokens: int | None) -> int | None:
+    """Of a prompt and its completion together: the lower of `max_tokens` and the model's positions;
+    None where neither is known."""
+    limits = [max_tokens, read_config(path).get("max_position_embeddings")]
+    return min((int(limit) for limit in limits if limit is not None), default=None)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.http import Session
-from rlflow.rollout.vllm.backend import CALL_S
 
+GENERATE = "/inference/v1/generate"
+CALL_S = 600.0
+"""Of a call that is no generation: a step is waited for, and a bucket of weights loaded."""
 EXCERPT = 300  # characters of an answer that an error tells
-BESIDE = 8  # connections for what goes past the requests that run: pauses, aborts
 
 
 class Refused(Exception):
@@ -21,14 +22,13 @@ class Refused(Exception):
 
 
 class Routes:
-    """Those of the server at a URL. key: sent as a bearer token. connections: requests that run at a time."""
+    """Those of the server at a URL, over a session's connections."""
 
-    def __init__(self, url: str, key: str | None, connections: int) -> None:
+    def __init__(self, url: str, session: Session) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.heard = time.monotonic()
         """When the server last answered."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session = Session(headers=headers, connections=connections + BESIDE)
+        self._session = session
 
     async def ask(
         self,
@@ -39,9 +39,10 @@ class Routes:
         limit_s: float | None = CALL_S,
         missing: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The JSON object that a route answers, {} where it answers none. missing: what a route that is not there stands for.
-        limit_s: none: as long as the server computes. Raises Retryable where nobody answered, Refused for a status that says
-        no."""
+        """The JSON object that a route answers, {} where it answers none. missing: what a route
+        that is not there stands for. limit_s: none: as long as the server computes.
+
+        Raises Retryable where nobody answered, Refused for a status that says no."""
         reply = await self._session.ask(method, self.url + path, body, timeout_s=limit_s)
         self.heard = time.monotonic()
         if reply.status == 404 and missing is not None:
@@ -54,7 +55,3 @@ class Routes:
         except (ValueError, RecursionError):
             raise Refused(200, f"expected JSON, found {excerpt}") from None
         return found if isinstance(found, dict) else {"": found}
-
-    async def close(self) -> None:
-        """Ends the connections."""
-        await self._session.close()

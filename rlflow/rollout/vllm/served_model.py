@@ -41,7 +41,9 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
         model = Decoder(architecture(read_config(path)), torch.float32, torch.device("cpu"))
         model.load(iterate_weights(path))
     except ModelError as error:
-        logger.warning("%s%s: it is not known whether its weights are those of %s: %s", name, says, path, error)
+        logger.warning(
+            "%s%s: it is not known whether its weights are those of %s: %s", name, says, path, error
+        )
         return
     prompt = [token % model.architecture.vocab for token in (5, 7, 11, 13)]
     done = await engine.generate(prompt, Sampling(TOKENS, TEMPERATURE, seed=1))
@@ -72,7 +74,9 @@ def logprobs(model: Decoder, tokens: Sequence[int], temperature: float) -> list[
     """Of every token after those before it, in nats, at the temperature; 0 for the first."""
     model.reserve(len(tokens))
     ids = torch.tensor(tokens)
-    logits = model.forward(ids, torch.arange(len(tokens)), lambda _, queries, rest: _attended(model, queries, rest))
+    logits = model.forward(
+        ids, torch.arange(len(tokens)), lambda _, queries, rest: _attended(model, queries, rest)
+    )
     told = (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return [0.0, *told.tolist()]
 

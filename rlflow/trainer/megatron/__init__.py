@@ -19,10 +19,12 @@ try:
 
         from rlflow.trainer.megatron.megatron_trainer import MegatronTrainer
 except ModuleNotFoundError as error:
-    if (error.name or "").split(".")[0] != "megatron":
+    missing = (error.name or "").split(".")[0]
+    wanted = {"megatron": "megatron-core", "triton": "triton"}.get(missing)
+    if wanted is None:
         raise
     raise MissingPackageError(
-        "trainer.backend=megatron needs megatron-core: pip install megatron-core"
+        f"trainer.backend=megatron needs {wanted}: pip install {wanted}"
     ) from None
 
 __all__ = ["MegatronTrainer"]

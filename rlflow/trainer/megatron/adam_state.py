@@ -4,12 +4,12 @@ optimizer splits them over data-parallel ranks.
 
 Megatron's own forms differ between its two optimizers and do not load into each other;
 `fully_reshardable` also gathers every tensor on every rank. Here a split tensor is put together on
-one rank, each rank in turn, and comes back that way."""
+one rank, each rank in turn, and comes back that way: some hundred MiB of tensors per collective."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from rlflow.trainer.megatron.cpu import device
+from rlflow.trainer.megatron.optimizer import chained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"
+ROUND = 1 << 26  # elements of all ranks together that one collective moves: 256 MiB
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Held:
     @property
     def owned(self) -> bool:
         return self.group is None or self.group.rank() == self.owner
+
+    def share(self, rank: int) -> int:
+        """How many elements a rank of `group` updates."""
+        return self.bounds[rank + 1] - self.bounds[rank]
 
     @property
     def written(self) -> bool:
@@ -65,15 +71,16 @@ def sharded_state(optimizer: MegatronOptimizer, parameters: ShardedStateDict) ->
     """The state to save; a collective over the data-parallel ranks where the optimizer splits
     it."""
     content: ShardedStateDict = {}
-    for name, held in _all_held(optimizer, parameters):
-        if not held.written:
-            continue
-        for part in _parts(held.parameter):
-            whole = held.tensors[part] if held.group is None else _gather(held, held.group, part)
-            if whole is not None:
-                content.setdefault(name, {})[part] = held.described(
-                    part, whole.reshape(held.parameter.shape)
-                )
+    written = [(name, held) for name, held in _all_held(optimizer, parameters) if held.written]
+    for group, names in _rounds(written):
+        for part in _parts(next(iter(names.values())).parameter):
+            if group is None:
+                wholes = {name: held.tensors[part] for name, held in names.items()}
+            else:
+                wholes = _gather(names, group, part)
+            for name, whole in wholes.items():
+                shaped = whole.reshape(names[name].parameter.shape)
+                content.setdefault(name, {})[part] = names[name].described(part, shaped)
     return content
 
 
@@ -95,12 +102,13 @@ def restore(
 ) -> None:
     """Copies what was loaded for `requested_state` into the optimizer; a collective where that
     splits its state."""
-    for name, held in _all_held(optimizer, parameters):
-        for part in _parts(held.parameter):
-            if held.group is None:
-                held.tensors[part].copy_(loaded[name][part])
+    for group, names in _rounds(list(_all_held(optimizer, parameters))):
+        for part in _parts(next(iter(names.values())).parameter):
+            if group is None:
+                for name, held in names.items():
+                    held.tensors[part].copy_(loaded[name][part])
             else:
-                _scatter(held, held.group, part, loaded[name][part] if held.owned else None)
+                _scatter(names, group, part, loaded)
 
 
 def _parts(parameter: Parameter) -> tuple[str, ...]:
@@ -115,7 +123,7 @@ def _all_held(
         id(entry.data): name for name, entry in parameters.items() if isinstance(entry, ShardedBase)
     }
     owner = itertools.count()
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for inner in chained(optimizer):
         if not inner.config.use_distributed_optimizer:
             for parameter in _parameters(inner):
                 name = names[id(parameter)]
@@ -178,36 +186,82 @@ def _rank_bounds(buffer: Any, place: tuple[int, int, int], ranks: int) -> tuple[
     )
 
 
-def _gather(held: Held, group: ProcessGroup, part: str) -> Tensor | None:
-    """The whole, flat, on the CPU of its owner; None elsewhere. Ranks that are further on have sent
-    already."""
-    rank = group.rank()
-    if not held.owned:
-        if held.tensors:
-            target = dist.get_global_rank(group, held.owner)
-            dist.send(held.tensors[part].to(device()).contiguous(), target, group=group)
-        return None
-    whole = torch.empty(held.bounds[-1], dtype=torch.float32, device=device())
-    for other, (low, high) in enumerate(itertools.pairwise(held.bounds)):
-        if other == rank and low < high:
-            whole[low:high] = held.tensors[part]
-        elif low < high:
-            dist.recv(whole[low:high], dist.get_global_rank(group, other), group=group)
-    return whole.cpu()
+def _rounds(
+    held: Sequence[tuple[str, Held]],
+) -> Iterator[tuple[ProcessGroup | None, dict[str, Held]]]:
+    """Successive parameters of one group and type, up to ROUND elements together."""
+    names: dict[str, Held] = {}
+    size, kind = 0, None
+    for name, one in held:
+        size += one.parameter.numel()
+        found = one.group, one.parameter.dtype
+        if names and (size > ROUND or found != kind):
+            yield next(iter(names.values())).group, names
+            names, size = {}, one.parameter.numel()
+        names[name], kind = one, found
+    if names:
+        yield next(iter(names.values())).group, names
 
 
-def _scatter(held: Held, group: ProcessGroup, part: str, whole: Tensor | None) -> None:
-    """Copies this rank's part of the owner's tensor into the state."""
+def _gather(names: dict[str, Held], group: ProcessGroup, part: str) -> dict[str, Tensor]:
+    """The wholes, flat, on the CPU of their owners."""
+    mine = [
+        held.tensors[part].flatten()
+        for owner in range(group.size())
+        for held in names.values()
+        if held.owner == owner and held.tensors
+    ]
+    received = _exchange(mine, _sent(names, group), _received(names, group), group).cpu()
+    pieces = {name: list[Tensor]() for name, held in names.items() if held.owned}
+    place = 0
+    for rank in range(group.size()):
+        for name in pieces:
+            size = names[name].share(rank)
+            pieces[name].append(received[place : place + size])
+            place += size
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _scatter(
+    names: dict[str, Held], group: ProcessGroup, part: str, loaded: dict[str, dict[str, Tensor]]
+) -> None:
+    """Copies this rank's parts of the owners' tensors into the state."""
+    mine = [
+        loaded[name][part].flatten()[held.bounds[rank] : held.bounds[rank + 1]]
+        for rank in range(group.size())
+        for name, held in names.items()
+        if held.owned
+    ]
+    received = _exchange(mine, _received(names, group), _sent(names, group), group)
+    place = 0
+    for owner in range(group.size()):
+        for held in names.values():
+            if held.owner == owner and held.tensors:
+                target = held.tensors[part]
+                target.copy_(received[place : place + target.numel()].view(target.shape))
+                place += target.numel()
+
+
+def _sent(names: dict[str, Held], group: ProcessGroup) -> list[int]:
+    """How many elements of this rank's parts each rank owns."""
     rank = group.rank()
-    if whole is None:
-        if held.tensors:
-            received = torch.empty(held.tensors[part].numel(), dtype=torch.float32, device=device())
-            dist.recv(received, dist.get_global_rank(group, held.owner), group=group)
-            held.tensors[part].copy_(received)
-        return
-    flat = whole.flatten().to(device())
-    for other, (low, high) in enumerate(itertools.pairwise(held.bounds)):
-        if other == rank and low < high:
-            held.tensors[part].copy_(flat[low:high])
-        elif low < high:
-            dist.send(flat[low:high].contiguous(), dist.get_global_rank(group, other), group=group)
+    return [
+        sum(held.share(rank) for held in names.values() if held.owner == owner)
+        for owner in range(group.size())
+    ]
+
+
+def _received(names: dict[str, Held], group: ProcessGroup) -> list[int]:
+    """How many elements of what this rank owns each rank has."""
+    owned = [held for held in names.values() if held.owned]
+    return [sum(held.share(rank) for held in owned) for rank in range(group.size())]
+
+
+def _exchange(
+    parts: list[Tensor], sizes: list[int], expected: list[int], group: ProcessGroup
+) -> Tensor:
+    """What all ranks have for this one, end to end. sizes, expected: elements to and from each."""
+    own = torch.cat(parts).to(device()) if parts else torch.empty(0, device=device())
+    received = torch.empty(sum(expected), device=device())
+    dist.all_to_all_single(received, own, expected, sizes, group=group)
+    return received

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from rlflow.models.architecture import Architecture, placed_rules
-from rlflow.models.huggingface import Digest, WeightFiles
+from rlflow.models.huggingface import WeightFiles, combined_hash, tensor_hash
 from rlflow.trainer.lora import identity
 from rlflow.trainer.megatron import low_rank
 from rlflow.trainer.megatron.cpu import device
@@ -64,12 +64,10 @@ def base_identity(options: LoraOptions | None, weights: WeightFiles) -> dict[str
     rank hashes its share."""
     if options is None:
         return None
-    content = Digest()
-    for name in sorted(weights)[dist.get_rank() :: dist.get_world_size()]:
-        content.add(name, weights[name])
+    own = sorted(weights)[dist.get_rank() :: dist.get_world_size()]
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, content)
-    return identity(options, Digest.of(shares).hexdigest())
+    dist.all_gather_object(shares, [tensor_hash(name, weights[name]) for name in own])
+    return identity(options, combined_hash(one for share in shares for one in share))
 
 
 def gather_adapters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ def load(path: Path, state: TrainerState) -> TrainerState:
     Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is
     missing or holds another model."""
     manifest = read_manifest(path)
-    _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
+    _check_same_model(path, manifest["model"], _described(state.architecture))
     check_identity(path, manifest.get("lora"), state.lora)
     _check_files(path, manifest)
     if manifest["dtype"] != _dtype(state):
@@ -198,11 +199,16 @@ def _manifest(state: TrainerState) -> dict[str, Any]:
         "step": state.step,
         "updates": state.updates,
         "layout": _layout(state.world),
-        "model": dataclasses.asdict(state.architecture),
+        "model": _described(state.architecture),
         "dtype": _dtype(state),
         "snapshots": sorted(state.snapshots),
         "lora": state.lora,
     }
+
+
+def _described(model: Architecture) -> dict[str, Any]:
+    """As JSON gives it back, which has no tuples."""
+    return json.loads(json.dumps(dataclasses.asdict(model)))
 
 
 def _dtype(state: TrainerState) -> str:
@@ -214,6 +220,7 @@ def _layout(world: World) -> dict[str, int]:
         "tensor_parallel": world.tensor_parallel,
         "pipeline_parallel": world.pipeline_parallel,
         "data_parallel": world.data_parallel,
+        "expert_parallel": world.layout.expert_parallel,
     }
 
 

@@ -8,12 +8,21 @@ cut packed rows one by one."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """Megatron's bounds of packed rows, and their lengths on the host: reading them off the bounds
+    would make it wait for the GPU in every layer."""
+
+    lengths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,20 @@ def held_chunks(lengths: Sequence[int], ranks: int, rank: int) -> Iterator[HeldC
             yield HeldChunk(slice(here, here + size), start, first, first + size)
             here += size
         start += length
+
+
+def packed_positions(bounds: Tensor, tokens: int, ranks: int = 1, rank: int = 0) -> Tensor:
+    """(tokens,) the position in its segment of each of a rank's tokens, which lie as `HeldChunk`
+    says. bounds (segments + 1,): of whole segments. Nothing is read on the host."""
+    here = torch.arange(tokens, device=bounds.device)
+    starts = bounds.long() // ranks
+    segment = torch.searchsorted(starts[1:], here, right=True)
+    place = here - starts[segment]
+    if ranks == 1:
+        return place
+    size = (starts[segment + 1] - starts[segment]) // 2
+    late = place >= size
+    return place + torch.where(late, (2 * ranks - 2 - rank) * size, rank * size)
 
 
 def gather_tokens(values: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:

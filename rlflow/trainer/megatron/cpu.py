@@ -1,15 +1,16 @@
-"""What megatron-core needs where there is no CUDA. A no-op where there is; the only place that
-patches anything.
+"""Patches of megatron-core for machines without CUDA or without Transformer Engine's rotary
+kernels; the only place that patches anything.
 
-Measured with megatron-core 0.16.1 and torch 2.13 over gloo: unpatched, RNG seeding, the pipeline
-schedules, DDP, the optimizer and tied embeddings over pipeline stages each stop at "Torch not
-compiled with CUDA enabled"."""
+Measured with megatron-core 0.16.1 to 0.19.2 and torch 2.13 over gloo: unpatched, RNG seeding, the
+pipeline schedules, DDP, the optimizer and tied embeddings over pipeline stages each stop at "Torch
+not compiled with CUDA enabled"."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import megatron.core
@@ -17,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
@@ -24,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from rlflow.errors import MissingPackageError
 from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.context import held_positions
-from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
 _Result = TypeVar("_Result")
 
@@ -38,40 +39,45 @@ def device() -> torch.device:
     )
 
 
-def check_version() -> None:
-    """Raises MissingPackageError where there is no CUDA and the adaptation was not tested with this
-    megatron-core."""
-    version = megatron.core.__version__
-    if not torch.cuda.is_available() and not version.startswith(MEGATRON_WITHOUT_CUDA):
-        raise MissingPackageError(untested_megatron(version))
-
-
 @contextlib.contextmanager
 def adapted() -> Iterator[None]:
     """Inside, megatron-core's calls for a CUDA device are answered by the CPU, and its deprecation
     warnings are silent.
 
     Model build, steps and checkpoints run here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
-        warnings.filterwarnings(
-            "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-        )
-        warnings.filterwarnings(
-            "ignore", message="The .grad attribute of a Tensor that is not a leaf"
-        )  # split parameters
-        if torch.cuda.is_available():
+    kernels = _rotary_kernels() if torch.cuda.is_available() else _without_cuda()
+    with _quietly(), _without_transformer_engine(), kernels:
+        yield
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    log = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    level = log.level
+    log.setLevel(logging.ERROR)  # from 0.19 on it warns that every GPTModel is deprecated
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+            warnings.filterwarnings(
+                "ignore",
+                message=r"`torch\.distributed\.\w+` is deprecated",
+                category=FutureWarning,
+            )
+            # Split parameters
+            warnings.filterwarnings(
+                "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+            )
             yield
-        else:
-            with _without_cuda():
-                yield
+    finally:
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
 def _without_cuda() -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "current_stream", torch.cpu.current_stream),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
@@ -85,7 +91,11 @@ def _without_cuda() -> Iterator[None]:
         # Kernels of Transformer Engine, which needs CUDA.
         (rope_utils, "fused_apply_rotary_pos_emb", layers.rotate),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", layers.rotate_packed),
+        # Brings counts of tokens to the host, on a stream of its own
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_on_host),
     ]
+    _check_replaced(replacements)
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
@@ -97,10 +107,39 @@ def _without_cuda() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def _check_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> None:
+    """Raises MissingPackageError where this megatron-core lacks what is replaced."""
+    for owner, name, _ in replacements:
+        if not hasattr(owner, name):
+            raise MissingPackageError(
+                f"megatron-core {megatron.core.__version__} has no {owner.__name__}.{name}, which is "
+                "replaced where there is no CUDA; expected a version from 0.16 to 0.19: "
+                "pip install 'megatron-core>=0.16,<0.20'"
+            )
+
+
 @contextlib.contextmanager
-def without_transformer_engine() -> Iterator[None]:
-    """Inside, megatron-core 0.16.1 builds routers and latent attention where Transformer Engine is
-    not installed.
+def _rotary_kernels() -> Iterator[None]:
+    """Inside, Megatron finds rotary kernels on a GPU without Transformer Engine too: its own code
+    for packed rows makes the host wait four times per layer."""
+    names = {
+        "fused_apply_rotary_pos_emb": layers.rotate,
+        "fused_apply_rotary_pos_emb_thd": layers.rotate_packed,
+    }
+    missing = [name for name in names if getattr(rope_utils, name) is None]
+    for name in missing:
+        setattr(rope_utils, name, names[name])
+    try:
+        yield
+    finally:
+        for name in missing:
+            setattr(rope_utils, name, None)
+
+
+@contextlib.contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Inside, megatron-core builds routers and latent attention where Transformer Engine is not
+    installed.
 
     Unpatched, the router uses a name that only an import of Transformer Engine sets, and latent
     attention takes another package's presence for Transformer Engine's."""
@@ -108,17 +147,13 @@ def without_transformer_engine() -> Iterator[None]:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    gemm = [] if hasattr(moe_utils, "te_general_gemm") else [(moe_utils, "te_general_gemm", None)]
-    engine = [] if HAVE_TE else [(multi_latent_attention, "HAVE_TE", False)]
+    vars(moe_utils).setdefault("te_general_gemm", None)
     before = multi_latent_attention.HAVE_TE
-    for owner, name, value in (*gemm, *engine):
-        setattr(owner, name, value)
+    multi_latent_attention.HAVE_TE = HAVE_TE
     try:
         yield
     finally:
         multi_latent_attention.HAVE_TE = before
-        for owner, name, _ in gemm:
-            delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -146,6 +181,17 @@ def sharing_groups() -> Iterator[None]:
         parallel_state.create_group = create
 
 
+def _counts_on_host(
+    dispatcher: MoEAlltoAllTokenDispatcher, _: str, tokens_per_expert: Tensor | None = None
+) -> Tensor | None:
+    """The counts, which are there already; torch wants those of a collective as numbers."""
+    for name in ("input_splits", "output_splits"):
+        splits = getattr(dispatcher, name)
+        if isinstance(splits, Tensor):
+            setattr(dispatcher, name, splits.tolist())
+    return tokens_per_expert
+
+
 def _held_embedding(embedding: Tensor, dimension: int, group: ProcessGroup) -> Tensor:
     """Megatron's choice of a context-parallel rank's positions, without pinned memory."""
     held = held_positions(
@@ -159,7 +205,9 @@ def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
     CUDA device.
 
     The translation costs about 2 us per torch operation, which a tiny model would feel in its
-    forward pass."""
+    forward pass. Where there is CUDA, nothing is translated."""
+    if torch.cuda.is_available():
+        return function
 
     def call(*args: Any, **kwargs: Any) -> _Result:
         with torch._C.DisableTorchFunction():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,8 @@ class FrozenModel:
         it, ModelError."""
         model = architecture(read_config(path))
         try:
-            world.layout.check_model(model)
+            one_each = {} if model.experts is not None else {"expert_parallel": 1}
+            replace(world.layout, **one_each).check_model(model)
         except ConfigError as problem:
             raise ConfigError(f"{path}: it is split as the policy is: {problem}") from None
         chunks = build_model(model, world, dtype, chunk_bytes)

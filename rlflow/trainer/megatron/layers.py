@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -23,15 +22,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlflow import matmul as products
-from rlflow.trainer.megatron.context import gather_tokens, held_chunks
+from rlflow.trainer.megatron.context import (
+    Segments,
+    gather_tokens,
+    held_chunks,
+    packed_positions,
+)
 
 varlen_attn: Callable[..., Any] | None = None
-"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped
-queries."""
+"""torch's attention over rows of variable lengths, where it takes windows (from 2.11)."""
+varlen_options: frozenset[str] = frozenset()
+"""What it can be told. Its kernel takes grouped queries as they are: 2.13 wants to be told of them
+(enable_gqa), 2.11 has no word for it."""
 with contextlib.suppress(ImportError):
     from torch.nn.attention import varlen
 
-    if {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
+    varlen_options = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+    if "window_size" in varlen_options:
         varlen_attn = varlen.varlen_attn
 
 
@@ -78,15 +85,14 @@ class TorchAttention(MegatronModule):
             if ranks == 1:
                 return _attend(query, key, value)
             return self._attend_over_ranks(query, key, value, [query.shape[0] * ranks])
-        bounds = packed_seq_params.cu_seqlens_q
-        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        if ranks == 1 and varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
+            bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            return _attend_packed(query, key, value, bounds, longest)
+        assert isinstance(packed_seq_params, Segments)
+        lengths = packed_seq_params.lengths
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
-        if varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
-            return _attend_packed(
-                query.squeeze(1), key.squeeze(1), value.squeeze(1), bounds, max(lengths)
-            )
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
         return torch.cat([_attend(*segment) for segment in segments]).squeeze(1)
 
@@ -114,9 +120,10 @@ def _attend_packed(
     flash attention for variable lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens,
     heads * head_dim)."""
     assert varlen_attn is not None
-    grouped = query.shape[1] != key.shape[1]
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]}
+    options = grouped if "enable_gqa" in varlen_options else {}
     mixed = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped
+        query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **options
     )
     packed: Tensor = mixed.flatten(1)
     return packed
@@ -182,16 +189,17 @@ def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def rotate_packed(
-    values: Tensor, bounds: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0
+    values: Tensor,
+    bounds: Tensor,
+    angles: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> Tensor:
     """The same for packed rows (N, heads, D): positions begin at 0 in every segment. Under context
     parallelism each segment lies on the ranks as Megatron cuts it."""
-    lengths = (bounds[1:] - bounds[:-1]).div(cp_size, rounding_mode="floor").tolist()
-    own = [
-        rope_utils._get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, segment, angles)
-        for segment in values.split(lengths)
-    ]
-    return rotate(values.unsqueeze(1), torch.cat(own)).squeeze(1)
+    own = angles.index_select(0, packed_positions(bounds, values.shape[0], cp_size, cp_rank))
+    return rotate(values.unsqueeze(1), own, interleaved).squeeze(1)
 
 
 class _Rotary(torch.autograd.Function):
@@ -263,7 +271,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sum_gradient, ctx.gather = group, sum_gradient, gather
         whole = _gathered(inputs, group) if gather else inputs
-        return products.linear(whole.flatten(0, -2), weight, bias).view(*whole.shape[:-1], -1)
+        # Not `view`: an expert may get no token, and -1 of nothing is anything
+        return products.linear(whole.flatten(0, -2), weight, bias).unflatten(0, whole.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -272,7 +281,7 @@ class _Linear(torch.autograd.Function):
         flat = gradient.flatten(0, -2)
         of_inputs = of_weight = None
         if for_inputs:
-            of_inputs = products.linear(flat, weight.t()).view(*gradient.shape[:-1], -1)
+            of_inputs = products.linear(flat, weight.t()).unflatten(0, gradient.shape[:-1])
             if ctx.gather:
                 of_inputs = _scattered(of_inputs, ctx.group)
             elif ctx.sum_gradient:

@@ -6,6 +6,8 @@ Only (positions,) numbers cross ranks, never logits; and no more logits exist at
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlflow.matmul import accumulate, linear
+from rlflow.matmul import accumulate, linear, linear_float32
 
 CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
@@ -64,15 +66,16 @@ def token_logprobs(
     temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all by
     default. Position t describes token t, so position 0 and padding are 0, as is what is not
     wanted: no logits are computed for them."""
-    predicting, valid = _predicting(hidden, lengths, layer, places, wanted)
+    predicting, valid, index = _predicting(hidden, lengths, layer, places, wanted)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
     targets = (
         tokens[:, 1:, None]
         if others is None
         else torch.cat([tokens[..., None], others], dim=-1)[:, 1:]
     )
+    targets, scale = targets.flatten(0, 1)[index], scale.flatten()[index]
     logprobs, entropy = _OutputLogprobs.apply(
-        predicting, layer.weight, targets[valid], scale[valid], layer, want_entropy
+        predicting, layer.weight, targets, scale, layer, want_entropy
     )
     return (
         at_tokens(logprobs[:, 0], valid, context_group),
@@ -91,14 +94,15 @@ def top_tokens(
     places: Tensor,
     context_group: ProcessGroup,
     below: int,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """(B, T, count) the likeliest ids below `below` in the place of each token, the likeliest
     first; 0 as in `token_logprobs`."""
-    predicting, valid = _predicting(hidden, lengths, layer, places)
+    predicting, valid, _ = _predicting(hidden, lengths, layer, places, wanted)
     found = torch.empty(len(predicting), count, dtype=torch.int64, device=hidden.device)
     part, rank = len(layer.weight), layer.group.rank()
     for rows in _slices(len(predicting), max(1, layer.chunk_bytes // (4 * part))):
-        logits = linear(predicting[rows], layer.weight).float()
+        logits = linear_float32(predicting[rows], layer.weight)
         logits[:, min(max(below - rank * part, 0), part) :] = -torch.inf
         values, ids = logits.topk(min(count, part), dim=1)
         values, ids = _gathered(values, layer.group), _gathered(ids + rank * part, layer.group)
@@ -112,9 +116,9 @@ def _predicting(
     layer: OutputLayer,
     places: Tensor,
     wanted: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(N, hidden) the hidden states that predict a token to describe, and (B, T - 1) which of
-    tokens 1 to T - 1 those are."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, hidden) the hidden states that predict a token to describe, (B, T - 1) which of tokens 1
+    to T - 1 those are, and (N,) their places among all of these."""
     if layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=True, group=layer.group
@@ -122,7 +126,9 @@ def _predicting(
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
     valid = predicted_here(lengths, places, wanted)
-    return hidden.flatten(0, 1).index_select(0, places[:, :-1][valid]), valid
+    index = valid.flatten().nonzero().squeeze(1)  # the one look at a size per micro-batch
+    states = hidden.flatten(0, 1).index_select(0, places[:, :-1].flatten()[index])
+    return states, valid, index
 
 
 def predicted_here(lengths: Tensor, places: Tensor, wanted: Tensor | None) -> Tensor:
@@ -171,7 +177,7 @@ class _OutputLogprobs(torch.autograd.Function):
         exponents = None
         for rows in _slices(len(hidden), size):
             exponents = None  # not two chunks at a time
-            exponents = linear(hidden[rows], weight).float()
+            exponents = linear_float32(hidden[rows], weight)
             _soften(
                 exponents,
                 targets[rows],
@@ -210,7 +216,7 @@ class _OutputLogprobs(torch.autograd.Function):
         for rows in reversed(_slices(len(hidden), ctx.size)):
             total = answers[2, rows]
             if kept is None:
-                kept, total = linear(hidden[rows], weight).float(), torch.ones_like(total)
+                kept, total = linear_float32(hidden[rows], weight), torch.ones_like(total)
                 _normalize(kept, scale[rows], answers[1, rows], ctx.layer)
             entropy = None if of_entropy is None else (answers[0, rows], of_entropy[rows])
             _differentiate(
@@ -246,21 +252,60 @@ def _soften(
     peak = _reduced(peak, layer.group, dist.ReduceOp.MAX)
     # Sum exp z, sum z exp z, z of each target; z less its peak
     sums = logits.new_zeros(2 + targets.shape[1], len(logits))
+    pass_over = one_kernel(_exponentiate, logits)
     for rows in _slices(len(logits), _cached(logits)):
-        shifted = logits[rows].div_(scale[rows]).sub_(peak[rows])
-        sums[2:, rows] = shifted.gather(1, index[rows]).masked_fill_(~here[rows], 0.0).t()
-        if want_entropy:
-            exponents = shifted.exp()
-            sums[1, rows] = shifted[:, :columns].mul_(exponents[:, :columns]).sum(dim=1)
-            shifted.copy_(exponents)
-        else:
-            shifted.exp_()
-        sums[0, rows] = shifted.sum(dim=1)
+        at_targets, weighted_sum, sum_of_rows = pass_over(
+            logits[rows], index[rows], scale[rows], peak[rows], columns if want_entropy else 0
+        )
+        sums[2:, rows] = at_targets.masked_fill_(~here[rows], 0.0).t()
+        sums[1, rows] = weighted_sum
+        sums[0, rows] = sum_of_rows
     total, weighted, *of_targets = _reduced(sums, layer.group, dist.ReduceOp.SUM)
     torch.sub(torch.stack(of_targets, dim=1), total.log().unsqueeze(1), out=logprobs)
     torch.sub(total.log(), weighted / total, out=answers[0])
     torch.add(total.log(), peak.squeeze(1), out=answers[1])
     answers[2] = total
+
+
+def _exponentiate(
+    logits: Tensor, index: Tensor, scale: Tensor, peak: Tensor, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns logits (n, V) into exp(z - peak) in place; returns z - peak at `index` (n, m), the sum of
+    (z - peak) exp(z - peak) over the first `columns`, and the sum of the exponentials."""
+    shifted = logits.div_(scale).sub_(peak)
+    at_index = shifted.gather(1, index)
+    weighted = shifted.new_zeros(len(shifted))
+    if columns:
+        exponents = shifted.exp()
+        weighted = shifted[:, :columns].mul_(exponents[:, :columns]).sum(dim=1)
+        shifted.copy_(exponents)
+    else:
+        shifted.exp_()
+    return at_index, weighted, shifted.sum(dim=1)
+
+
+def _slope(
+    exponents: Tensor, index: Tensor, share: Tensor, at_index: Tensor, of_surprise: Tensor | None
+) -> None:
+    """Turns exponentials e (n, V) into share * e + of_surprise * e log e in place, and adds
+    `at_index` (n, m) at `index`."""
+    if of_surprise is None:
+        exponents.mul_(share)
+    else:
+        surprise = torch.xlogy(exponents, exponents)
+        exponents.mul_(share).addcmul_(surprise, of_surprise)
+    exponents.scatter_add_(1, index, at_index)
+
+
+def one_kernel(function: Callable[..., Any], values: Tensor) -> Callable[..., Any]:
+    """The function, on a GPU compiled: all its operations in as few passes over memory as there can
+    be."""
+    return _compiled(function) if values.is_cuda else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _normalize(logits: Tensor, scale: Tensor, normalizer: Tensor, layer: OutputLayer) -> None:
@@ -284,7 +329,7 @@ def _differentiate(
     gradient."""
     index, here, _ = _local(targets, layer, exponents.shape[1])
     share = -of_logprob.sum(dim=1) / total
-    of_surprise = torch.zeros_like(share)
+    of_surprise = None
     if entropy is not None:
         # With p = e / total: -p (log p + H) = -(e log e + e (H - log total)) / total.
         value, of_entropy = entropy
@@ -292,14 +337,10 @@ def _differentiate(
         of_surprise = (-of_entropy / total / scale).unsqueeze(1)
     share = (share / scale).unsqueeze(1)
     at_target = of_logprob * here / scale.unsqueeze(1)
+    pass_over = one_kernel(_slope, exponents)
     for rows in _slices(len(exponents), _cached(exponents)):
-        chunk = exponents[rows]
-        if entropy is None:
-            chunk.mul_(share[rows])
-        else:
-            surprise = torch.xlogy(chunk, chunk)
-            chunk.mul_(share[rows]).addcmul_(surprise, of_surprise[rows])
-        chunk.scatter_add_(1, index[rows], at_target[rows])
+        surprise = None if of_surprise is None else of_surprise[rows]
+        pass_over(exponents[rows], index[rows], share[rows], at_target[rows], surprise)
 
 
 def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tensor, int]:

@@ -11,11 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.batching import ROUTES
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
-from rlflow.trainer.megatron import adapters, checkpoint, cpu, offload, optimizer, step, world
+from rlflow.trainer.lora import check_layers
+from rlflow.trainer.megatron import (
+    adapters,
+    checkpoint,
+    cpu,
+    offload,
+    optimizer,
+    router_replay,
+    step,
+    world,
+)
 from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import (
     FP8_GRANULE,
@@ -41,7 +52,8 @@ class MegatronTrainer(Trainer):
 
     The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline *
     context)); otherwise this process alone. options: those of `TrainerOptions`. logits_chunk_mib: what a micro-batch has beyond
-    it is computed again in the backward pass. recompute: none, selective (attention and MLP) or full (whole layers). values: a
+    it is computed again in the backward pass. recompute: none, selective (attention and MLP), full (whole layers) or parts of a
+    layer. values: a
     critic, with a value head in place of the output layer; `score` gives values, and losses get them.
     `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
 
@@ -58,19 +70,22 @@ class MegatronTrainer(Trainer):
         given = TrainerOptions.of(options)
         layout, adamw, weights_dtype = given.layout, given.adamw, torch_dtype(dtype)
         self._learning_rate = given.learning_rate()
-        cpu.check_version()
         if not torch.cuda.is_available():
             given.check_without_gpu()
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
-        self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too
+        check_layers(given.adapters, self._architecture)
+        router_replay.check_model(given.router_replay, self._architecture)
+        self._replays = given.router_replay == "rollout" and not values  # a critic is another model
+        # Any number is a size, 1e308 too
+        self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)
         weights = WeightFiles(path)
         check_fp8(given.fp8)
         granule = FP8_GRANULE if given.fp8 != "none" else 1
         self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing, granule)
-        self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
-        self._values = values
-        self._updates = 0
+        self._offload_snapshots = given.offload_snapshots
+        self._release_gradients = given.release_gradients
+        self._values, self._updates = values, 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._unchanged: set[str] = set()  # snapshots under which no adapter changes anything
         self._frozen: dict[str, FrozenModel] = {}
@@ -85,7 +100,7 @@ class MegatronTrainer(Trainer):
                     self._world,
                     weights_dtype,
                     self._chunk_bytes,
-                    given.recompute,
+                    given.recomputed,
                     kind,
                     given.fp8,
                     fused=self._lora is None,
@@ -96,7 +111,9 @@ class MegatronTrainer(Trainer):
                     adapters.attach(self._chunks, self._architecture, self._world, self._lora, seed)
                 self._identity = adapters.base_identity(self._lora, weights)
                 self._model = optimizer.wrap(self._chunks, given.distributed_optimizer)
-                self._optimizer = optimizer.make_optimizer(self._model, adamw, given.lr, given.max_gradient_norm)
+                self._optimizer = optimizer.make_optimizer(
+                    self._model, adamw, given.lr, given.max_gradient_norm
+                )
         except BaseException:  # nobody could close a trainer that was never made
             self.close()
             raise
@@ -109,6 +126,8 @@ class MegatronTrainer(Trainer):
                 "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
             )
         self._check(batch)
+        if self._replays:
+            router_replay.check_routes(batch, self._architecture)
         loss = as_loss(loss)
         tokens = int(batch.lengths.sum())
         microbatches = step.plan(batch, self._limits, self._world)
@@ -118,7 +137,9 @@ class MegatronTrainer(Trainer):
             if self._release_gradients:
                 offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
-            metrics = step.forward_backward(self._model, self._world, microbatches, loss, tokens)
+            metrics = step.forward_backward(
+                self._model, self._world, microbatches, loss, tokens, self._replays
+            )
             check_loss(metrics["loss"], self._updates)  # all ranks know it: they raise together
             norm = optimizer.step(self._optimizer, rate)
             if self._release_gradients:
@@ -134,7 +155,11 @@ class MegatronTrainer(Trainer):
         }
 
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         check_wanted(want, self._values)
         vocab = self._architecture.vocab
@@ -145,14 +170,27 @@ class MegatronTrainer(Trainer):
         if model in self._frozen:
             frozen = self._frozen[model]
             with frozen.on_device(), cpu.adapted():
-                return step.score(frozen.chunks, self._world, batch, self._limits, want, top_k, min(vocab, frozen.vocab))
+                return step.score(
+                    frozen.chunks,
+                    self._world,
+                    batch,
+                    self._limits,
+                    want,
+                    top_k,
+                    min(vocab, frozen.vocab),
+                )
         with self._swapped(model), cpu.adapted():
             self._set_training(False)
-            return step.score(self._model, self._world, batch, self._limits, want, top_k, vocab)
+            replay = self._replays and model == "policy" and ROUTES in batch.extras
+            return step.score(
+                self._model, self._world, batch, self._limits, want, top_k, vocab, replay
+            )
 
     def snapshot(self, name: str) -> None:
         if name == "policy":
-            raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
+            raise ConfigError(
+                "snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'."
+            )
         values = {key: parameter.detach() for key, parameter in trained_parameters(self._chunks)}
         self._snapshots[name] = self._kept(values)
         self._note_unchanged(name)
@@ -161,11 +199,13 @@ class MegatronTrainer(Trainer):
         check_new_name(name, [*self._snapshots, *self._frozen])
         dtype = next(self._chunks[0].parameters()).dtype
         with cpu.adapted():
-            self._frozen[name] = FrozenModel.load(path, self._world, dtype, self._chunk_bytes, self._offload_snapshots)
+            self._frozen[name] = FrozenModel.load(
+                path, self._world, dtype, self._chunk_bytes, self._offload_snapshots
+            )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
         offload.empty_cache()
-        return gather_weights(self._chunks, self._architecture, self._world)
+        return gather_weights(self._chunks, self._architecture, self._world, device)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._lora is None:

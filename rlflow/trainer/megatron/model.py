@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -12,12 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -29,9 +26,9 @@ from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import TIED_OUTPUT
 from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
-from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.low_rank import adapter_of
+from rlflow.trainer.megatron.specs import block_spec, expert_options
 from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
@@ -39,12 +36,11 @@ LAYERS = "RLFLOW_LAYERS"
 """Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is installed too."""
 FP8_GRANULE = 16
 """Tokens that products in fp8 must come in (Transformer Engine's documentation)."""
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+WHOLE_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
-"""What is computed again in the backward pass instead of kept: nothing, attention and MLP of each layer, whole layers."""
 
 
 class PolicyModel(GPTModel):
@@ -80,7 +76,9 @@ class ValueModel(PolicyModel):
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})
         if not self.post_process:
             return
-        self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+        self.output_layer = torch.nn.Linear(
+            self.config.hidden_size, 1, dtype=self.config.params_dtype
+        )
         for parameter in self.output_layer.parameters():
             torch.nn.init.zeros_(parameter)
             # Marks of Megatron's: each rank's gradient is of its own tokens, and the gradient norm counts one rank alone.
@@ -97,13 +95,13 @@ def build_model(
     world: World,
     dtype: torch.dtype,
     chunk_bytes: int,
-    recompute: str = "none",
+    recompute: Collection[str] = (),
     kind: type[PolicyModel] = PolicyModel,
     fp8: str = "none",
     fused: bool = True,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
-    a time. recompute: a key of RECOMPUTE. fp8: a recipe of Transformer Engine's, or none. fused: take Transformer Engine's
+    a time. recompute: as `TrainerOptions.recomputed`. fp8: a recipe of Transformer Engine's, or none. fused: take its
     layers where they can be had; adapters need the input of each linear layer, which a norm fused with it does not give out."""
     config = transformer_config(model, world, dtype, recompute, fp8, fused)
     chunks = range(world.layout.virtual_pipeline)
@@ -118,9 +116,11 @@ def _build_chunk(
     chunk_bytes: int,
     kind: type[PolicyModel],
 ) -> PolicyModel:
+    layers = model.layers // world.layout.stages
+    first = (number * world.pipeline_parallel + world.pipeline_rank) * layers
     module = kind(
         config=config,
-        transformer_layer_spec=_layer_spec(config, number),
+        transformer_layer_spec=block_spec(config, model, first, layers),
         vocab_size=padded_vocab(model.vocab, world.tensor_parallel),
         max_sequence_length=model.max_positions,
         pre_process=world.first_stage and number == 0,
@@ -133,6 +133,7 @@ def _build_chunk(
         rope_scaling_factor=model.rope_factor or 1.0,
         vp_stage=number if world.layout.virtual_pipeline > 1 else None,
     )
+    RouterReplay.clear_global_router_replay_instances()  # a list that would keep every model's
     module.vocab, module.chunk_bytes = model.vocab, chunk_bytes
     return module.to(device())
 
@@ -141,13 +142,14 @@ def transformer_config(
     model: Architecture,
     world: World,
     dtype: torch.dtype,
-    recompute: str = "none",
+    recompute: Collection[str] = (),
     fp8: str = "none",
     fused: bool = True,
 ) -> TransformerConfig:
     """Megatron's configuration of the architecture on this layout. recompute, fp8, fused: as of `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
+    fused = fused and uses_transformer_engine()
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -174,7 +176,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight is loaded
-        transformer_impl="transformer_engine" if fused and uses_transformer_engine() else "local",
+        transformer_impl="transformer_engine" if fused else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
         # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
         variable_seq_lengths=world.pipeline_parallel > 1 and not interleaved,
@@ -184,16 +186,30 @@ def transformer_config(
         # apart by their order alone, and over gloo forward and backward tensors silently change places.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
-        # On CPUs these are the operations in `layers`; on GPUs they need Transformer Engine and Apex.
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=on_cpu,
+        # On CPUs these are the operations in `layers`; on GPUs rotary kernels are Transformer Engine's
+        # or those, SwiGLU is Megatron's own, and gradients of weights need an extension of Apex.
+        gradient_accumulation_fusion=not on_cpu and _grad_accum_fusion_available,
+        apply_rope_fusion=True,
         use_te_activation_func=on_cpu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        **({} if fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": fp8}),  # e4m3 forward, e5m2 for gradients
-        **RECOMPUTE[recompute],
+        bias_activation_fusion=not on_cpu,
+        bias_dropout_fusion=False,  # no dropout, no bias: an addition is all there is
+        masked_softmax_fusion=False,  # neither attention calls it
+        **_eight_bits(fp8),
+        **expert_options(model, world.layout, fused),
+        **_recompute(recompute),
     )
+
+
+def _eight_bits(recipe: str) -> dict[str, Any]:
+    """e4m3 forward, e5m2 for gradients."""
+    return {} if recipe == "none" else {"fp8": "hybrid", "fp8_recipe": recipe}
+
+
+def _recompute(parts: Collection[str]) -> dict[str, Any]:
+    if "full" in parts or not parts:
+        return dict(WHOLE_LAYERS) if parts else {}
+    experts = ["moe"] if "mlp" in parts else []  # Megatron's word for the MLP of a layer with them
+    return {"recompute_granularity": "selective", "recompute_modules": [*sorted(parts), *experts]}
 
 
 def uses_transformer_engine() -> bool:
@@ -222,9 +238,13 @@ def check_fp8(recipe: str) -> None:
         )
 
 
-def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool) -> str:
-    """The name of a tensor within its chunk, where layers count from 0 again. fused: in Transformer Engine's layers."""
-    return rule.megatron_name(layer % (model.layers // layout.stages), fused=fused)
+def parameter_name(
+    rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool
+) -> str:
+    """The name of a tensor within its chunk, where layers and experts count from 0 again. fused: in
+    Transformer Engine's layers."""
+    expert = 0 if rule.expert is None else rule.expert % layout.experts_here(model)
+    return rule.megatron_name(layer % (model.layers // layout.stages), expert, fused)
 
 
 def _fused(chunks: Sequence[PolicyModel]) -> bool:
@@ -244,37 +264,58 @@ def load_weights(
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
             if tuple(source.shape) != shape:
-                raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
-        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout, _fused(chunks)))
-        parameter.copy_(shard(rule, sources, model, world.tensor_rank, world.tensor_parallel))
+                raise ModelError(
+                    f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}."
+                )
+        parameter = rest[chunk].pop(
+            parameter_name(rule, layer, model, world.layout, _fused(chunks))
+        )
+        place = (0, 1) if rule.per_expert else (world.tensor_rank, world.tensor_parallel)
+        parameter.copy_(shard(rule, sources, model, *place))
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
         parameter.tensor_model_parallel = rule.split is not Split.REPLICATED
+        # Megatron sums gradients of experts over the ranks that hold the same ones, but at expert_parallel 1 leaves out
+        # tensor-parallel ranks, which have tokens of their own.
+        parameter.allreduce = not rule.per_expert
     unknown = [sorted(set(names) - chunks[0].own_parameters) for names in rest]
     assert not any(unknown), f"parameters without a rule: {unknown}"
 
 
 def gather_weights(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World
+    chunks: Sequence[PolicyModel], model: Architecture, world: World, where: str | None = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, full tensor on the CPU) pairs on every rank, adapters merged into copies of their weights; one rule's
-    tensors in memory at a time. A collective."""
+    """(HuggingFace name, full tensor) pairs on every rank, adapters merged into copies of their weights; one rule's tensors in
+    memory at a time. where: the device of copies; None: parameters as they are, and what is made of them. A collective."""
     parameters = [dict(chunk.named_parameters()) for chunk in chunks]
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
-        if stage == world.pipeline_rank:
+        here = stage == world.pipeline_rank
+        holder = _holder(rule, model, world.layout)
+        if here and holder in (None, world.expert_rank):
             parameter = parameter_name(rule, layer, model, world.layout, _fused(chunks))
-            local, adapter = parameters[chunk][parameter].detach(), adapter_of(chunks[chunk], parameter)
+            local = parameters[chunk][parameter].detach()
+            adapter = adapter_of(chunks[chunk], parameter)
             local = local if adapter is None else adapter.merged(local)
-            tensors = merge(rule, all_shards(local, world), model)
+            tensors = merge(rule, [local] if rule.per_expert else all_shards(local, world), model)
         else:
             dtype = next(chunks[0].parameters()).dtype
-            tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)
+            ]
         for name, tensor in zip(rule.names(layer), tensors, strict=True):
+            if holder is not None and here and world.layout.expert_parallel > 1:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, world.expert_root(holder), group=world.expert_group)
             if world.pipeline_parallel > 1:
                 tensor = tensor.contiguous()
                 dist.broadcast(tensor, world.stage_root(stage), group=world.pipeline_group)
-            yield name, tensor.to("cpu", copy=True)  # a copy: the parameter itself changes with the next update
+            yield name, tensor if where is None else tensor.to(where, copy=True)
+
+
+def _holder(rule: Rule, model: Architecture, layout: ParallelLayout) -> int | None:
+    """Which of the expert-parallel ranks holds a tensor; None: all do."""
+    return None if rule.expert is None else rule.expert // layout.experts_here(model)
 
 
 def all_shards(local: Tensor, world: World) -> list[Tensor]:
@@ -288,7 +329,11 @@ def all_shards(local: Tensor, world: World) -> list[Tensor]:
 
 def _rules(chunks: Sequence[PolicyModel], model: Architecture) -> Iterator[tuple[Rule, int]]:
     """(rule, layer) of the HuggingFace tensors that the model holds: a critic has no projection to the vocabulary."""
-    return ((rule, layer) for rule, layer in placed_rules(model) if rule.megatron not in chunks[0].own_parameters)
+    return (
+        (rule, layer)
+        for rule, layer in placed_rules(model)
+        if rule.megatron not in chunks[0].own_parameters
+    )
 
 
 def held_rules(
@@ -297,7 +342,8 @@ def held_rules(
     """(rule, layer, chunk) of everything that this rank holds."""
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
-        if stage == world.pipeline_rank:
+        held = _holder(rule, model, world.layout) in (None, world.expert_rank)
+        if held and stage == world.pipeline_rank:
             yield rule, layer, chunk
     copied = model.tied and TIED_OUTPUT.megatron not in chunks[0].own_parameters
     if copied and world.last_stage and not world.first_stage:
@@ -308,29 +354,18 @@ def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
     expected = huggingface_shapes(model)
     missing = [name for name in expected if name not in weights]
     if missing:
-        raise ModelError(f"{len(missing)} tensors that config.json implies are missing, first '{missing[0]}'.")
+        raise ModelError(
+            f"{len(missing)} tensors that config.json implies are missing, first '{missing[0]}'."
+        )
     # A tied model's file may repeat the embedding as lm_head.
     known = {*expected, "lm_head.weight"} if model.tied else set(expected)
-    unknown = [name for name in weights if name not in known and not name.endswith(IGNORED_SUFFIXES)]
+    unknown = [
+        name for name in weights if name not in known and not name.endswith(IGNORED_SUFFIXES)
+    ]
     if unknown:
-        raise ModelError(f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'.")
-
-
-def _layer_spec(config: TransformerConfig, number: int) -> ModuleSpec | TransformerBlockSubmodules:
-    if config.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = TorchAttention
-    if config.use_te_activation_func:  # on CPUs
-        layer.mlp.submodules.activation_func = SwiGLU
-        attention.linear_qkv = layer.mlp.submodules.linear_fc1 = ColumnLinear
-        attention.linear_proj = layer.mlp.submodules.linear_fc2 = RowLinear
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=number)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+        raise ModelError(
+            f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'."
+        )
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
@@ -341,9 +376,13 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Paramete
 
 def trained_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
     """Those of `named_parameters` that are trained: all, or adapters alone."""
-    return ((name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad)
+    return (
+        (name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad
+    )
 
 
 def prefixed(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:
     """(what the names of its parameters start with, chunk) for this rank's chunks."""
-    yield from ((f"{number}." if len(chunks) > 1 else "", chunk) for number, chunk in enumerate(chunks))
+    yield from (
+        (f"{number}." if len(chunks) > 1 else "", chunk) for number, chunk in enumerate(chunks)
+    )

@@ -51,34 +51,50 @@ def make_optimizer(
         use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
-    if options.offload:
-        for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-            inner.optimizer = HostAdamW.instead_of(inner.optimizer)
-    for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
-        group["weight_decay"] = options.weight_decay * group["wd_mult"]
-        # One pass over the state instead of about ten
-        if isinstance(optimizer.optimizer, torch.optim.AdamW):
-            group["fused"], group["foreach"] = True, False
+    for one in chained(optimizer):
+        if options.offload:
+            one.optimizer = HostAdamW(one)
+        for group in one.param_groups:  # Megatron leaves this to its own scheduler
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
+            # One pass over the state instead of about ten
+            if isinstance(one.optimizer, torch.optim.AdamW):
+                group["fused"], group["foreach"] = True, False
     for chunk in model:
         chunk.config.grad_scale_func = optimizer.scale_loss
     set_updates(optimizer, 0)
     return optimizer
 
 
-def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
-    """Gives every parameter its moments (zero where there are none yet) and its own count of
-    updates.
+def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron's optimizers of which this one is a chain: experts have one of their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
-    Checkpoints hold one count for all parameters. It must not become one shared tensor: every
-    parameter's step would increment it, and training would diverge silently."""
-    inner = optimizer.optimizer
+
+def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
+    """Gives every parameter its moments (zero where there are none yet), and the optimizer its count
+    of updates, where it keeps it.
+
+    Checkpoints hold one count for all parameters. torch's AdamW has one per parameter, which must
+    not become one shared tensor: every parameter's step would increment it, and training would
+    diverge silently. FusedAdam of Transformer Engine and of Apex has one per group."""
+    for one in chained(optimizer):
+        _set_updates(one.optimizer, updates)
+
+
+def _set_updates(inner: torch.optim.Optimizer, updates: int) -> None:
+    per_parameter = isinstance(inner, torch.optim.Adam)
     for group in inner.param_groups:
+        if not per_parameter:
+            group["step"] = updates
         for parameter in group["params"]:
             device = "cpu" if isinstance(inner, HostAdamW) else parameter.device
             state = inner.state[parameter]
             state.setdefault("exp_avg", torch.zeros_like(parameter.data, device=device))
             state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data, device=device))
-            state["step"] = torch.tensor(float(updates), device=device)
+            if per_parameter:
+                state["step"] = torch.tensor(float(updates), device=device)
+    if isinstance(inner, HostAdamW):
+        inner.refresh()
 
 
 def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -111,7 +127,7 @@ def step(optimizer: MegatronOptimizer, lr: float) -> float:
     # Applied to the buffer at once: Megatron's own clipping walks the parameters one by one.
     limit = optimizer.config.clip_grad
     if limit > 0 and norm > limit:
-        for parameter in optimizer.get_parameters():
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             if parameter.grad is not None:
                 parameter.grad.mul_(limit / (norm + 1e-6))
     optimizer.step_with_ready_grads()

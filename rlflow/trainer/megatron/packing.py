@@ -1,17 +1,16 @@
-"""What a rank's model is fed of a batch: padded rows or rows end to end, its share of their tokens,
-and the way back."""
+"""Feeds a rank its share of a batch, as padded rows or rows end to end, and maps results back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlflow.trainer.megatron.context import held_positions
+from rlflow.trainer.megatron.context import Segments, held_positions
 from rlflow.trainer.megatron.world import World
 from rlflow.types import Batch
 
@@ -29,7 +28,18 @@ class Feed:
     tokens: Tensor
     places: Tensor
     width: int
-    segments: PackedSeqParams | None = None
+    segments: Segments | None = None
+
+    def to(self, device: torch.device) -> Feed:
+        """The same on a device: feeds are made on the host, which would wait for each size."""
+        segments = self.segments
+        if segments is not None:
+            names = ("cu_seqlens_q", "cu_seqlens_kv")
+            bounds: dict[str, Any] = dict.fromkeys(names, segments.cu_seqlens_q.to(device))
+            segments = replace(segments, **bounds)
+        return replace(
+            self, tokens=self.tokens.to(device), places=self.places.to(device), segments=segments
+        )
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,8 @@ def pack(batch: Batch, share: Share = Share(), least: int = 0) -> Feed:
     tokens[whole[real]] = batch.tokens[real]
     held, inverse = _split(sizes.tolist(), share, tokens.device)
     places = torch.where(real, inverse[whole.clamp(min=0)], -1)
-    return Feed(
-        (tokens if share.ranks == 1 else tokens[held]).unsqueeze(0), places, width, _segments(sizes)
-    )
+    own = tokens if share.ranks == 1 else tokens[held]
+    return Feed(own.unsqueeze(0), places, width, _segments(sizes))
 
 
 def _split(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -110,13 +119,14 @@ def _split(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[
     return held, inverse
 
 
-def _segments(sizes: Tensor) -> PackedSeqParams:
+def _segments(sizes: Tensor) -> Segments:
     bounds = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(sizes.max())
-    return PackedSeqParams(
+    return Segments(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=sizes.tolist(),
     )

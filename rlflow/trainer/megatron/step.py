@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
+from rlflow.trainer.megatron import router_replay
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
@@ -34,13 +35,14 @@ Head = OutputLayer | ValueHead
 @dataclass
 class Microbatch:
     """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that
-    only keeps ranks in step.
+    only keeps ranks in step; `tokens`: of the rows.
 
     `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`."""
 
     rows: list[int]
     batch: Batch
     feed: Feed
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,11 @@ def plan(batch: Batch, limits: MicrobatchLimits, world: World) -> list[Microbatc
     if interleaved:
         longest = max(feed.width for feed in feeds)
         feeds = [pack(part, share, longest) for part in taken]
-    return [Microbatch(*fields) for fields in zip(mine, taken, feeds, strict=True)]
+    where = device()
+    return [
+        Microbatch(rows, part.to(where), feed.to(where), int(part.lengths.sum()) if rows else 0)
+        for rows, part, feed in zip(mine, taken, feeds, strict=True)
+    ]
 
 
 def forward_backward(
@@ -81,9 +87,11 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     loss: Loss,
     total_tokens: int,
+    replay: bool = False,
 ) -> dict[str, float]:
     """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and
-    the metrics as they stand before `finish_metrics`.
+    the metrics as they stand before `finish_metrics`. replay: tokens go to the experts that the
+    batch names.
 
     The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own
     tokens' number; Megatron divides the gradients by the all-reduced number, which is N
@@ -105,14 +113,11 @@ def forward_backward(
             for name, metric in metrics.items()
         }
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
-        tokens = int(batch.lengths.sum()) if microbatch.rows and world.context_rank == 0 else 0
-        return (
-            share * total_tokens,
-            torch.tensor(tokens, dtype=torch.int, device=hidden.device),
-            sums,
-        )
+        tokens = microbatch.tokens if world.context_rank == 0 else 0
+        counted = torch.tensor(tokens, dtype=torch.int, device=hidden.device)
+        return share * total_tokens, counted, sums
 
-    parts = _run(model, microbatches, reduce, forward_only=False)
+    parts = _run(model, microbatches, reduce, False, world if replay else None)
     return _combined(parts, world, loss.reductions)
 
 
@@ -125,6 +130,7 @@ def score(
     want: Sequence[str],
     top_k: int = 0,
     below: int = 0,
+    replay: bool = False,
 ) -> dict[str, Tensor]:
     """{name: (B, T) float32 on the CPU} for what is wanted, the same on all ranks; with `top_k`
     also `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
@@ -134,18 +140,19 @@ def score(
         microbatch: Microbatch, hidden: Tensor, layer: Head
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
         values: dict[str, Tensor] = {}
+        wanted = microbatch.batch.wanted
         if top_k:
             values["top_ids"] = _top_ids(
                 hidden, microbatch, layer, world.context_group, top_k, below
             )
             microbatch.batch.extras[TEACHER_TOP_IDS] = values["top_ids"]
         needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
-        output = _policy_output(hidden, microbatch, layer, world.context_group, needs)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, needs, wanted)
         values |= {name: getattr(output, name) for name in needs}
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
 
-    parts = _run(model, microbatches, collect, forward_only=True)
+    parts = _run(model, microbatches, collect, True, world if replay else None)
     answers = {}
     for name, empty in empty_scores(batch, want, top_k).items():
         whole = empty.to(device())
@@ -157,11 +164,11 @@ def score(
 
 
 def _take(batch: Batch, rows: list[int]) -> Batch:
-    """The rows, on the device; without any, a row that weighs nothing."""
+    """The rows; without any, a row that weighs nothing."""
     taken = batch.select(rows or [0])
     if not rows:
         taken = taken.replace(weights=torch.zeros_like(taken.weights))
-    return taken.to(device())
+    return taken
 
 
 def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
@@ -222,7 +229,14 @@ def _top_ids(
     assert isinstance(layer, OutputLayer)  # a critic is never asked for tokens
     lengths, places = microbatch.batch.lengths, microbatch.feed.places
     return top_tokens(
-        hidden, lengths, count, layer=layer, places=places, context_group=context_group, below=below
+        hidden,
+        lengths,
+        count,
+        layer=layer,
+        places=places,
+        context_group=context_group,
+        below=below,
+        wanted=microbatch.batch.wanted,
     )
 
 
@@ -231,23 +245,28 @@ def _run(
     microbatches: Sequence[Microbatch],
     reduce: Callable[[Microbatch, Tensor, Head], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
+    replayed: World | None = None,
 ) -> list[Any]:
     """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline
-    stage."""
+    stage. replayed: where the experts that the batch names are taken, the rank's place."""
 
     @native
     def forward(iterator: Iterator[Microbatch], module: MegatronModule) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
         feed = microbatch.feed
+        if replayed is not None:
+            router_replay.begin(unwrap_model(module), microbatch.batch, feed, replayed)
         output = module(
             feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments
         )
+        if replayed is not None:
+            router_replay.end(unwrap_model(module))
         return output, native(
             lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head())
         )
 
     widest = max(microbatch.feed.width for microbatch in microbatches)
-    return get_forward_backward_func()(
+    parts: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
         model=list(model),
@@ -257,6 +276,9 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if replayed is not None:
+        router_replay.forget([unwrap_model(module) for module in model])
+    return parts
 
 
 def _combined(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from weakref import WeakSet
 
 import torch
@@ -29,6 +30,7 @@ class World:
     pipeline_rank: int
     context_rank: int
     data_rank: int
+    expert_rank: int
 
     @property
     def tensor_parallel(self) -> int:
@@ -56,6 +58,11 @@ class World:
         return parallel_state.get_data_parallel_group()
 
     @property
+    def expert_group(self) -> ProcessGroup:
+        """The ranks of a stage that hold a layer's experts together."""
+        return parallel_state.get_expert_model_parallel_group()
+
+    @property
     def replica(self) -> int:
         """Which of the ranks with the same part of the model this is: context- and data-parallel
         ranks together."""
@@ -72,6 +79,10 @@ class World:
     def stage_root(self, stage: int) -> int:
         """The global rank of a pipeline stage within this rank's pipeline."""
         return dist.get_process_group_ranks(self.pipeline_group)[stage]
+
+    def expert_root(self, rank: int) -> int:
+        """The global rank of one of this rank's `expert_group`."""
+        return dist.get_process_group_ranks(self.expert_group)[rank]
 
 
 @dataclass
@@ -107,6 +118,9 @@ def join(layout: ParallelLayout, seed: int) -> World:
                 if layout.virtual_pipeline > 1
                 else None,
                 context_parallel_size=layout.context_parallel,
+                distributed_timeout_minutes=_timeout() / timedelta(minutes=1),
+                expert_model_parallel_size=layout.expert_parallel,
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=False,
             )
         _GROUPS.model_parallel = True
@@ -121,9 +135,16 @@ def join(layout: ParallelLayout, seed: int) -> World:
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
     )
     _GROUPS.worlds.add(world)
     return world
+
+
+def _timeout() -> timedelta:
+    """Of collectives of all ranks; groups of some would wait for Megatron's 30 minutes."""
+    ranks = dist.distributed_c10d._get_default_group()
+    return ranks._get_backend(ranks._device_types[0]).options._timeout
 
 
 def _check_groups(layout: ParallelLayout) -> None:
@@ -134,6 +155,7 @@ def _check_groups(layout: ParallelLayout) -> None:
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         layout.sequence_parallel,
+        parallel_state.get_expert_model_parallel_world_size(),
     )
     if found != layout:
         raise ConfigError(

@@ -47,12 +47,12 @@ UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
         (["gmpo"], ["dppo"], "with loss gmpo: the tokens of a row share one ratio"),
         ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "range"}], "sets the clip range.*anchor: rollout"),
         (["aipo"], [{"name": "m2po", "variant": "winsor"}], "sets the clip range"),
-        (["aipo"], ["dppo", "m2po"], "transform dppo with transform m2po: each decides how far"),
+        (["aipo"], ["dppo", "m2po"], "transform dppo with transform m2po: each is a trust region"),
         ([{"name": "sft"}], ["dppo"], "no loss is one"),
         (
             [on_proximal("ppo_clip")],
             ["kpop", {"name": "decoupled", "proximal": "loglinear"}],
-            "kpop needs 'proximal', which transform decoupled puts in place only after it; put decoupled first",
+            "kpop needs 'proximal', which transform decoupled fills only after it; put decoupled first",
         ),
     ],
 )

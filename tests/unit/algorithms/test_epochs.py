@@ -77,5 +77,5 @@ def test_over_other_data_a_new_epoch_begins(caplog: pytest.LogCaptureFixture) ->
     source = Epochs(tasks(10), seed=3)
     source.take(15)
     after = resumed(source, 4)
-    assert after.epoch == 2 and "have 4 tasks, 10 when the checkpoint was written" in caplog.text
+    assert after.epoch == 2 and "there are 4 training tasks, 10 at the checkpoint" in caplog.text
     assert sorted(names(after.take(4))) == [*"0123"]

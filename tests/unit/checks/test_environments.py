@@ -137,7 +137,7 @@ serial = itertools.count()
         ({"tasks": lambda self, split: [Task("a", "")]}, "prompt of task 'a' is empty"),
         ({"tasks": lambda self, split: [Task("a", [{"role": "user"}])]}, "a message without role and content"),
         ({"stop": "</answer>"}, "stop: expected a tuple"),
-        ({"metrics": ["exact_match"]}, "metrics: expected a mapping of names to rlflow.Metric, found list"),
+        ({"metrics": ["exact_match"]}, "metrics: expected {name: rlflow.Metric}, found list"),
         ({"metrics": {"exact_match": 0.5}}, "metrics['exact_match']: expected an rlflow.Metric, found float"),
         ({"metrics": {"a/b": Metric("1", "x", score=True)}}, "metrics['a/b']: a score is a number of an episode"),
         ({"reset": lambda self, task: task}, "reset: expected an rlflow.Episode, found Task"),
@@ -151,7 +151,7 @@ serial = itertools.count()
         ({"step": lambda self, episode, response: Step(reward="1")}, "reward: expected a finite number, found '1'"),
         ({"step": lambda self, episode, response: Step(reward=None)}, "reward: expected a finite number, found None"),
         ({"step": lambda self, episode, response: Step(reward=10**400)}, "reward: expected at most 1e+18 either way"),
-        ({"step": lambda self, episode, response: Step(metrics=None)}, "metrics: expected a mapping of names to numbers"),
+        ({"step": lambda self, episode, response: Step(metrics=None)}, "metrics: expected {name: number}"),
         ({"step": lambda self, episode, response: sys.exit(3)}, "step raised SystemExit(3), which is no error of an episode"),
         ({"tasks": lambda self, split: [Task(7, "p")]}, "task id in 'train': expected a non-empty string, found 7"),
         ({"tasks": lambda self, split: [Task("a", [1, 2])]}, "prompt of task 'a' has a message without role and content: 1"),
@@ -167,7 +167,7 @@ serial = itertools.count()
             {"reset": paying_less, "step": lambda self, episode, response: Step(reward=self.resets % 2, terminated=True)},
             "gave other rewards, by what earlier episodes left on the environment",
         ),
-        ({"step": blocking(itertools.repeat(0.1))}, "step is async and blocks: it keeps the event loop for 0.1"),
+        ({"step": blocking(itertools.repeat(0.1))}, "step is async and blocks the event loop, and with it all"),
         ({"step": lambda self, episode, response: Step(terminated=1)}, "terminated: expected True or False, found 1"),
         ({"step": lambda self, episode, response: Step(observation=b"x")}, "observation must be text"),
         (
@@ -180,7 +180,7 @@ serial = itertools.count()
         ),
         (
             {"step": lambda self, episode, response: Step(rewards=0.5)},
-            "rewards: expected a mapping of names to numbers, found 0.5",
+            "rewards: expected {name: number}, found 0.5",
         ),
         ({"step": lambda self, episode, response: int(response)}, "step raised ValueError"),
         ({"close": lambda self, episode: 1 / 0}, "close raised ZeroDivisionError"),
@@ -235,7 +235,7 @@ def test_a_metric_that_only_some_episodes_report_is_a_note() -> None:
 
 def test_something_else_than_an_environment_is_refused() -> None:
     report = check_environment(object())  # type: ignore[arg-type]
-    assert report.problems == ["expected an instance of rlflow.Environment, found object: derive the class from it"]
+    assert report.problems == ["expected an rlflow.Environment, found object: derive from it"]
 
 
 def test_a_failed_step_is_told_with_its_place_and_the_response() -> None:

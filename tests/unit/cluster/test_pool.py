@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.pool import WorkerPool
-from rlflow.cluster.slots import PoolLimits, WorkerGone
+from rlflow.cluster.slots import PoolLimits
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
+from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion
-from rlflow.rollout.episodes import Attempt, TurnSeeds
+from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import ANY_AGE, Pacing
 from rlflow.rollout.players import Begun, Ended, Event, Lost, RemotePlayer
 from rlflow.rollout.weight_sync import WeightProbe
+from rlflow.rollout.weights import Offer
 from rlflow.rollout.workers import Loaded, PlayedAttempt, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
 from tests.waiting import until
@@ -31,6 +34,10 @@ LIMITS = PoolLimits(answer_s=1.0, place_s=5.0, start_s=3.0, attempt_s=30.0, fail
 
 def attempt(name: str, group: str = "g", number: int = 0) -> Attempt:
     return Attempt(Task("t", "?"), group, name, TurnSeeds(0, group, number), number, name)
+
+
+def offer(version: int) -> Offer:
+    return Offer(version, "", 0, (), ())
 
 
 def trajectory(payload: Any) -> Trajectory:
@@ -58,7 +65,7 @@ class Worker:
         while self.stopped.is_set() and not self.dead:
             time.sleep(0.01)
         if self.dead:
-            raise WorkerGone("its process died")
+            raise ActorDied("its process died")
         return getattr(self, method)(*arguments)
 
     def kill(self) -> None:
@@ -81,7 +88,7 @@ class Worker:
             raise RolloutError("weight transfer: a tensor is not what was published")
         self.version = update.version
         if self.workers.probed is None:
-            return Loaded(update.version, None, 3 << 20, update.version == 2)
+            return Loaded(update.version, None, 3 << 20, update.version == 2, 0.5, 0.25)
         assert update.questions is not None
         kept = update.version - (self.name in self.workers.probed)  # one that goes on with the old weights
         versions = [update.version] * 2
@@ -201,15 +208,16 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
 def test_reads_of_weights_are_counted_and_whether_they_were_deltas() -> None:
     with pool_of(Workers()) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
-        assert "workers/weights_mib" not in pool.counts()
+        assert "sync/mib" not in pool.counts()
         for version in (1, 2):
-            pool.update(Update(version, "here"))
+            pool.update(Update(offer(version)))
             player = RemotePlayer(pool)
             start(player, 8, f"{version}/")
             heard(player, lambda found: len(ends(found)) == 8)
             until(lambda: all(slot.version == version for slot in pool._slots))  # noqa: B023 -- called here
             counts = pool.counts()
-            assert (counts["workers/weights_mib"], counts["workers/weights_delta"]) == (6.0, version - 1.0)
+            assert (counts["sync/mib"], counts["sync/delta_share"]) == (6.0, version - 1.0)
+            assert (counts["time/sync_read_s"], counts["time/sync_load_s"]) == (0.5, 0.25)
 
 
 def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_new_one() -> None:
@@ -217,7 +225,7 @@ def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_ne
     with pool_of(workers) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
         for version in (1, 2, 5):
-            pool.update(Update(version, "here"))
+            pool.update(Update(offer(version)))
             player = RemotePlayer(pool)
             start(player, 8, f"{version}/")
             found = heard(player, lambda found: len(ends(found)) == 8)
@@ -233,7 +241,7 @@ def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_r
     workers = Workers()
     workers.unreadable = True
     with pool_of(workers) as pool:
-        pool.update(Update(1, "here"))
+        pool.update(Update(offer(1)))
         player = RemotePlayer(pool)
         player.start([attempt("a")])
         with pytest.raises(
@@ -354,10 +362,11 @@ class Policy:
         self.scored.append((threading.get_ident(), len(rows)))
         return [[-float(self.version)] * len(row) for row in rows]
 
-    def sync(self, pool: WorkerPool, within_s: float = 5.0) -> None:
+    def sync(self, pool: WorkerPool, waits: bool = True) -> None:
         self.version += 1
-        pool.update(Update(self.version, "here", questions=self.probe.questions), self.probe)
-        pool.await_passed(within_s)
+        pool.update(Update(offer(self.version), questions=self.probe.questions), self.probe)
+        if waits:
+            pool.await_passed(5.0)
 
 
 def probed(*stale: str, **options: Any) -> Workers:
@@ -387,7 +396,7 @@ def test_no_attempt_is_given_or_heard_of_before_its_weights_have_passed() -> Non
         player.start([attempt("a")])
         heard(player, lambda found: len(found) == 1)
         player.start([attempt("b")])
-        policy.sync(pool, within_s=0.0)  # the trainer does not wait, and scores nothing
+        policy.sync(pool, waits=False)  # the trainer does not wait, and scores nothing
         until(lambda: workers.made[0].version == 1)
         workers.made[0].end(workers.made[0].played[0][0])  # under weights that nobody has verified
         time.sleep(0.3)
@@ -423,7 +432,7 @@ def test_what_was_played_with_weights_that_were_never_compared_is_lost() -> None
         player = RemotePlayer(pool)
         player.start([attempt("a")])
         heard(player, lambda found: len(found) == 1)
-        policy.sync(pool, within_s=0.0)
+        policy.sync(pool, waits=False)
         until(lambda: pool._slots[0].loaded is not None)
         workers.made[0].end(workers.made[0].played[0][0])
         policy.sync(pool)

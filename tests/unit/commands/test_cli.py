@@ -26,7 +26,7 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.errors import command as called
-from rlflow.report.charts import printable
+from rlflow.report.lines import printable
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
 from rlflow.types import Episode, Step, Task
@@ -381,18 +381,17 @@ def test_doctor_names_what_is_missing_and_how_to_install_it() -> None:
     assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "yes", "", "")
 
 
-def test_doctor_warns_of_another_megatron_without_a_gpu() -> None:
-    assert package_row("megatron-core", "0.15.0")[-1] == f"pip install megatron-core=={TESTED['megatron-core']}"
+def test_doctor_says_which_versions_were_not_tested() -> None:
+    assert [package_row("megatron-core", version)[-1] for version in ("0.16.1", "0.17.1", "0.19.2")] == ["", "differs", ""]
     assert package_row("torch", TESTED["torch"] + "+cpu")[-1] == "" and package_row("torch", "2.0")[-1] == "differs"
-    other = {**TESTED, "megatron-core": "0.15.0"}
-    assert "tested with another version" in verdict(other, gpu=False)[0]
     assert verdict(dict(TESTED), gpu=False) == ("verdict: ready to train on CPU.", True)
 
 
 def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
     constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    assert {name: constraints.get(name) for name in versions_tested()} == versions_tested()
+    tested = versions_tested()
+    assert {name: constraints.get(name) for name in tested} == {name: said.split(" or ")[0] for name, said in tested.items()}
 
 
 def test_a_run_that_began_with_overwrite_can_be_resumed_from_its_own_configuration(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlflow import errors
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.run import preflight
 from rlflow.run.preflight import check_start
 from tests.fixtures import tiny_model
+from tests.unit.rollout.chat_templates import QWEN3
 
 ROOT = Path(__file__).resolve().parents[3]
 POLICY = ROOT / "recipes" / "searchr1" / "starting_policy"
@@ -125,6 +127,18 @@ def test_prompts_without_the_models_template_are_said(
     assert bare not in dry(place, capsys, model, f"environment.train={templated}", f"environment.val={templated}")[1]
 
 
+def test_a_template_that_forgets_thoughts_is_said(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(place.path / "other_tokenizer", tmp_path / "thinking"))
+    (path / "chat_template.jinja").write_text(QWEN3)
+    model, note = f"model.path={path}", "note: the chat template rewrites earlier turns"
+    out = dry(place, capsys, model, "rollout.chat_template=true")[1]
+    assert out.count(note) == 1 and "rollout/forks" in out
+    assert note not in dry(place, capsys, model, "rollout.chat_template=true", "rollout.history=exact")[1]
+    assert note not in dry(place, capsys, model)[1]
+
+
 FAULTS = {
     "a model directory that is none": ("model.path=recipes", "recipes/config.json: missing"),
     "a model without a tokenizer": ("model.path={path}/no_tokenizer", "no tokenizer"),
@@ -167,7 +181,7 @@ FAULTS = {
         "algorithm.teacher.url: nobody answers at 127.0.0.1:{free}"),
     "a cluster that is not there": (
         "cluster={ranks: 1, address: '127.0.0.1:{free}'}", "cluster.address: nobody answers at 127.0.0.1:{free}"),
-    "GPUs that are not there": ("cluster={ranks: 2, gpus_per_rank: 8}", "2 ranks x 8 = 16 GPUs"),
+    "GPUs that are not there": ("cluster={ranks: 2, gpus_per_rank: 1}", "2 ranks and 1 engines of 1 on 0 GPUs"),
     "memory of a GPU that is not there": ("trainer.offload_snapshots=true", "the trainer has no GPU whose memory it could spare"),
     "an optimizer on a GPU that is not there": (
         "trainer.optimizer={name: adamw, offload: true}", "trainer.optimizer.offload: found true, but the trainer has no GPU"),
@@ -219,7 +233,7 @@ def test_tables_fit_a_terminal_of_80_columns(
     ("{name: vllm_server, url: 'http://a:1'}", ["cluster.rollout_workers=2"], "load their weights into the same servers"),
     ("{name: vllm_server, url: ['http://a:1', 'http://b:1']}", ["cluster.rollout_workers=1"], "every url is an engine"),
     ("{name: vllm, tensor_parallel: 4}", ["cluster={rollout_workers: 1, gpus_per_rank: 2, address: auto}"],
-     "expected at most cluster.gpus_per_rank (2)"),
+     "cluster.gpus_per_rank: found 2, expected at most 1"),
     ("{name: vllm}", ["cluster.rollout_workers=2"], None),
     ("{name: vllm, engines: 4}", [], None),
 ])  # fmt: skip
@@ -272,14 +286,16 @@ def test_a_model_that_cannot_be_fetched_hides_nothing_else(
     assert "unknown name 'bm52'" in problems[1]
 
 
-def test_an_untested_megatron_is_told_without_importing_it(
+def test_a_megatron_that_imports_triton_where_there_is_none_is_told(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = preflight.metadata.version
-    monkeypatch.setattr(preflight.metadata, "version", lambda name: "0.18.0" if name == "megatron-core" else found(name))
-    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
-    code, _, problems = dry(place, capsys)
-    assert code == 2 and "megatron-core 0.18.0 was not tested without CUDA; expected 0.16.x" in problems[0]
+    find, version = preflight.importlib.util.find_spec, errors.metadata.version
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    told = "trainer.backend=megatron: the package 'triton' is not installed:"
+    for found, expected in (("0.17.1", 0), ("0.18.0", 1)):
+        monkeypatch.setattr(errors.metadata, "version", lambda name, found=found: found if "mega" in name else version(name))
+        _, _, problems = dry(place, capsys)
+        assert sum(told in problem for problem in problems) == expected
 
 
 def test_a_value_of_another_kind_is_told_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,8 +89,8 @@ def test_the_commands_at_the_end_of_a_run_are_parsed_as_pasted(called_by_path: s
 def test_help_and_errors_spell_commands_so_that_they_can_be_pasted(
     called_by_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    searching = [["search", name] for name in ("build", "serve", "query", "check", "qa", "data", "check-questions")]
-    for words in (["train"], ["env", "new"], ["ask"], ["eval"], ["config"], ["serve"], ["convert"], *searching):
+    searching = [["search", name] for name in ("build", "serve", "query", "check", "qa")]
+    for words in (["train"], ["env", "new"], ["ask"], ["eval"], ["config"], ["convert"], *searching):
         with pytest.raises(SystemExit):
             cli.main([*words, "--help"])
         told = capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_parts_of_others_are_found_made_and_checked(
 
 
 def test_a_retriever_whose_corpus_may_be_missing_brings_its_documents() -> None:
-    assert [name for name in ("bm25", "torch", "qdrant", "http", "random") if brings_documents(name)] == ["qdrant", "http"]
+    assert [name for name in ("bm25", "faiss", "qdrant", "http", "random") if brings_documents(name)] == ["qdrant", "http"]
     with pytest.raises(ConfigError, match="it needs a corpus"):
         make_retriever("bm25", None)
 

@@ -75,7 +75,12 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("qwen3_moe", {}, "mixture-of-experts layers .* possible: llama, mistral, qwen2, qwen3"),
+        ("glm4_moe", {}, "a bias per expert in routing .* possible: llama, mistral, mixtral, qwen2, qwen2_moe, qwen3"),
+        ("qwen3_moe", {"num_experts_per_tok": None}, "'num_experts_per_tok' is 0; expected 2 to 4"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "'num_experts_per_tok' is 1; expected 2 to 4"),
+        ("qwen2_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False}, "is 5; expected 1 to 4"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported"),
+        ("mixtral", {"sliding_window": 4096}, "sliding-window"),
         ("deepseek_v3", {}, "latent attention"),
         ("mistral", {"sliding_window": 4096}, "sliding-window"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "biases on every projection"),
@@ -130,6 +135,8 @@ BROKEN: dict[str, Any] = {
     "quantization_config": ["fp8", ["fp8"]],
     "model_type": [None, ["qwen3_moe"], {}],
     "num_experts": [0, "all"],
+    "num_experts_per_tok": [-1, "2"],
+    "norm_topk_prob": ["yes"],
     "mlp_only_layers": [3, "1"],
     "decoder_sparse_step": [0, "2"],
 }

@@ -103,7 +103,7 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen"}, "'qwen' cannot be trained or sampled from here; possible: .*qwen3. Did you mean 'qwen"),
+        ({"model_type": "qwen"}, "'qwen' cannot be trained or sampled from here; possible: .*qwen3_moe. Did you mean 'qwen"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
@@ -124,4 +124,5 @@ def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses()
     assert {"llama", "qwen2", "qwen3"} <= set(promised)
     for family in promised:
         sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8}
+        sizes |= {"num_experts": 2, "num_experts_per_tok": 2}
         assert architecture({"model_type": family, "sliding_window": None, **sizes}).family == family

@@ -1,4 +1,4 @@
-"""Claims about recipes/searchr1/build_qdrant.sh: a collection in a folder that the server serves, or one in a Qdrant server."""
+"""Claims about recipes/searchr1/build_qdrant.sh: a collection in a Qdrant server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from rlflow_environments.retrieval.commands import build, serve
-from rlflow_environments.retrieval.indices import make_retriever
-from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
+from rlflow_environments.retrieval.commands import build
+from tests.unit.environments.retrieval.search_servers import write_corpus
 from tests.unit.recipes.test_launch_server import FAKE_PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,28 +27,6 @@ def run(folder: Path, *arguments: str, python: Path = Path(sys.executable), **va
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120
     )
-
-
-def test_a_collection_in_a_folder_is_built_and_served(tmp_path):
-    pytest.importorskip("qdrant_client")
-    write_corpus(tmp_path)
-    done = run(
-        tmp_path,
-        "--corpus_path",
-        "corpus.jsonl",
-        "--save_dir=stored",
-        "--retriever_model",
-        "hashed",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "name: qdrant, path: stored" in done.stdout and "storing points" in done.stderr
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    source = serve.make_source(parser.parse_args(["--index", str(tmp_path / "stored")]))
-    with search_server(source.load) as (url, _):
-        retriever = make_retriever({"name": "http", "url": url}, None)
-        for row in (3, 50):
-            assert retriever.search([f"harbour number{row}"], 1)[0][0].id == f"d{row}"
 
 
 def test_a_server_is_taken_from_the_flags_or_the_environment(tmp_path):
@@ -115,6 +90,6 @@ def test_a_server_is_taken_from_the_flags_or_the_environment(tmp_path):
 
 
 def test_help_and_a_missing_corpus(tmp_path):
-    assert "in a folder, without a server" in run(tmp_path, "--help").stdout
+    assert "--qdrant_collection_name NAME" in run(tmp_path, "--help").stdout
     done = run(tmp_path)
     assert done.returncode == 2 and "expected --corpus_path FILE" in done.stderr

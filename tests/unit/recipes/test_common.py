@@ -102,7 +102,7 @@ def test_plain_torch_is_installed_where_there_is_a_gpu(shell: Shell, tmp_path: P
 
 def test_second_start_does_nothing_and_a_set_up_for_tests_covers_runs(shell: Shell, tmp_path: Path) -> None:
     assert shell("rlflow_setup test").returncode == 0
-    assert installs(tmp_path)[-1] == f"-e {ROOT}[search,data,qdrant,onnx,ray,tensorboard,browser,dev]"
+    assert installs(tmp_path)[-1] == f"-e {ROOT}[search,data,qdrant,ray,tensorboard,browser,dev]"
     (tmp_path / "log").write_text("")
     start = time.perf_counter()
     done = shell("rlflow_setup run; rlflow_setup test")

@@ -54,10 +54,9 @@ def test_qwen_recipe_has_the_values_of_the_published_one() -> None:
     environment = config.environment
     assert (environment["protocol"], environment["max_turns"], environment["top_k"]) == ("rlinf", 2, 3)
     assert (rollout.max_observation_tokens, rollout.temperature, rollout.chat_template) == (None, 1.0, False)
-    assert trainer.recompute == "full"
     assert algorithm.losses[0]["anchor"] == "proximal"
     assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip", "kl"]
     assert (algorithm.losses[0]["clip_low"], algorithm.losses[1]["coefficient"]) == (0.2, 0.001)
     assert trainer.adamw == AdamW(beta1=0.9, beta2=0.95, eps=1e-5, weight_decay=0.01)
-    assert (trainer.lr, trainer.max_gradient_norm, trainer.tokens_per_microbatch) == (1e-6, 0.8, 11008)
+    assert (trainer.lr, trainer.max_gradient_norm, trainer.tokens_per_microbatch) == (1e-6, 0.8, 8192)
     assert (config.evaluation.every_steps, config.checkpoint.every_steps, config.cluster.ranks) == (25, 25, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,15 @@ import numpy as np
 import torch
 
 from rlflow.report.metrics import Metric, save_registered
+from rlflow.report.recorder import TokenTexts, mean_advantage, segment_tokens
 from rlflow.report.records import trajectory_record, write_trajectories
 from rlflow.report.tokens import SegmentTokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.recorder import TokenTexts, mean_advantage, segment_tokens
 from rlflow.storage.files import write_json_lines
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
+from tests.fixtures import tiny_tokenizer
+from tests.unit.rollout.chat_templates import QWEN3, Talk, dressed, played, user
 
 REGISTERED = {"exact_match": Metric("share", "of questions answered", score=True, shown="EM {:.3f}")}
 
@@ -152,4 +155,17 @@ def small_run(path: Path, tokenizer: Tokenizer) -> Path:
             won = step == 2 or name == "Orvan"
             groups.append(group_of(of, [attempt(tokenizer, of, 0, SEARCHED, step=-1 - step, solved=won)]))
         write_evaluation(path, step, groups)
+    return path
+
+
+def forked_run(path: Path) -> Path:
+    """A training step with an episode whose template forgets the first turn's thought at the second."""
+    chat = dressed(tiny_tokenizer(path / "tokenizer"), QWEN3)
+    of = task("Orvan")
+    said = [chat.encode(text) for text in ("<think>\nhm\n</think>\n\nPark.", "Vasmere.")]
+    one, _ = played(chat, [user(str(of.prompt))], said, Talk([[user("No.")]]))
+    group, metrics = f"1:{of.id}", {**one.metrics, "exact_match": 0.0}
+    one = dataclasses.replace(one, id=f"{group}/0", task_id=of.id, group_id=group, metrics=metrics)
+    write_frame(path, [trained(1)])
+    write_step(path, chat, 1, [group_of(of, [one])])
     return path

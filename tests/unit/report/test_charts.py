@@ -13,18 +13,14 @@ from rlflow.report.charts import (
     CURVE_COLORS,
     NARROW,
     PHASE_COLORS,
-    bars,
     comparison_svg,
-    drawn_score,
-    intervals,
+    phase_shares,
     run_png,
-    run_seconds,
     run_svg,
     trailing_mean,
 )
-from rlflow.report.comparison import curve
+from rlflow.report.lines import curve, drawn_score, run_seconds
 from rlflow.report.metrics import Metric
-from rlflow.report.sinks import MetricsLog
 from tests.unit.report.crafted import evaluated, trained
 
 REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
@@ -37,13 +33,6 @@ TIMED = {
     "time/step_s": 3.5,
 }
 TEXT = "{http://www.w3.org/2000/svg}text"
-
-
-def log(directory: Path, records: list[dict[str, float]]) -> Path:
-    with MetricsLog(directory) as metrics:
-        for step, record in enumerate(records):
-            metrics.log(step, record)
-    return directory / "metrics.jsonl"
 
 
 def numbered(records: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -66,9 +55,9 @@ def texts(svg: str) -> list[str]:
     ids=["start", "no exact match", "long", "no times", "an interval without an end"],
 )
 def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str, float]]) -> None:
-    assert run_png(log(tmp_path, records), tmp_path / "p.png", "Title $x$", REGISTERED)
+    assert run_png(numbered(records), tmp_path / "p.png", "Title $x$", REGISTERED)
     content = (tmp_path / "p.png").read_bytes()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "p.png"]
+    assert [file.name for file in tmp_path.iterdir()] == ["p.png"]
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000
     for width in (charts.WIDE, NARROW):
         drawn_texts = texts(run_svg(numbered(records), REGISTERED, width))
@@ -76,14 +65,14 @@ def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str,
 
 
 def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
-    assert not run_png(log(tmp_path, [{"train/loss": 1.0}]), tmp_path / "p.png", "Title")
+    assert not run_png(numbered([{"train/loss": 1.0}]), tmp_path / "p.png", "Title", {})
     assert not (tmp_path / "p.png").exists()
 
 
 def drawn(records: list[dict[str, float]]) -> list[Any]:
     """The axes of the chart of these records: learning, and time where some was measured."""
     with charts.figure(8, 6, size=9) as made:
-        charts._draw_run(made, numbered(records), "exact_match", beside=True)
+        charts.draw_run(made, numbered(records), "exact_match", beside=True)
         made.canvas.draw()
         return made.axes
 
@@ -117,7 +106,7 @@ def test_a_color_has_one_meaning_and_what_is_0_percent_no_row() -> None:
 def test_names_of_curves_lie_beside_or_below_and_cover_nothing(beside: bool) -> None:
     records = numbered([EVALUATION, *[{**TIMED, "train/reward": 0.9}] * 9])
     with charts.figure(charts.WIDE if beside else NARROW, 5, size=9) as made:
-        charts._draw_run(made, records, "exact_match", beside)
+        charts.draw_run(made, records, "exact_match", beside)
         made.canvas.draw()
         boxes = [axes.get_window_extent() for axes in made.axes]
         legends = [axes.get_legend().get_window_extent() for axes in made.axes]
@@ -151,23 +140,25 @@ def test_the_mean_looks_back_and_never_forward() -> None:
     assert trailing_mean([1.0, 3.0]) == [1.0, 3.0] and trailing_mean([]) == []
 
 
-def test_intervals_are_where_something_was_evaluated() -> None:
+def test_values_are_where_something_was_measured() -> None:
     first = {"step": 0, "eval/a": 0.5, "eval/a_low": 0.4, "eval/a_high": 0.6}
     records = [first, {"step": 1}, {"step": 2, "eval/a": 0.7}]
-    assert intervals(records, "a") == [(0, 0.5, 0.4, 0.6), (2, 0.7, 0.7, 0.7)]
+    found = [(one.step, one.value, one.low, one.high) for one in curve(records, "eval/a")]
+    assert found == [(0, 0.5, 0.4, 0.6), (2, 0.7, None, None)]
     assert drawn_score([{"eval/exact_match": 1.0}], {}) == "reward"
 
 
 def test_phases_that_would_stand_there_as_0_percent_are_left_out() -> None:
     step = {"time/step_s": 10.0, "time/rollout_s": 9.0, "time/sync_s": 0.04, "time/update_s": 0.9}
-    chunks, shares = bars(numbered([step, step]))
-    assert shares == pytest.approx({"rollout": 0.9, "update": 0.09})
-    assert [len(chunk) for chunk in chunks] == [1, 1]
+    assert phase_shares([step, step]) == pytest.approx({"rollout": 0.9, "update": 0.09})
 
 
-def test_many_steps_share_bars() -> None:
-    chunks, _ = bars(numbered([{"time/step_s": 1.0, "time/rollout_s": 1.0}] * 120))
-    assert [len(chunk) for chunk in chunks] == [2] * 60 and chunks[-1][-1]["step"] == 119
+def test_many_steps_share_bars_of_their_mean() -> None:
+    slow = {"time/step_s": 3.0, "time/rollout_s": 3.0, "train/reward": 0.5}
+    quick = {**slow, "time/step_s": 1.0, "time/rollout_s": 1.0}
+    _, time = drawn([slow, quick] * 60)
+    heights, edges, _ = time.patches[0].get_data()
+    assert list(heights) == [2.0] * 60 and (edges[0], edges[-1]) == (-0.5, 119.5)
 
 
 def test_one_clock_counts_the_run() -> None:

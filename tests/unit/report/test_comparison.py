@@ -10,17 +10,16 @@ import pytest
 from rlflow.commands import cli
 from rlflow.errors import ConfigError
 from rlflow.report.comparison import (
-    Measurement,
     common_height,
     compare,
     comparison_text,
-    curve,
     differing_keys,
     duel,
     first_at,
     sign_test,
     write_comparison,
 )
+from rlflow.report.lines import Measurement, curve
 from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
 from tests.unit.report.crafted import (

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.report import live, page_server
+from rlflow.report import live
 from rlflow.report.live import LivePage
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log(
         page.close()
     assert page.url == ""
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "metrics.page: the page cannot be served (Address already in use)" in caplog.text
+    assert "metrics.page: no page (Address already in use)" in caplog.text
 
 
 def test_the_terminal_says_where_the_page_is() -> None:
@@ -215,7 +215,7 @@ def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
         RunDirectory(run).trajectories(2).write_text("[1]\n")
     page.run = run
     page.write(run / "report.html" if damaged else run / "metrics.jsonl" / "report.html")
-    assert len(caplog.records) == 1 and "cannot be written" in caplog.text
+    assert len(caplog.records) == 1 and "not written" in caplog.text
     assert not (run / "report.html").exists()
 
 
@@ -248,7 +248,7 @@ def test_clients_that_are_slow_hold_no_place_that_another_one_needs(
 ) -> None:
     """Sixteen that sent a byte now and then would keep everybody else out for ever."""
     host, port = page.url.split("/")[2].split(":")
-    most = page_server.MOST_CLIENTS + 4
+    most = live.MOST_CLIENTS + 4
     slow = [socket.create_connection((host, int(port))) for _ in range(most)]
     for one in slow:
         one.sendall(b"GET /")
@@ -261,7 +261,7 @@ def test_clients_that_are_slow_hold_no_place_that_another_one_needs(
 def test_a_request_that_trickles_is_over_at_its_deadline(
     page: LivePage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_server, "REQUEST_S", 1.0)
+    monkeypatch.setattr(live, "REQUEST_S", 1.0)
     host, port = page.url.split("/")[2].split(":")
     slow = socket.create_connection((host, int(port)))
     began = time.monotonic()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.report.log import RunLog
+from rlflow.report.terminal import RunLog
 
 logger = logging.getLogger("rlflow.anything")
 

@@ -45,7 +45,7 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: i
 def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
     for name, metric in METRICS.items():
         section, _, rest = name.partition("/")
-        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers"} and rest
+        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers", "sync"} and rest
         assert metric.unit and metric.meaning
     assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
 
@@ -209,14 +209,14 @@ def test_records_of_one_step_are_merged_when_read(tmp_path: Path) -> None:
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 1}\nnot\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: not JSON"):
+    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: expected a line of JSON in UTF-8, found b'not'; remove"):
         read_metrics(tmp_path / "m.jsonl")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(b'{"step": 1, "x": "\xff"}', "not UTF-8"), (b"[1]", "an object with the number of its step"),
-     (b'{"x": 1}', "an object with"), (b'{"step": "one"}', "an object with"), (b"[" * 100_000, "nested|not JSON")],
+    [(b'{"step": 1, "x": "\xff"}', "JSON in UTF-8"), (b"[1]", "an object with the number of its step"),
+     (b'{"x": 1}', "an object with"), (b'{"step": "one"}', "an object with"), (b"[" * 100_000, "a line of JSON")],
 )  # fmt: skip
 def test_a_line_that_is_no_record_is_named_and_at_the_end_left_out(line: bytes, words: str, tmp_path: Path) -> None:
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1}\n'

@@ -22,6 +22,7 @@ from rlflow.types import StopReason, Trajectory
 from tests.unit.report.crafted import (
     SEARCHED,
     attempt,
+    forked_run,
     group_of,
     small_run,
     task,
@@ -69,6 +70,18 @@ def test_the_index_knows_every_group_and_a_chunk_holds_every_token(tmp_path: Pat
         [1e-6 * SCALES["gap"]] * sampled, abs=1.0
     )
     assert segment["advantages"] == [round(0.5 * SCALES["advantages"])] * sampled
+
+
+def test_each_segment_of_a_forked_episode_holds_what_was_in_view(tmp_path: Path) -> None:
+    page = page_of(forked_run(tmp_path))
+    group = packed(page, "index")["groups"][0]
+    (found,) = packed(page, group["chunk"])[group["place"]]["attempts"]
+    first, second = found["tokens"]["segments"]
+    (_, start, _), (at, later, _) = found["tokens"]["turns"]
+    assert at == 1 and "".join(first["texts"][start:]) == "<think>\nhm\n</think>\n\nPark."
+    seen = "".join(second["texts"][:later])
+    assert "Park.<|im_end|>\n<|im_start|>user\nNo.<|im_end|>" in seen and "hm" not in seen
+    assert found["metrics"]["forks"] == 1 and found["observation_tokens"] == found["metrics"]["observation_tokens"]
 
 
 def hostile_run(path: Path, tokenizer: Tokenizer) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rlflow.report.findings import Watch, faults_of
+from rlflow.report.findings import Watch
 from rlflow.report.metrics import Metric
 
 HEALTHY = {"train/reward": 0.4, "train/advantage_zero": 0.5, "train/entropy": 0.8, "train/logprob_gap": 1e-6,
@@ -107,6 +107,6 @@ def test_several_signs_are_several_sentences_but_what_follows_from_another_is_no
 
 def test_what_a_run_was_told_can_be_told_again_from_its_records() -> None:
     records = [{"step": step, **HEALTHY, "rollout/aborted": 0.1} for step in range(1, 6)]
-    assert [(fault.name, fault.step) for fault in faults_of([{"step": 0}, *records], {})] == [("episodes are lost", 3)]
+    assert [(fault.name, fault.step) for fault in Watch({}).recall([{"step": 0}, *records])] == [("episodes are lost", 3)]
     watch = Watch({})
     assert len(watch.recall(records)) == 1 and watch.observe(6, records[-1]) == [], "once in a run, resumed or not"

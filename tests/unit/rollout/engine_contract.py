@@ -217,6 +217,16 @@ class EngineContract:
                 with pytest.raises(RolloutError, match="cannot hash its weights"):
                     run(engine.weights_digest())
 
+    def test_an_engine_that_takes_the_trainers_own_tensors_keeps_none_of_them(self, make: Make, weights: Pairs) -> None:
+        engine, given = make(), [(name, tensor.clone()) for name, tensor in weights]
+        if not (engine.takes_device_tensors and engine.hashes_weights):
+            pytest.skip("it gets copies, or cannot say what it has")
+        run(engine.load_weights(given, version=1))
+        before = run(engine.weights_digest())
+        for _, tensor in given:
+            tensor.zero_()  # as by the next update
+        assert run(engine.weights_digest()) == before
+
     def test_nothing_is_sampled_from_half_loaded_weights(self, make: Make, weights: Pairs) -> None:
         async def fail(engine: Engine) -> None:
             request = start(engine, PROMPT, min(200 * self.longer, MOST))

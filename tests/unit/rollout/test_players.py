@@ -14,8 +14,9 @@ from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import EnvironmentContractError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.continuation import Continued
+from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.episodes import Attempt, TurnSeeds
+from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.players import Begun, Ended, Player
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking

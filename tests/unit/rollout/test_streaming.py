@@ -79,3 +79,13 @@ def test_what_is_shown_is_the_prompt_and_then_what_is_new(model: Path) -> None:
     )
     asyncio.run(streaming.generate(tokenizer.encode("Another"), Sampling(3), "b"))
     assert heard.prompts == ["Where?", " In Vasmere.", "Another"]
+
+
+def test_of_a_rewritten_conversation_the_rest_from_there_is_shown(model: Path) -> None:
+    tokenizer, heard = Tokenizer.from_pretrained(model), Heard()
+    streaming = StreamingEngine(EmbeddedEngine(model, tokenizer), tokenizer, heard)
+    said = asyncio.run(streaming.generate(tokenizer.encode("Where?"), Sampling(5, temperature=0.0), "a"))
+    other = next(token for token in tokenizer.encode("xyz") if token != said.tokens[1])
+    rewritten = [*tokenizer.encode("Where?"), said.tokens[0], other, *tokenizer.encode(" In Vasmere.")]
+    asyncio.run(streaming.generate(rewritten, Sampling(3), "a"))
+    assert heard.prompts[1] == f"{tokenizer.decode([other])} In Vasmere."

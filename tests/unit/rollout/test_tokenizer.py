@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
-from rlflow.errors import EnvironmentContractError, ModelError
+from rlflow.errors import ModelError
 from rlflow.rollout.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "Where was Orvan Telmik born?"}
@@ -77,7 +77,7 @@ def test_turns_concatenate_to_one_full_render(tokenizer: Tokenizer, template: st
     tokens = tokenizer.encode_prompt(messages)
     for response in responses:
         sampled = tokenizer.encode(response) + [end] * ended
-        tokens += sampled + tokenizer.encode_turn(messages, response, [TOOL], end if ended else None)
+        tokens += sampled + tokenizer.encode_turn(messages, response, [TOOL], end if ended else None).tokens
         messages = [*messages, {"role": "assistant", "content": response}, TOOL]
     assert tokens == tokenizer.encode(tokenizer.render(messages))
 
@@ -85,10 +85,13 @@ def test_turns_concatenate_to_one_full_render(tokenizer: Tokenizer, template: st
 @pytest.mark.parametrize(
     "template, response", [(QWEN3_LIKE, "<think>hm</think> <search>x</search>"), (LLAMA_LIKE, " <search>x</search> ")]
 )
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer, template: str, response: str) -> None:
+def test_a_template_that_rewrites_earlier_turns_shows_all_of_them_anew(
+    tokenizer: Tokenizer, template: str, response: str
+) -> None:
     tokenizer.inner.chat_template = template
-    with pytest.raises(EnvironmentContractError, match="rewrites earlier turns"):
-        tokenizer.encode_turn([USER], response, [TOOL], None)
+    turn = tokenizer.encode_turn([USER], response, [TOOL], None)
+    after = tokenizer.render([USER, {"role": "assistant", "content": response}, TOOL])
+    assert turn.tokens == tokenizer.encode(after) and 0 < (turn.again or 0) < len(turn.tokens)
 
 
 def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -121,8 +124,8 @@ def test_no_text_of_an_environment_becomes_a_control_token(directory: Path, text
     harmless = [*messages[:2], {"role": "tool", "content": "found it"}]
     counts = [sum(token in controls for token in tokenizer.encode(tokenizer.render(chat))) for chat in (messages, harmless)]
     assert counts[0] == counts[1]
-    answered = tokenizer.encode_turn(messages[:1], "x", messages[2:], None)
-    quiet = tokenizer.encode_turn(messages[:1], "x", harmless[2:], None)
+    answered = tokenizer.encode_turn(messages[:1], "x", messages[2:], None).tokens
+    quiet = tokenizer.encode_turn(messages[:1], "x", harmless[2:], None).tokens
     assert sum(token in controls for token in answered) == sum(token in controls for token in quiet)
 
 

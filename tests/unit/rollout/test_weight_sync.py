@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from benchmarks.sleeping import FakeEngine, fake_logprob
 from rlflow.errors import ConfigError, ModelError, RolloutError
-from rlflow.models.huggingface import Digest, digest, iterate_weights
+from rlflow.models.huggingface import combined_hash, digest, iterate_weights, tensor_hash
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
-from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine import Completion, Engine, in_portions
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 
 PAIRS = [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]
@@ -28,12 +29,18 @@ def over(engines: Engine | Sequence[Engine], tokenizer: Tokenizer, **options: An
 
 
 def test_the_digest_of_a_stream_is_that_of_the_whole_whatever_the_order(qwen: Path) -> None:
-    content = Digest()
-    for name, tensor in reversed(list(iterate_weights(qwen))):
-        content.add(name, tensor)
-    assert content.hexdigest() == digest(iterate_weights(qwen))
-    content.add("one more", torch.zeros(1))
-    assert content.hexdigest() != digest(iterate_weights(qwen))
+    hashes = [tensor_hash(name, tensor) for name, tensor in reversed(list(iterate_weights(qwen)))]
+    assert combined_hash(hashes) == digest(iterate_weights(qwen))
+    assert combined_hash([*hashes, tensor_hash("one more", torch.zeros(1))]) != digest(iterate_weights(qwen))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("b", torch.zeros(2, 3)), ("a", torch.zeros(3, 2)), ("a", torch.zeros(2, 3).bfloat16()), ("a", -torch.zeros(2, 3)),
+     ("a", torch.zeros(2, 3, dtype=torch.int32))],
+)  # fmt: skip
+def test_name_dtype_shape_and_bits_make_the_hash_not_the_order_in_memory(other: tuple[str, Tensor]) -> None:
+    assert tensor_hash("a", torch.zeros(2, 3)) == tensor_hash("a", torch.zeros(3, 2).t()) != tensor_hash(*other)
 
 
 def test_new_weights_are_used_and_a_stale_engine_is_found(qwen: Path, other_qwen: Path, tokenizer: Tokenizer) -> None:
@@ -53,8 +60,9 @@ def test_new_weights_are_used_and_a_stale_engine_is_found(qwen: Path, other_qwen
 
 
 def test_tensors_are_made_in_the_callers_thread_and_few_are_alive_at_a_time(
-    qwen: Path, other_qwen: Path, tokenizer: Tokenizer
+    qwen: Path, other_qwen: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rlflow.rollout.weight_sync.PORTION", 1)
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -71,8 +79,15 @@ def test_tensors_are_made_in_the_callers_thread_and_few_are_alive_at_a_time(
     engines = [EmbeddedEngine(qwen, tokenizer, dtype=dtype) for dtype in ("float32", "bfloat16", "float32")]
     with over(engines, tokenizer) as rollout:
         rollout.load_weights(one_by_one(), version=1)
-    assert len(alive) > 20 and most <= 4
+    assert len(alive) > 20 and most <= 5
     assert [engine.version for engine in engines] == [1, 1, 1]
+
+
+def test_portions_are_bounded_in_bytes_and_in_number() -> None:
+    sizes = [10, 15, 30, 1, *[0] * 40, 25]
+    portions = list(in_portions(((str(number), torch.zeros(size)) for number, size in enumerate(sizes)), 100, 32))
+    assert [len(portion) for portion in portions] == [2, 1, 32, 10]  # 100 bytes; 120 alone; 32; the rest with 100
+    assert [int(name) for portion in portions for name, _ in portion] == list(range(45))
 
 
 def test_a_stream_that_breaks_ends_every_load_and_the_next_one_repairs_it(tokenizer: Tokenizer) -> None:
@@ -153,6 +168,30 @@ def test_a_probe_finds_other_weights_and_its_tolerance_is_the_callers(tokenizer:
         for off in (0.2, float("nan")):
             with pytest.raises(RolloutError, match=r"tolerance of 0\.1"):
                 rollout.load_weights(PAIRS, version=1, probe=probe(PAIRS, off=off, tolerance=0.1))
+
+
+def test_in_low_precision_a_probe_goes_by_mean_and_quantile_of_all_engines_at_once(
+    tokenizer: Tokenizer,
+) -> None:
+    step = 0.125
+    asked = 0
+
+    class Counted(FakeEngine):
+        async def generate(self, *arguments: Any, **options: Any) -> Completion:
+            nonlocal asked
+            asked += 1
+            while asked % 4:  # both engines' prompts are in flight
+                await asyncio.sleep(0)
+            return await super().generate(*arguments, **options)
+
+    engines = [Counted(tokenizer, hashes_weights=False) for _ in range(2)]
+    with over(engines, tokenizer) as rollout:
+        near = probe(PAIRS, off=0.6 * step, max_tokens=128, step=step)
+        rollout.load_weights(PAIRS, version=1, probe=near)
+        far = probe(PAIRS, off=0.7 * step, max_tokens=128, step=step)
+        told = r"0\.0875 nats in the mean .* of the probe's 256 tokens; expected at most 0\.0813"
+        with pytest.raises(RolloutError, match=told):
+            rollout.load_weights(PAIRS, version=2, probe=far)
 
 
 def test_a_probe_finds_an_engine_that_kept_its_version_or_does_not_answer(

@@ -33,9 +33,9 @@ def test_an_existing_run_needs_resume_overwrite_or_another_name(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite.*run\.name"):
         RunDirectory.create(tmp_path / "run")
     with RunDirectory.create(tmp_path / "run", resume=True) as run:
-        assert run.latest_checkpoint() == (1, tmp_path / "run/checkpoints/step_000001")
+        assert run.saved.latest() == (1, tmp_path / "run/checkpoints/step_000001")
     with RunDirectory.create(tmp_path / "run", overwrite=True) as run:
-        assert run.latest_checkpoint() is None and not run.config.exists()
+        assert run.saved.latest() is None and not run.config.exists()
 
 
 def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_not_its_own(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
-from rlflow.rollout.vllm import process
-from rlflow.rollout.vllm.process_engines import VLLMEngine
-from rlflow.run.assemble import TOLERANCE
+from rlflow.rollout.vllm import launch
+from rlflow.rollout.vllm.vllm_engine import VLLMEngine
 from rlflow.run.open import open_run
 from rlflow.run.run import MOST_RESTARTS, Run
 from rlflow.storage.files import read_json
@@ -24,7 +23,7 @@ from rlflow.types import Trajectory
 from tests.flow.letters import letters_config, write_letters_model
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
-FAKE = Path(__file__).parents[1] / "rollout" / "vllm" / "fake_worker.py"
+FAKE = Path(__file__).parents[1] / "rollout" / "vllm" / "fake_server.py"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 OPTIONS = ("run.steps=3", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
            "evaluation.final_questions=4", "evaluation.every_steps=0", "trainer.backend=reference", "checkpoint.export=false",
@@ -40,9 +39,9 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "packages" / "vllm").mkdir(parents=True)
         (tmp_path / "packages" / "vllm" / "__init__.py").touch()
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-        monkeypatch.setenv(process.VARIABLE, sys.executable)
-        monkeypatch.setattr(process, "PROGRAM", (str(FAKE),))
-        monkeypatch.setitem(TOLERANCE, "float32", 1e9)
+        monkeypatch.setenv(launch.VARIABLE, sys.executable)
+        monkeypatch.setattr(launch, "PROGRAM", (str(FAKE),))
+        monkeypatch.setattr("rlflow.run.assemble.TOLERANCE", 1e9)
     return lambda *options: letters_config(model, tmp_path / "runs", *OPTIONS, *options)
 
 
@@ -55,7 +54,7 @@ def play(run: Run, killed: Callable[[Run, int], bool]) -> None:
         if killed(run, len(episodes)):
             (engine,) = run.rollout.engines
             assert isinstance(engine, VLLMEngine)
-            os.kill(engine.pid, signal.SIGKILL)
+            os.kill(engine.server.served.child.pid, signal.SIGKILL)
         if show is not None:
             show(ended, total, trajectory)
 

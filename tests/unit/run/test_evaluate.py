@@ -15,7 +15,7 @@ from rlflow.report.metrics import Metric
 from rlflow.report.reductions import interval95
 from rlflow.rollout import Rollout
 from rlflow.run import evaluate as evaluation
-from rlflow.run.evaluate import evaluate, mean_over_sets, metrics_by_set
+from rlflow.run.evaluate import evaluate, means_over_sets, metrics_by_set
 from rlflow.run.origin import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
 from tests.flow.letters import REFERENCE, Letters, write_letters_model
@@ -65,7 +65,7 @@ def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> N
     groups = [group("nq", index, 1.0) for index in range(3)] + [group("musique", 3, 0.0)]
     by_set = metrics_by_set(groups, REGISTERED)
     assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {"nq": 1.0, "musique": 0.0}
-    assert mean_over_sets(by_set, "exact_match") == 0.5
+    assert means_over_sets(by_set, REGISTERED) == {"exact_match": 0.5}
     assert metrics_by_set(groups[:3], REGISTERED) == {}
 
 

@@ -13,7 +13,7 @@ from rlflow.run.assemble import make_trainer
 def test_every_option_of_the_cluster_reaches_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr("rlflow.run.assemble.RayTrainer", lambda path, **given: found.update(given))
-    given = {"address": "a:1", "services": "n", "threads_per_rank": 3, "gpus_per_rank": 0.5, "stall_timeout_s": 7.0}
+    given = {"address": "a:1", "threads_per_rank": 3, "gpus_per_rank": 0.5, "stall_timeout_s": 7.0}
     overrides = [f"cluster.{name}={value}" for name, value in given.items()]
     make_trainer(load_config(None, ["model.path=x", "environment.name=none", "cluster.ranks=2", *overrides]))
     assert found["ranks"] == 2 and {name: found[name] for name in given} == given

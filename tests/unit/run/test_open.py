@@ -69,4 +69,4 @@ def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError), open_run(config) as run:
         run.save()
         raise RolloutError("after the save began")
-    assert RunDirectory.open(tmp_path / "letters").saved_steps() == [0]
+    assert RunDirectory.open(tmp_path / "letters").saved.steps() == [0]

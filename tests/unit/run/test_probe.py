@@ -6,11 +6,13 @@ from collections.abc import AsyncIterable, Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
+from rlflow.rollout.probe_rule import spacing
 from rlflow.run.open import open_run
 from tests.flow.letters import letters_config, write_letters_model
 
@@ -53,6 +55,13 @@ def test_a_run_probes_an_engine_that_cannot_hash_its_weights(model: Path, tmp_pa
     assert train(letters_config(model, tmp_path / "whole", *FEW, f"rollout.engine.name={__name__}:Unhashed"))["steps"] == 2
     with open_run(letters_config(model, tmp_path / "hashed", *FEW)) as run:
         assert run.probe is None
+
+
+def test_in_bfloat16_a_run_compares_many_tokens(model: Path, tmp_path: Path) -> None:
+    options = (*FEW, f"rollout.engine.name={__name__}:Unhashed", "model.dtype=bfloat16")
+    with open_run(letters_config(model, tmp_path, *options)) as run:
+        assert run.probe is not None and run.probe.step == spacing(torch.bfloat16, 0.7)
+        assert len(run.probe.prompts) == 16 and 16 * run.probe.max_tokens == 256
 
 
 def test_an_engine_that_kept_the_old_weights_ends_the_run(model: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import Handle
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
-from rlflow.run import workers
-from rlflow.run.worker import RolloutWorker
+from rlflow.run import rollout_workers as workers
+from rlflow.run.rollout_workers import RolloutWorker
 from tests.flow.letters import letters_config, write_letters_model
+from tests.unit.rollout.buckets import Held
 from tests.unit.run import test_probe
 from tests.unit.run.test_probe import FEW
 
@@ -66,6 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "RayWorkers", ThreadWorkers)
+    monkeypatch.setattr(workers, "put", Held)
 
 
 def outcome(model: Path, runs: Path, engine: str, *options: str) -> dict[str, Any]:

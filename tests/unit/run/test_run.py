@@ -320,6 +320,41 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
     assert metrics["train/logprob_gap"] < 1e-5  # of the first minibatch only: later ones are another policy's
 
 
+def test_engines_get_the_trainers_own_tensors_where_they_all_take_them_and_copies_else(
+    model: Path, tmp_path: Path
+) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY, "evaluation.at_start=false")) as run:
+        asked, given, (engine,) = [], [], run.rollout.engines
+        weights, load = run.trainer.weights, engine.load_weights
+        own = {value.data_ptr() for _, value in weights(None)}
+
+        def making(device: str | None = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+            asked.append(device)
+            return weights(device)
+
+        async def loading(pairs: Any, version: int) -> None:
+            async def seen() -> Any:
+                async for name, tensor in pairs:
+                    given.append(tensor.data_ptr())
+                    yield name, tensor
+
+            await load(seen(), version)
+
+        run.trainer.weights, engine.load_weights = making, loading  # type: ignore[method-assign]
+        for version, takes in enumerate((True, False), start=1):
+            given.clear()
+            engine.takes_device_tensors = takes
+            run.sync_weights(version)
+            assert asked == [None, "cpu"][:version] and engine.version == version
+            assert (set(given) == own) if takes else not set(given) & own
+        found = run.rollout.synced.metrics()
+    size = sum(tensor.nbytes for _, tensor in weights(None))
+    assert found["sync/mib"] == size / 2**20 and found["sync/delta_share"] == 0.0
+    parts = {f"time/sync_{part}_s" for part in ("gather", "load", "verify")}
+    assert found.keys() == {"sync/mib", "sync/delta_share", *parts}
+    assert all(value > 0 for name, value in found.items() if name.endswith("_s"))
+
+
 def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
     values, lengths = getattr(batch, column), batch.lengths.tolist()
     return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.trajectory)]

@@ -47,7 +47,7 @@ class SlowDisk(Trainer):
     def score(self, *arguments: Any, **options: Any) -> dict[str, Any]: ...  # type: ignore[empty-body]
     def update(self, *arguments: Any) -> dict[str, float]: ...  # type: ignore[empty-body]
     def snapshot(self, name: str) -> None: ...
-    def weights(self) -> Iterator[Any]: ...  # type: ignore[empty-body]
+    def weights(self, device: str | None = "cpu") -> Iterator[Any]: ...  # type: ignore[empty-body]
 
 
 @pytest.fixture
@@ -88,14 +88,14 @@ def test_a_full_disk_costs_no_checkpoint_gives_the_space_back_and_names_the_newe
     saver = Saver(SlowDisk(), checkpoints, keep=1, asynchronous=asynchronous)
     saver.trainer.full = True
     saver.trainer.ready.set()
-    with pytest.raises(StorageError, match=r"No space left on device\)\. There is no checkpoint yet; free some space"):
+    with pytest.raises(StorageError, match=r"No space left on device\); there is no checkpoint yet\. Free some space"):
         saver.save(1, {})
         saver.poll()
     saver.trainer.full = False
     saver.save(2, {})
     saver.finish()
     saver.trainer.full = True
-    with pytest.raises(StorageError, match=r"^saving step 3: .*newest checkpoint is that of step 2; .*--resume$"):
+    with pytest.raises(StorageError, match=r"^saving step 3: .*newest checkpoint is that of step 2\. .*--resume$"):
         saver.save(3, {})
         saver.poll()
     assert checkpoints.steps() == [2] and [path.name for path in checkpoints.folder.iterdir()] == ["step_000002"]

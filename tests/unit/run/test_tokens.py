@@ -13,11 +13,7 @@ import torch
 
 from rlflow.batching import make_batch
 from rlflow.errors import CheckpointError
-from rlflow.report.records import read_trajectories
-from rlflow.report.tokens import FLOATS, read_tokens, write_tokens
-from rlflow.rollout import Tokenizer
-from rlflow.run.directory import RunDirectory
-from rlflow.run.recorder import (
+from rlflow.report.recorder import (
     Recorder,
     TokenTexts,
     mean_advantage,
@@ -25,6 +21,10 @@ from rlflow.run.recorder import (
     segment_tokens,
     whole_groups,
 )
+from rlflow.report.records import read_trajectories
+from rlflow.report.tokens import FLOATS, read_tokens, write_tokens
+from rlflow.rollout import Tokenizer
+from rlflow.run.directory import RunDirectory
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 from tests.fixtures import tiny_tokenizer
 

@@ -18,7 +18,7 @@ def test_the_file_and_the_newest_checkpoint_are_named(number: int, tmp_path: Pat
     error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
     with pytest.raises(StorageError, match=r"metrics\.jsonl: .+; there is no checkpoint yet\. Free some space and continue"):
         explain_unwritable(error, directory)
-    directory.checkpoint_path(20).mkdir(parents=True)
+    directory.saved.path(20).mkdir(parents=True)
     with pytest.raises(StorageError, match="; the newest checkpoint is that of step 20") as caught:
         explain_unwritable(error, directory)
     assert caught.value.__cause__ is error

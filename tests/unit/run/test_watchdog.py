@@ -23,7 +23,7 @@ def at_depth(depth: int) -> None:
 
 def test_what_does_not_move_is_told_of_once_with_phase_and_place(caplog: pytest.LogCaptureFixture) -> None:
     timer = PhaseTimer()
-    with Watchdog(timer, floor_s=0.2), timer.phase("update"):
+    with Watchdog(timer, limit_s=0.2), timer.phase("update"):
         hang(0.8)
     told = [record.getMessage() for record in caplog.records if record.name == "rlflow.run.interrupt"]
     assert len(told) == 1 and told[0].startswith("update: the trainer has not moved for 0.2 s")
@@ -32,7 +32,7 @@ def test_what_does_not_move_is_told_of_once_with_phase_and_place(caplog: pytest.
 
 def test_nothing_is_said_of_what_moves_or_waits_for_episodes(caplog: pytest.LogCaptureFixture) -> None:
     timer = PhaseTimer()
-    with Watchdog(timer, floor_s=0.4):
+    with Watchdog(timer, limit_s=0.4):
         with timer.phase("rollout"):
             hang(0.9)
         with timer.phase("update"):

@@ -87,7 +87,7 @@ def test_what_is_no_model_is_named(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no checkpoint"):
         resolve(tmp_path)
     save_config(load_config(None, []), tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="neither a checkpoint nor an export yet"):
+    with pytest.raises(ConfigError, match="no checkpoint and no export yet"):
         resolve(tmp_path)
     shutil.copytree(made / "start", tmp_path / "export")
     assert resolve(tmp_path)[0].path == tmp_path / "export"

@@ -37,8 +37,17 @@ def test_the_layers_are_named_in_the_log(model: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif(layers.varlen_attn is None, reason="this torch has no attention for variable lengths")
-def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told_of_groups", [True, False])
+def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, told_of_groups: bool
+) -> None:
+    """That of torch 2.13, and that of 2.11, which has no `enable_gqa`."""
     signature, seen = inspect.signature(layers.varlen_attn), []
+    options = set(signature.parameters) | {"enable_gqa"}
+    if not told_of_groups:
+        options.discard("enable_gqa")
+        signature = signature.replace(parameters=[signature.parameters[name] for name in signature.parameters if name in options])
+    monkeypatch.setattr(layers, "varlen_options", frozenset(options))
 
     def row_by_row(*arguments: Any, **keywords: Any) -> torch.Tensor:
         given = signature.bind(*arguments, **keywords).arguments
@@ -55,7 +64,8 @@ def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(monkeypatc
         layers._attend(*(part[row].unsqueeze(1) for part in (query, key, value))).squeeze(1) for row in (slice(0, 3), slice(3, 7))
     ]
     assert torch.equal(found, torch.cat(expected))
-    assert (seen[0]["window_size"], seen[0]["enable_gqa"], seen[0]["max_q"]) == ((-1, 0), True, 4)  # causal, as torch says it
+    assert (seen[0]["window_size"], seen[0]["max_q"]) == ((-1, 0), 4)  # causal, as torch says it
+    assert seen[0].get("enable_gqa") == (True if told_of_groups else None)
 
 
 def test_the_local_layers_can_be_asked_for_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,29 @@ def test_layouts_that_do_not_divide_the_model_are_refused(sizes: dict[str, Any],
     ParallelLayout(4, 2, context_parallel=5, sequence_parallel=True).check_model(model())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"expert_parallel": 3}, "expert_parallel=3 does not divide the model's 4 experts; possible: 1, 2, 4"),
+        ({"tensor_parallel": 2}, "sequence_parallel: expected true for a model with experts"),
+    ],
+)
+def test_layouts_that_experts_do_not_allow_are_refused(sizes: dict[str, Any], words: str) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    with pytest.raises(ConfigError, match=words):
+        ParallelLayout(**sizes).check_model(model(**experts))
+    ParallelLayout(tensor_parallel=2, sequence_parallel=True, expert_parallel=4).check_model(model(**experts))
+    with pytest.raises(ConfigError, match="expert_parallel=2: the model has no experts"):
+        ParallelLayout(expert_parallel=2).check_model(model())
+
+
+def test_experts_are_dealt_out_over_the_ranks_of_a_stage() -> None:
+    layout = ParallelLayout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, expert_parallel=4)
+    assert layout.data_parallel(8) == 2
+    with pytest.raises(ConfigError, match="a divisor of the ranks of a pipeline stage, 2, found 4"):
+        layout.data_parallel(4)
+
+
 def test_what_the_model_does_not_fill_is_data_parallel() -> None:
     layout = TrainerOptions(tensor_parallel=2, pipeline_parallel=2, context_parallel=2, virtual_pipeline=4).layout
     assert layout.data_parallel(16) == 2

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fixtures import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
+from rlflow.errors import ConfigError, DataError, MissingPackageError, ModelError, RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.weight_files import write_model
 from rlflow.run.export import EXPORT_TOLERANCE, check_export
@@ -21,6 +23,19 @@ from rlflow.trainer.schedule import cosine
 from rlflow.types import Batch, PolicyOutput
 from tests import rounding
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
+
+
+def test_collectives_of_some_ranks_wait_as_long_as_those_of_all(make: Any) -> None:
+    """Megatron gives its groups 30 minutes, whatever the ranks met with."""
+    limit = datetime.timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        trainer = make()
+        for group in (trainer._world.tensor_group, trainer._world.data_group):
+            assert group._get_backend(torch.device("cpu")).options._timeout == limit
+        trainer.close()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("chunk_mib", [512.0, 1e308, 0.005], ids=["one-chunk", "any-size", "12-positions-per-chunk"])
@@ -64,6 +79,15 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chu
     expected = dict(oracle.named_parameters())
     for name, tensor in trainer.weights():
         assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_weights_are_copies_on_a_device_or_what_the_trainer_has(make: Any) -> None:
+    trainer = make()
+    copies, own = dict(trainer.weights()), dict(trainer.weights(None))
+    memory = {parameter.untyped_storage().data_ptr() for chunk in trainer._chunks for parameter in chunk.parameters()}
+    assert list(copies) == list(own) and all(torch.equal(copies[name], own[name]) for name in own)
+    assert not {value.untyped_storage().data_ptr() for value in copies.values()} & memory
+    assert own["model.norm.weight"].untyped_storage().data_ptr() in memory
 
 
 def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
@@ -134,6 +158,20 @@ def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, mode
     assert (scores != 0).sum() == int((batch.lengths - 1).sum())
     _, bound = rounding.logprobs(model, rounding.rows_of(batch), temperature=0.8)
     torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=2 * bound, rtol=0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_score_of_wanted_tokens_equals_that_of_all_and_computes_no_other(make: Any, packing: bool) -> None:
+    trainer, batch = make(packing=packing, tokens_per_microbatch=40), make_batch()
+    want = ("logprobs", "entropy")
+    whole = trainer.score(batch, want=want, top_k=3)
+    found = trainer.score(batch.replace(wanted=batch.trained), want=want, top_k=3)
+    places = batch.trained.clone()
+    places[:, 0] = False
+    assert 0 < int(places.sum()) < int(batch.lengths.sum()) - len(batch)
+    for name, values in found.items():
+        torch.testing.assert_close(values[places], whole[name][places], rtol=0, atol=1e-6)
+        assert not values[~places].any() and whole[name][~batch.trained].any()
 
 
 def test_snapshot_stays_and_leaves_the_policy_alone(make: Any) -> None:
@@ -292,6 +330,17 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
     assert fusions == (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
     assert parallel_state.create_group is create
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_megatron_core_that_lacks_what_is_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import random
+
+    from rlflow.trainer.megatron.cpu import adapted
+
+    monkeypatch.delattr(random, "_get_cuda_rng_state")
+    told = r"no megatron\.core\.tensor_parallel\.random\._get_cuda_rng_state, .* expected a version from 0\.16 to 0\.19"
+    with pytest.raises(MissingPackageError, match=told), adapted():
+        pass
 
 
 @pytest.mark.parametrize("first_closed", [0, 1], ids=["its maker first", "its maker last"])

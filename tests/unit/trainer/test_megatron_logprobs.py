@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,3 +241,25 @@ def test_an_entropy_that_is_only_reported_changes_no_gradient(group: dist.Proces
     from_logits(with_entropy, tokens, lengths, temperatures, group, want_entropy=True)[0].sum().backward()
     from_logits(without, tokens, lengths, temperatures, group)[0].sum().backward()
     assert torch.equal(with_entropy.grad, without.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+@pytest.mark.parametrize("columns", [0, 990])
+def test_compiled_passes_compute_what_the_operations_do(columns: int) -> None:
+    """What GPUs run, by the compiler's CPU backend."""
+    draw = torch.Generator().manual_seed(0)
+    for rows in (7, 33):
+        logits = torch.randn(rows, 1000, generator=draw)
+        logits[:, 990:] = -torch.inf
+        index = torch.randint(0, 990, (rows, 2), generator=draw)
+        scale = 0.5 + torch.rand(rows, 1, generator=draw)
+        share, of_surprise = torch.randn(2, rows, 1, generator=draw)
+        results = []
+        for change in (lambda function: function, module._compiled):
+            values = logits.clone()
+            found = change(module._exponentiate)(values, index, scale, values.amax(1, keepdim=True) / scale, columns)
+            steps = [*found, values.clone()]
+            change(module._slope)(values, index, share, share.expand(-1, 2), of_surprise if columns else None)
+            results.append([*steps, values])
+        torch.testing.assert_close(*results)

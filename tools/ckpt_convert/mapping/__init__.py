@@ -1,1 +1,1 @@
-"""Which rectangles of source tensors make each target tensor, in either direction."""
+"""Maps rectangles of source tensors to target tensors, in either direction."""

@@ -1,4 +1,4 @@
-"""Where a torch_dist checkpoint keeps a tensor of the tables: its key, and its index in a stack.
+"""Finds a tensor of the tables in a torch_dist checkpoint: its key, and its index in a stack.
 
 megatron-core stacks the keys of equal layers and of experts
 (`decoder.layers.mlp.experts.experts.linear_fc1.weight` is (layers, experts, rows, columns)), or

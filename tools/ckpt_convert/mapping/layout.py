@@ -1,4 +1,4 @@
-"""How a checkpoint that is written is cut over ranks."""
+"""The cut over ranks of a checkpoint to be written."""
 
 from __future__ import annotations
 

@@ -124,17 +124,16 @@ def _rank_main(
 ) -> None:
     import torch.distributed as dist
 
-    from rlflow.trainer.megatron.cpu import adapted, check_version, without_transformer_engine
+    from rlflow.trainer.megatron.cpu import adapted
 
     from . import load as oracle_load
     from . import model as oracle
 
-    check_version()
     source = open_source(checkpoint)
     layout, rows = _layout(source), source.tensors[EMBEDDING.megatron].shape[0]
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-    with adapted(), without_transformer_engine():
+    with adapted():
         oracle.initialize_ranks(layout)
         chunks = oracle.build(config, layout, rows)
         if source.format == "torch_dist":

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -87,6 +88,14 @@ class Attention(MegatronModule):
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
+class LatentAttention(MLASelfAttention):
+    """Latent attention of the modules that its spec names. megatron-core from 0.19 on refuses
+    DeepSeek-V2-Lite's, which norms keys and values alone, where Transformer Engine is absent."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
 def initialize_ranks(layout: CheckpointLayout, expert_tensor: int = 0) -> None:
     """Lays Megatron's groups over the ranks of torch.distributed, which must be initialized.
     `destroy_ranks` undoes it.
@@ -139,7 +148,10 @@ def build(
             megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
         )
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = Attention
+            attention = layer.submodules.self_attention
+            attention.submodules.core_attention = Attention
+            if model.latent is not None:
+                attention.module = LatentAttention
         ends = {"ignore_virtual": False, "vp_stage": stage}
         return GPTModel(
             config=megatron,

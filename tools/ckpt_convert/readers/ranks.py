@@ -1,4 +1,4 @@
-"""Whether the files of a legacy checkpoint belong together: all there, each in its own place."""
+"""Checks that the files of a legacy checkpoint belong together."""
 
 from __future__ import annotations
 

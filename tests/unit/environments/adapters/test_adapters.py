@@ -19,6 +19,7 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.types import Episode, Step
+from rlflow_environments.adapters.verifiers import _own_signal_handlers
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config
 
@@ -283,7 +284,8 @@ def test_rewards_metrics_and_messages_are_those_of_verifiers_own_rollout(
     methods = {**dict.fromkeys(Client.__abstractmethods__, reply), "get_response": reply}
     client = type("Scripted", (Client,), methods)(None)
     environment = made("verifiers:classic_games", options={"kind": kind})
-    theirs = classic.load_environment("classic_games", kind=kind)
+    with _own_signal_handlers():
+        theirs = classic.load_environment("classic_games", kind=kind)
     row = environment._rows["val"][0]
 
     async def rollout() -> Any:

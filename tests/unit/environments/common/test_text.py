@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.http import Reply
 from rlflow.storage.files import read_json, write_json, write_text
 from rlflow_environments.common.jsonl import BadRow, parse_object
 from rlflow_environments.common.text import load_json, well_formed
-from rlflow_environments.retrieval.client.answers import search_request
+from rlflow_environments.retrieval.client.answers import read_passages
 from rlflow_environments.retrieval.corpus import Corpus, write_rows
-from rlflow_environments.search.disturbances import Disturbances
 from rlflow_environments.search.protocols import make_protocol
 
 HALF = "a\ud83d b"
@@ -39,24 +39,13 @@ def test_files_keep_half_a_pair_as_json_does(tmp_path: Path) -> None:
 
 def test_an_answer_of_a_server_is_text_that_can_be_written() -> None:
     body = json.dumps({"result": [[{"document": {"id": "0", "contents": HALF}, "score": 1.0}]]}).encode()
-    assert search_request(["q"], 1).read("http://x", 200, {}, body)[0][0].contents == WHOLE
+    assert read_passages("http://x", Reply(200, {}, body), 1, 1)[0][0].contents == WHOLE
 
 
 def test_a_tool_call_asks_for_text_that_can_be_written() -> None:
     call = json.dumps({"name": "search", "arguments": {"query_list": [HALF]}})
     reading = make_protocol("native").read(f"<tool_call>{call}</tool_call>", (), False)
     assert reading.calls[0].inputs == (WHOLE,)
-
-
-async def _nothing(query: str, top_k: int) -> list[object]:
-    return []
-
-
-def test_a_disturbed_search_for_half_a_pair_is_drawn(tmp_path: Path) -> None:
-    import asyncio
-
-    search = Disturbances(drop=0.5).search(_nothing, HALF, 1, task_id="t", asked_before=0, others=[])  # type: ignore[arg-type]
-    assert asyncio.run(search)[0] == []
 
 
 @pytest.mark.parametrize("row", [b'{"id": ' + b"1" * 5000 + b"}", b"[" * 200_000])

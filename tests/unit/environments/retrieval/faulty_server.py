@@ -26,7 +26,6 @@ FAULTS = {
     "knows no query": ("all servers but SkyRL's", {"query"}),
     "reverses": ("results in the order of completion", {"order"}),
     "worst first": ("distances taken for similarities", {"best first"}),
-    "forgets": ("a document is missing from every fourth batch: an index that changes while it answers", {"stable"}),
     "crashes on bad topk": ("a negative k in FAISS", {"bad topk"}),
     "crashes on bad bodies": ("a body that is not checked", {"bad body"}),
     "answers errors in HTML": ("a proxy in front", {"bad body"}),
@@ -47,7 +46,6 @@ class FaultyServer:
         self.faults = set(faults)
         self._in_flight: list[int] = []
         self._latest: list[str] = []
-        self._batches = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
@@ -105,9 +103,6 @@ class FaultyServer:
         if "coalesces with the largest topk" in self.faults:
             top_k = largest
         results = [self._find(query, top_k) for query in queries]
-        if "forgets" in self.faults and queries:
-            self._batches += len(queries) > 3
-            results[-1] = results[-1][:-1] if len(queries) > 3 and self._batches % 4 == 0 else results[-1]
         if "reverses" in self.faults:
             results.reverse()
         if not scores:

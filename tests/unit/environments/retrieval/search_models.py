@@ -41,22 +41,11 @@ def write_bert(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def write_modules(
-    folder: Path, *, pooling: dict, normalize: bool, dense: tuple | None = None, prompts: dict | None = None
-) -> None:
-    """The files of a sentence-transformers folder around a model. dense: (weight, bias, activation)."""
+def write_modules(folder: Path, *, pooling: dict, normalize: bool, prompts: dict | None = None) -> None:
+    """The files of a sentence-transformers folder around a model."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
-    if dense is not None:
-        from safetensors.torch import save_file
-
-        weight, bias, activation = dense
-        (folder / "2_Dense").mkdir(exist_ok=True)
-        save_file({"linear.weight": weight, "linear.bias": bias}, folder / "2_Dense" / "model.safetensors")
-        config = {"in_features": 32, "out_features": len(weight), "bias": True, "activation_function": activation}
-        (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
-        modules.append(("2_Dense", "Dense"))
     if normalize:
         modules.append(("3_Normalize", "Normalize"))
     rows = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import uvicorn
 
+from rlflow_environments.retrieval.server.addresses import bind
 from rlflow_environments.retrieval.server.app import SearchApp
-from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 
 TOWNS = ("Alder", "Birch", "Cedar", "Dogwood", "Elm", "Fir", "Ginkgo", "Hazel", "Ivy", "Juniper")

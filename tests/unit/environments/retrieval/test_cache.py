@@ -10,9 +10,9 @@ import pytest
 
 from rlflow.environment import Task
 from rlflow.errors import ConfigError, DataError
+from rlflow_environments.retrieval.client.asynchronous import trace_id
 from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.errors import ReplayMissError
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search import SearchEnvironment

@@ -15,8 +15,7 @@ from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever
-from rlflow_environments.retrieval.server.discovery import DiscoveryFile, read_addresses
-from rlflow_environments.retrieval.server.listener import bind
+from rlflow_environments.retrieval.server.addresses import DiscoveryFile, bind, read_addresses
 from tests.unit.environments.retrieval.scripted_server import CUT, HANG, Scripted, client
 from tests.unit.environments.retrieval.search_servers import serving
 
@@ -274,9 +273,9 @@ def test_addresses_are_taken_in_the_forms_of_the_field(address, url):
         ({"url": "h:1", "trys": 3}, "unknown keyword 'trys'.*Did you mean 'tries'"),
         ({"url": "h:1", "tries": 0}, "tries"),
         ({"url": "h:1", "timeout_s": -1}, "timeout_s"),
-        ({"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}}, "Did you mean 'record'"),
+        ({"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}}, "expected one of off, record, replay"),
         ({"url": "h:1", "cache": {"mode": "record"}}, "cache.directory"),
-        ({"url": "h:1", "cache": {"dir": "record"}}, "unknown option 'dir'"),
+        ({"url": "h:1", "cache": {"dir": "record"}}, "unknown keyword 'dir'"),
     ],
 )
 def test_mistakes_are_named(options, named):

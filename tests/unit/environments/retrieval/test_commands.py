@@ -61,7 +61,7 @@ def searched(text: str):
 
 def test_an_index_folder_says_itself_what_it_is(tmp_path):
     corpus = write_corpus(tmp_path)
-    for kind, name in (("bm25", "bm25"), ("Flat", "faiss"), ("torch", "torch")):
+    for kind, name in (("bm25", "bm25"), ("Flat", "faiss")):
         folder = tmp_path / kind
         assert main(["build", "--corpus", str(corpus), "--out", str(folder), "--index", kind]) == 0
         assert searched(f"--index {folder}") == ({"name": name, "path": str(folder)}, str(corpus))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import DataError
+from rlflow_environments.retrieval import records
 from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
@@ -18,7 +19,6 @@ from rlflow_environments.retrieval.encoders import make_encoder
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.faiss_index import import_faiss
 from rlflow_environments.retrieval.server.index import DocumentSearch
-from rlflow_environments.retrieval.server.records import StoredCorpus
 
 ROWS = [
     {"contents": '"A"\nharbour'},
@@ -36,38 +36,35 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-def test_rows_without_text_keep_their_number_are_never_found_and_said_once(tmp_path, caplog):
+def test_rows_without_text_keep_their_number_are_never_found_and_said_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(records, "KEPT_FROM", 0)
     path = write(tmp_path / "corpus.jsonl", ROWS)
-    for read in (Corpus, StoredCorpus):
+    for _ in range(2):  # the second time from the offsets file
         caplog.clear()
-        passages = [passage for passage in read(path) if passage.contents]
+        passages = [passage for passage in Corpus(path) if passage.contents]
         assert [(passage.id, passage.title) for passage in passages] == [("0", "A"), ("3", "B"), ("x", "C"), ("x", "D")]
         lines = [record.message.partition(": ")[2] for record in caplog.records]
-        assert lines == [
-            "3 of 7 rows have no text and are never found; the first is row 1",
-            "1 of 4 rows have the id of an earlier row; results tell them apart by their text only",
-        ]
-    again = StoredCorpus(path)  # from the offsets file
-    assert again.empty == Corpus(path).empty == {1, 2, 4}
+        assert lines == ["3 of 7 rows have no text and are never found; the first is row 1"]
+    again = Corpus(path)
+    assert again.empty == {1, 2, 4}
     assert [json.loads(again.document(row))["id"] for row in (0, 3, 5, 6)] == ["0", "3", "x", "x"] and again[3].id == "3"
-    for name in ("bm25", "torch", "faiss", "random"):
+    for name in ("bm25", "faiss", "random"):
         hits = make_retriever(name, again).search(["market", "mill"], 4)
         assert all(hit.contents for found in hits for hit in found) and hits[0][0].contents
         assert name in ("bm25", "random") or sorted(hit.title for hit in hits[0]) == ["A", "B", "C", "D"]
 
 
-@pytest.mark.parametrize("name", ["faiss", "torch"])
-def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path, name):
+def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path):
     """It holds a vector for every row, the empty ones included; here these are the nearest to every question."""
     faiss = import_faiss()
-    corpus = StoredCorpus(write(tmp_path / "corpus.jsonl", ROWS))
+    corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
     encoder = {"name": "hashed", "dimensions": 64}
     vectors = make_encoder(encoder, corpus).encode_passages(list(corpus))
     vectors[[1, 2, 4]] = make_encoder(encoder, corpus).encode_queries(["market"])
     index = faiss.IndexFlatIP(64)
     index.add(vectors)
     faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
-    retriever = make_retriever({"name": name, "path": str(tmp_path / "e5_Flat.index"), "encoder": encoder}, corpus)
+    retriever = make_retriever({"name": "faiss", "path": str(tmp_path / "e5_Flat.index"), "encoder": encoder}, corpus)
     (hits,) = retriever.search(["market"], 2)
     assert hits[0].title == "B" and len(hits) == 2 and all(hit.contents for hit in hits)
     (served,) = DocumentSearch(retriever).search(["market"], 1)
@@ -77,38 +74,35 @@ def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path, name):
 def test_a_collection_has_a_point_for_each_row_with_text_under_its_number(tmp_path):
     """As RLinf fills one."""
     pytest.importorskip("qdrant_client")
-    from rlflow_environments.retrieval.indices import qdrant_build, qdrant_collections
+    from rlflow_environments.retrieval.indices.qdrant import connect, fill
 
     corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
     encoder = make_encoder({"name": "hashed", "dimensions": 64}, corpus)
-    collection = qdrant_collections.open_embedded("local", None, encoder.dimensions, create=True)
+    collection = connect(None, "corpus", create=encoder.dimensions)
     for added in (4, 0):
-        assert qdrant_build.fill(collection, encoder, corpus, lambda *progress: None) == added
+        assert fill(collection, encoder, corpus, lambda *progress: None) == added
     assert sorted(point.id for point in collection.points(range(len(ROWS)))) == [0, 3, 5, 6]
-    collection.close()
 
 
 def test_a_corpus_without_any_text_is_refused(tmp_path):
     path = write(tmp_path / "corpus.jsonl", [{"contents": ""}])
-    for read in (Corpus, StoredCorpus):
-        with pytest.raises(DataError):
-            read(path)
+    with pytest.raises(DataError):
+        Corpus(path)
 
 
 @pytest.mark.parametrize("row", ['{"id": ' + "1" * 5000 + ', "contents": "x"}', "[" * 200_000, '{"contents": 5}'])
 def test_hostile_rows_are_bad_rows(tmp_path, row):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"contents": "x"}\n' + row + "\n")
-    for read in (Corpus, StoredCorpus):
-        with pytest.raises(DataError, match=r"row"):
-            read(path)
+    with pytest.raises(DataError, match=r"row"):
+        Corpus(path)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("built")
     corpus = write(folder / "corpus.jsonl", ROWS)
-    build_index(Corpus(corpus), folder / "index", BuildRequest(kind="torch"), lambda *progress: None)
+    build_index(Corpus(corpus), folder / "index", BuildRequest(), lambda *progress: None)
     return corpus, folder / "index"
 
 
@@ -122,9 +116,7 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
         {"corpus": {}},
         {"encoder": "e5"},
         {"encoder": {}},
-        {"embeddings": "float64"},
         {"kind": 3},
-        {"metric": "\ud83d"},
         {"encoder": {"family": "e5", "sha256": ""}},
         {"encoder": {"family": "e5", "sha256": "", "path": "x"}},
         {"encoder": {"family": "hashed", "sha256": "", "x": json.loads("[" * 600 + "]" * 600)}},
@@ -137,9 +129,10 @@ def test_an_edited_meta_is_one_clear_error(built, tmp_path, edit):
     for file in index.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     meta = json.loads((copy / "meta.json").read_text())
+    meta.pop("crc32")  # as one of an earlier version
     (copy / "meta.json").write_text(json.dumps({**meta, **edit}))
     with pytest.raises(DataError, match=r"meta.json: cannot be read"):
-        make_retriever({"name": "torch", "path": str(copy)}, Corpus(corpus))
+        make_retriever({"name": "faiss", "path": str(copy)}, Corpus(corpus))
 
 
 def source(*arguments: str) -> dict:
@@ -155,12 +148,6 @@ def test_the_fields_names_of_retrievers_give_their_family(tmp_path, name):
     assert source("--index_path", str(index), "--retriever_name", name)["encoder"]["family"] == "e5"
 
 
-def test_a_folder_of_qdrant_is_opened_as_one(built, tmp_path):
-    meta = json.loads((built[1] / "meta.json").read_text())
-    (tmp_path / "meta.json").write_text(json.dumps({**meta, "kind": "qdrant-edge"}))
-    assert source("--index", str(tmp_path))["name"] == "qdrant"
-
-
 def _copied(built: tuple[Path, Path], folder: Path, kind: str) -> tuple[Path, Path]:
     rows = [{"id": f"{row:04}", "contents": f'"Town {row:04}"\nharbour and market'} for row in range(600)]
     corpus = write(folder / "corpus.jsonl", rows)
@@ -168,10 +155,9 @@ def _copied(built: tuple[Path, Path], folder: Path, kind: str) -> tuple[Path, Pa
     return corpus, folder / "index"
 
 
-@pytest.mark.parametrize(("kind", "name", "file"), [("torch", "torch", "embeddings.f32"), ("Flat", "faiss", "index.faiss")])
-def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path, kind, name, file):
-    corpus, index = _copied(built, tmp_path, kind)
-    component = {"name": name, "path": str(index)}
+def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path):
+    corpus, index = _copied(built, tmp_path, "Flat")
+    component, file = {"name": "faiss", "path": str(index)}, "index.faiss"
     assert make_retriever(component, Corpus(corpus)).search(["town"], 1)
     data = bytearray((index / file).read_bytes())
     data[len(data) // 2 :] = b"\x3c" * (len(data) - len(data) // 2)
@@ -179,6 +165,7 @@ def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path, kind
     with pytest.raises(DataError, match=r"is not what the build wrote"):
         make_retriever(component, Corpus(corpus))
     meta = json.loads((index / "meta.json").read_text())
+    meta.pop("crc32")  # as one of an earlier version
     (index / "meta.json").write_text(json.dumps({**meta, "files": None}))  # of an earlier version: the passages tell
     with pytest.raises(DataError, match=r"cosine|passage"):
         make_retriever(component, Corpus(corpus))
@@ -186,22 +173,22 @@ def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path, kind
 
 def test_a_corpus_in_another_order_is_refused_though_its_times_are_kept(built, tmp_path):
     corpus, index = _copied(built, tmp_path, "bm25")
-    before, opened = corpus.stat(), StoredCorpus(corpus)
+    before, opened = corpus.stat(), Corpus(corpus)
     reversed_lines = corpus.read_text().splitlines(keepends=True)[::-1]
     corpus.write_text("".join(reversed_lines))
     os.utime(corpus, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert corpus.stat().st_size == before.st_size and opened.sha256 != StoredCorpus(corpus).sha256
+    assert corpus.stat().st_size == before.st_size and opened.sha256 != Corpus(corpus).sha256
     with pytest.raises(DataError, match=r"another corpus"):
         make_retriever({"name": "bm25", "path": str(index)}, Corpus(corpus))
 
 
 def test_a_deep_check_reads_every_byte(built, tmp_path, capsys):
-    corpus, index = _copied(built, tmp_path, "torch")
+    corpus, index = _copied(built, tmp_path, "Flat")
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     assert check.run(parser.parse_args([str(index), "--deep"])) == 0
     assert "every byte" in capsys.readouterr().out
-    file = index / "embeddings.f32"
+    file = index / "index.faiss"
     data = bytearray(file.read_bytes())
     place = (len(data) - (1 << 15)) // 31 // 2 + (1 << 14)  # between two samples, where the file is large enough for that
     data[place] ^= 1

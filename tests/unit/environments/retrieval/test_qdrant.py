@@ -1,5 +1,5 @@
-"""Claims about Qdrant: the embedded engine and qdrant-client's local mode for real, a server where QDRANT_URL is set, and the
-client's manners (URL, key, timeout, tries) against a stub."""
+"""Claims about Qdrant: qdrant-client's memory for real, a server where QDRANT_URL is set, and the client's manners (URL, key,
+timeout, tries) against a stub."""
 
 from __future__ import annotations
 
@@ -16,32 +16,28 @@ from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.errors import RetrievalError
-from rlflow_environments.retrieval.indices import make_retriever, qdrant_build
-from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever
-from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill, record_of
-from rlflow_environments.retrieval.indices.qdrant_collections import open_embedded
+from rlflow_environments.retrieval.indices import make_retriever, qdrant
+from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever, connect, fill
 from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.qdrant_stub import QdrantStub, serving
 from tests.unit.environments.retrieval.search_corpora import brute_force, passages
 
 pytest.importorskip("qdrant_client")
-pytest.importorskip("qdrant_edge")
 
 PASSAGES = [*passages(300), *passages(12)]  # the last twelve are twins of the first twelve
 QUERIES = [passage.title for passage in PASSAGES[:30]] + ["", "zzz", "bada"]
 OPTIONS = {"dimensions": 64}
 ENCODER = NgramEncoder(PASSAGES, **OPTIONS)
 VECTORS = ENCODER.encode_passages(PASSAGES)
-ENGINES = ("edge", "local")
 
 
 def silent(stage, done, total):
     pass
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def retriever(request):
-    return make_retriever({"name": "qdrant", "engine": request.param, **OPTIONS}, PASSAGES)
+@pytest.fixture(scope="module")
+def retriever():
+    return make_retriever({"name": "qdrant", **OPTIONS}, PASSAGES)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def test_results_are_the_nearest_passages_with_ties_by_row(retriever):
 
 def test_changing_the_name_alone_changes_no_result(retriever):
     """What stands under `retriever:` is one line; vectors, ranking and ties are the same behind each name."""
-    for name in ("dense", "faiss", "torch"):
+    for name in ("dense", "faiss"):
         found = make_retriever({"name": name, **OPTIONS}, PASSAGES).search(QUERIES, 5)
         assert [[hit.id for hit in hits] for hits in found] == [
             [hit.id for hit in hits] for hits in retriever.search(QUERIES, 5)
@@ -94,47 +90,13 @@ def test_short_results_and_top_k(retriever):
         retriever.search(["x"], 0)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A corpus for local mode, which writes point by point."""
-    return Corpus(write_corpus(tmp_path_factory.mktemp("small") / "corpus.jsonl", PASSAGES[:80]))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_folder_is_built_once_and_served_without_the_corpus_file(engine, small, tmp_path):
-    path = str(tmp_path / "index")
-    arguments = ["build", "--corpus", str(small.path), "--out", path, "--index", "qdrant", "--set", "dimensions=64"]
-    for _ in range(2):
-        assert main([*arguments, "--engine", engine]) == 0
-    with_corpus = make_retriever({"name": "qdrant", "path": path}, small)
-    found = with_corpus.search(QUERIES, 5)
-    with_corpus.collection.close()
-    without = make_retriever({"name": "qdrant", "path": path}, None)
-    assert without.search(QUERIES, 5) == found
-    without.collection.close()
-    assert [hits[0].title for hits in found[:30]] == [passage.title for passage in PASSAGES[:30]]
-    if engine == "local":
-        assert_readable_by_plain_qdrant_client(tmp_path / "index" / "storage", small)
-
-
-def assert_readable_by_plain_qdrant_client(folder, corpus):
-    from qdrant_client import QdrantClient
-
-    client = QdrantClient(path=str(folder))
-    info = client.get_collection("corpus")
-    assert info.points_count == len(corpus) and info.config.params.vectors.distance == "Cosine"
-    (point,) = client.retrieve("corpus", [7])
-    assert point.payload == corpus.record(7)
-    client.close()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(engine, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(qdrant_build, "BATCH", 20)
+def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(tmp_path, monkeypatch):
+    monkeypatch.setattr(qdrant, "_BATCH", 20)
+    small = Corpus(write_corpus(tmp_path / "corpus.jsonl", PASSAGES[:80]))
     encoded: list[int] = []
 
     class Counting:
-        dimensions, unit_vectors = ENCODER.dimensions, True
+        dimensions = ENCODER.dimensions
 
         def encode_passages(self, chosen):
             encoded.append(len(chosen))
@@ -145,14 +107,9 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(engine, small, tmp
 
     stopped: list[bool] = []
 
-    def opened():
-        return open_embedded(engine, tmp_path, 64, create=True)
-
-    first = opened()
+    second = connect(None, "wiki", create=64)
     with pytest.raises(KeyboardInterrupt):
-        fill(first, Counting(), small, silent)
-    first.close()
-    second = opened()
+        fill(second, Counting(), small, silent)
     assert second.count() == 40
     assert fill(second, Counting(), small, silent) == len(small) - 40
     assert fill(second, Counting(), small, silent) == 0
@@ -162,7 +119,7 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(engine, small, tmp
 
 
 def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
-    collection = open_embedded("local", None, 64, create=True)
+    collection = connect(None, "wiki", create=64)
     fill(collection, ENCODER, corpus, silent)
     swapped = [PASSAGES[1], PASSAGES[0], *PASSAGES[2:]]
     with pytest.raises(DataError, match="holds another corpus"):
@@ -173,11 +130,6 @@ def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
         fill(collection, ENCODER, Corpus(write_corpus(tmp_path / "short.jsonl", PASSAGES[:300])), silent)
     with pytest.raises(DataError, match="makes 32 dimensions"):
         QdrantRetriever(NgramEncoder(PASSAGES, dimensions=32), collection)
-    build_folder(corpus, tmp_path / "index", ENCODER, "edge", silent)
-    with pytest.raises(DataError, match="another corpus"):
-        make_retriever({"name": "qdrant", "path": str(tmp_path / "index")}, Corpus(tmp_path / "short.jsonl"))
-    with pytest.raises(ConfigError, match="options are stored there"):
-        make_retriever({"name": "qdrant", "path": str(tmp_path / "index"), "dimensions": 32}, corpus)
 
 
 # ---------------------------------------------------------------- a server's manners
@@ -185,7 +137,7 @@ def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
 
 @pytest.fixture
 def stub():
-    with serving(QdrantStub(VECTORS, [record_of(PASSAGES, row) for row in range(len(PASSAGES))])) as running:
+    with serving(QdrantStub(VECTORS, [passage.fields for passage in PASSAGES])) as running:
         yield running
 
 
@@ -202,7 +154,7 @@ def remote(stub, **options):
 
 def test_a_collection_of_a_server_is_served_with_its_parameters(stub):
     retriever = remote(stub, hnsw_ef=256, quantization={"rescore": True, "oversampling": 2.0})
-    embedded = make_retriever({"name": "qdrant", "engine": "local", **OPTIONS}, PASSAGES).search(QUERIES, 3)
+    embedded = make_retriever({"name": "qdrant", **OPTIONS}, PASSAGES).search(QUERIES, 3)
     assert [[hit.id for hit in hits] for hits in retriever.search(QUERIES, 3)] == [
         [hit.id for hit in hits] for hits in embedded
     ]
@@ -250,7 +202,7 @@ def test_a_server_that_hangs_times_out(stub):
 
 
 def test_no_server_no_collection_no_points_and_other_layouts_are_clear_errors(stub):
-    with pytest.raises(DataError, match="no collection 'wkii'"):
+    with pytest.raises(DataError, match="collection 'wkii': there is none"):
         remote(stub, collection="wkii")
     stub.vectors_config = {"text": {"size": 64, "distance": "Cosine"}}
     with pytest.raises(DataError, match="one unnamed vector"):
@@ -276,12 +228,11 @@ def test_a_collection_of_another_encoder_is_found_at_once(stub):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "egde"}, "Did you mean 'edge'"),
         ({"quantization": {"rescor": True}}, "Did you mean 'rescore'"),
         ({"tries": 0}, "tries: expected a whole number above 0"),
-        ({"url": "http://localhost:1", "path": "x"}, "not both"),
+        ({"url": "http://localhost:1"}, "expected url and the encoder"),
         ({"urll": "x"}, "Did you mean 'url'"),
-        ({}, "give url, a path"),
+        ({}, "expected url and the encoder"),
     ],
 )
 def test_a_wrong_option_is_one_clear_error(options, message):
@@ -290,25 +241,16 @@ def test_a_wrong_option_is_one_clear_error(options, message):
 
 
 @pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="needs a Qdrant server: set QDRANT_URL (and QDRANT_API_KEY)")
-@pytest.mark.parametrize("grpc", [False, True])
-def test_a_real_server(grpc, corpus):
+def test_a_real_server(corpus):
     from qdrant_client import QdrantClient
 
     url, name = os.environ["QDRANT_URL"], f"rlflow-test-{uuid.uuid4().hex[:8]}"
-    port = int(os.environ.get("QDRANT_GRPC_PORT", "6334"))
     arguments = ["build", "--corpus", str(corpus.path), "--index", "qdrant", "--url", url, "--collection", name]
     try:
-        assert main([*arguments, "--set", "dimensions=64", *(["--grpc-port", str(port)] if grpc else [])]) == 0
-        component = {
-            "name": "qdrant",
-            "url": url,
-            "collection": name,
-            "prefer_grpc": grpc,
-            "grpc_port": port,
-            **OPTIONS,
-        }
+        assert main([*arguments, "--set", "dimensions=64"]) == 0
+        component = {"name": "qdrant", "url": url, "collection": name, **OPTIONS}
         found = make_retriever({**component, "hnsw_ef": 256}, corpus).search(QUERIES, 5)
-        embedded = make_retriever({"name": "qdrant", "engine": "local", **OPTIONS}, corpus).search(QUERIES, 5)
+        embedded = make_retriever({"name": "qdrant", **OPTIONS}, corpus).search(QUERIES, 5)
         assert [[hit.id for hit in hits] for hits in found] == [[hit.id for hit in hits] for hits in embedded]
     finally:
         QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY")).delete_collection(name)

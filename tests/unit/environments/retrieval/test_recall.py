@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
@@ -14,9 +15,9 @@ from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands.serve import add_arguments, make_source
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
+from rlflow_environments.retrieval.indices import faiss_index as recalls
 from rlflow_environments.retrieval.indices import make_retriever
-from rlflow_environments.retrieval.indices import recall as recalls
-from rlflow_environments.retrieval.indices.faiss_index import FaissIndex
+from rlflow_environments.retrieval.indices.dense import DenseIndex
 from rlflow_environments.retrieval.indices.folder import read_meta
 from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.search_corpora import clustered, passages
@@ -64,7 +65,7 @@ def test_a_folder_is_searched_as_far_as_its_build_measured_to_be_enough(
     )
     component = {"name": "faiss", "path": str(tmp_path)}
     retriever = make_retriever(component, corpus)
-    assert retriever.index.vectors.searched == {name: search[name]}
+    assert retriever.index.searched == {name: search[name]}
     others = [
         " ".join(corpus[row].body.split()[:6]) for row in range(1, 2000, 20)
     ]  # none of which was measured with
@@ -139,7 +140,7 @@ def test_an_index_that_nobody_measured_is_not_searched_in_one_list_and_says_so(
         index = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
         index.train(vectors)
         index.add(vectors)
-        assert FaissIndex(index).searched == {parameter: default}
+        assert DenseIndex(SimpleNamespace(dimensions=64), index).searched == {parameter: default}
     index = faiss.index_factory(64, "IVF32,Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add(vectors)
@@ -151,7 +152,7 @@ def test_an_index_that_nobody_measured_is_not_searched_in_one_list_and_says_so(
         "encoder": ENCODER,
         "verify": False,
     }
-    assert make_retriever(component, corpus).index.vectors.searched == {"nprobe": 3}
+    assert make_retriever(component, corpus).index.searched == {"nprobe": 3}
     assert "nprobe 3, a guess" in caplog.text and "never measured" in caplog.text
 
 
@@ -187,6 +188,17 @@ def test_an_option_of_serve_sets_nprobe_and_the_identity_tells_it(corpus, tmp_pa
 def test_an_edited_measurement_is_one_clear_error(corpus, tmp_path, edit):
     build_index(corpus, tmp_path, BuildRequest("bm25"), silent)
     meta = json.loads((tmp_path / "meta.json").read_text())
+    meta.pop("crc32")  # as one of an earlier version
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "search": edit}))
     with pytest.raises(DataError, match=r"meta.json: cannot be read"):
+        read_meta(tmp_path)
+
+
+def test_a_value_that_could_be_but_is_not_the_builds_is_found_by_the_checksum(corpus, tmp_path):
+    """Fewer lists searched would be fewer passages found, without a word."""
+    build_index(corpus, tmp_path, BuildRequest("bm25"), silent)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    searched = {"nprobe": 1, "queries": 9, "target": 0.9, "recall": {"1": 1.0}}
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "search": searched}))
+    with pytest.raises(DataError, match="does not agree with its checksum"):
         read_meta(tmp_path)

@@ -7,13 +7,14 @@ import json
 
 import pytest
 
-from rlflow_environments.retrieval.client.answers import page_request
+from rlflow.http import Reply
+from rlflow_environments.retrieval.client.answers import read_page
+from rlflow_environments.retrieval.client.asynchronous import trace_id
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.corpus import write_rows
 from rlflow_environments.retrieval.errors import ReplayMissError, RetrievalError
 from rlflow_environments.retrieval.server.loading import ServedSource
-from rlflow_environments.retrieval.server.query_log import QueryLog
+from rlflow_environments.retrieval.server.statistics import QueryLog
 from rlflow_environments.search import SearchEnvironment
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
 from tests.unit.environments.search.search_agents import converse
@@ -82,12 +83,11 @@ def test_the_hit_rate_is_that_of_the_clients_cache(make, tmp_path):
 
 
 def test_an_answer_that_is_no_page_is_refused_by_name():
-    read = page_request("u").read
-    assert read("http://s", 200, {}, b'{"result": [null]}') is None
-    assert read("http://s", 200, {}, b'{"result": [{"contents": "text"}]}') == "text"
+    assert read_page("http://s", Reply(200, {}, b'{"result": [null]}')) is None
+    assert read_page("http://s", Reply(200, {}, b'{"result": [{"contents": "text"}]}')) == "text"
     for body, found in ((b'{"result": [{"text": 1}]}', "'contents' or null"), (b'{"result": []}', "1 elements")):
         with pytest.raises(RetrievalError, match=found):
-            read("http://s", 200, {}, body)
+            read_page("http://s", Reply(200, {}, body))
 
 
 def test_pages_are_fetched_from_any_event_loop(server):

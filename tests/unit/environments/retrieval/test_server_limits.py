@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import re
 import resource
 import socket
@@ -16,15 +17,14 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
-from rlflow_environments.retrieval.server import connections, wire
+from rlflow_environments.retrieval.server import addresses, connections, wire
+from rlflow_environments.retrieval.server.addresses import DiscoveryFile, bind
 from rlflow_environments.retrieval.server.app import SearchApp
-from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
-from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.retrieval.server.loading import ServedSource
-from rlflow_environments.retrieval.server.process import Life, serve
-from rlflow_environments.retrieval.server.query_log import QueryLog
+from rlflow_environments.retrieval.server.process import serve
 from rlflow_environments.retrieval.server.service import SearchService
+from rlflow_environments.retrieval.server.statistics import QueryLog
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
@@ -201,48 +201,37 @@ def test_half_a_surrogate_pair_in_a_document_can_be_logged(tmp_path):
 
 def test_connections_that_never_ask_are_closed_and_those_that_do_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "WHOLE_REQUEST_S", 0.5)
-    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
+    service = SearchService(ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5))).load)
     listener = bind("127.0.0.1", 0)
-    address = listener.getsockname()
-    ready, life, made = threading.Event(), {}, Life.__init__
-
-    def run() -> None:
-        service = life["service"] = SearchService(source.load)
-        serve(service, listener, on_ready=ready.set, parent=None)
-
-
-    def remembered(self, *args, **options) -> None:
-        made(self, *args, **options)
-        life["life"] = self
-
-    monkeypatch.setattr(Life, "__init__", remembered)
-    thread = threading.Thread(target=run, daemon=True)
+    address, ready = listener.getsockname(), threading.Event()
+    options = {"parent": os.getppid(), "on_ready": ready.set}
+    thread = threading.Thread(target=serve, args=(service, listener), kwargs=options, daemon=True)
     thread.start()
     assert ready.wait(20)
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 40\r\n\r\n"
-    quiet = [b"", b"POST /retr", head, head + b'{"query"']
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    quiet = [b"", b"POST /retr", head % 40, head % 40 + b'{"query"']
     sockets = [socket.create_connection(address, 5) for _ in quiet]
     for connection, sent in zip(sockets, quiet, strict=True):
         connection.sendall(sent)
     asking = socket.create_connection(address, 5)
     body = b'{"query": "harbour"}'
     for _ in range(4):
-        asking.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        asking.sendall(head % len(body) + body)
         assert asking.recv(65536).startswith(b"HTTP/1.1 200")
         time.sleep(0.25)
     for connection in sockets:
         connection.settimeout(5)
         while connection.recv(65536):
             pass
-    life["life"].stop()
+    monkeypatch.setattr(os, "getppid", lambda: -1)  # as if whoever started the server had ended
     thread.join(10)
     assert not thread.is_alive()
 
 
 def test_many_files_may_be_open():
-    connections.allow_many_files()
+    addresses.allow_many_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == resource.RLIM_INFINITY or soft >= min(hard if hard > 0 else soft, connections.FILES_WANTED)
+    assert soft == resource.RLIM_INFINITY or soft >= min(hard if hard > 0 else soft, addresses.FILES_WANTED)
 
 
 def test_a_server_that_nobody_could_find_does_not_serve(tmp_path):

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from rlflow_environments.retrieval.encoders import NgramEncoder
-from rlflow_environments.retrieval.indices import CorpusRetriever, DenseIndex
-from rlflow_environments.retrieval.server.index import ServedIndex
-from rlflow_environments.retrieval.server.threads import SHORT, use_threads
+from rlflow_environments.retrieval.indices import CorpusRetriever
+from rlflow_environments.retrieval.indices.base import SHORT
+from rlflow_environments.retrieval.indices.dense import DenseIndex, build_faiss
+from rlflow_environments.retrieval.server.index import ServedIndex, use_threads
 from tests.unit.environments.retrieval.search_corpora import passages
 
 PASSAGES = passages(20)
+ENCODER = NgramEncoder(PASSAGES, dimensions=64)
 
 
-class Vectors:
-    """Notes with how many threads it is searched."""
+class Noting(DenseIndex):
+    """Notes with how many threads it is searched. scanned: what it says of its size."""
 
-    dimensions = 64
-
-    def __init__(self, scanned: int) -> None:
-        self.count, self.scanned = len(PASSAGES), scanned
-        self.threads: list[int] = []
+    scanned = 0
 
     def rank_vectors(self, vectors, top_k):
         self.threads.append(torch.get_num_threads())
@@ -31,18 +29,16 @@ class Vectors:
 
 
 def searched(scanned: int) -> set[int]:
-    vectors = Vectors(scanned)
-    served = ServedIndex(
-        CorpusRetriever(PASSAGES, DenseIndex(NgramEncoder(PASSAGES, dimensions=64), vectors)),
-        cache_bytes=0,
-    )
+    index = Noting(ENCODER, build_faiss("Flat", ENCODER, PASSAGES))
+    index.scanned, index.threads = scanned, []
+    served = ServedIndex(CorpusRetriever(PASSAGES, index), cache_bytes=0)
 
     async def ask():  # the first batches by the index's thread, the later ones by the event loop
         for passage in PASSAGES:
             await served.answer([passage.title], 1)
 
     asyncio.run(ask())
-    return set(vectors.threads)
+    return set(index.threads)
 
 
 @pytest.fixture

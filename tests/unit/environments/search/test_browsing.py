@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
+from recipes.asearcher.warm_up import HASTY
 from rlflow.rollout import Tokenizer
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_pages, write_rows
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.environment import SearchEnvironment
-from rlflow_environments.search.world.browsing import HASTY, Browsed, Haste, browse
+from rlflow_environments.search.world.demonstrations import Demonstration, Slips, demonstrate
 from rlflow_environments.search.world.world import ensure_world
 from tests.unit.environments.retrieval.search_corpora import read_pages
 from tests.unit.environments.search.search_agents import converse, roll_out
@@ -35,7 +36,7 @@ class Replayed(Retriever):
         return [self.results.pop(0) for _ in queries]
 
 
-def environment_of(shown: Browsed, folder: Path, gold: str) -> SearchEnvironment:
+def environment_of(shown: Demonstration, folder: Path, gold: str) -> SearchEnvironment:
     """The real environment, with the results and pages that the demonstration says."""
     found = [DOCUMENT.findall(str(step.full)) for response, step in shown.turns if "<search>" in response]
     results = [[Passage(url, url, contents, url) for url, contents in search] for search in found]
@@ -53,7 +54,7 @@ def environment_of(shown: Browsed, folder: Path, gold: str) -> SearchEnvironment
     )  # fmt: skip
 
 
-def last_words(shown: Browsed) -> str:
+def last_words(shown: Demonstration) -> str:
     found = re.search(r"<answer>(.*)</answer>", shown.turns[-1][0])
     assert found is not None
     return found[1].strip()
@@ -62,7 +63,7 @@ def last_words(shown: Browsed) -> str:
 def test_the_environment_answers_a_demonstration_as_it_says(tmp_path: Path) -> None:
     turns = set()
     for number in range(COUNT):
-        shown = browse(random.Random(number))
+        shown = demonstrate(random.Random(number), pages=True)
         steps = converse(environment_of(shown, tmp_path, last_words(shown)), [response for response, _ in shown.turns])
         assert [step.observation for step in steps[:-1]] == [step.full for _, step in shown.turns[:-1]]
         assert steps[-1].terminated and steps[-1].reward == 1.0 and steps[-1].metrics["invalid_actions"] == 0
@@ -74,7 +75,7 @@ def test_the_environment_answers_a_demonstration_as_it_says(tmp_path: Path) -> N
 def test_the_segments_are_those_of_a_rollout(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
     for number in range(4):
-        shown = browse(random.Random(number))
+        shown = demonstrate(random.Random(number), pages=True)
         environment = environment_of(shown, tmp_path, "x")
         trajectory, _ = roll_out(environment, tokenizer, [response for response, _ in shown.turns])
         assert len(trajectory.segments) == len(shown.segments())
@@ -84,11 +85,11 @@ def test_the_segments_are_those_of_a_rollout(tmp_path: Path) -> None:
             assert tokenizer.decode(segment.tokens[segment.loss_mask].tolist()) == written
 
 
-@pytest.mark.parametrize("kind, accesses", [("guess", {0}), ("unread", {0}), ("give_up", {1})])
+@pytest.mark.parametrize("kind, accesses", [("guess", {0}), ("early", {0}), ("give_up", {1})])
 def test_each_kind_of_haste_is_what_its_name_says(kind: str, accesses: set[int], tmp_path: Path) -> None:
     seen = set()
     for number in range(COUNT // 2):
-        shown = browse(random.Random(number), Haste(**{kind: 1.0}))
+        shown = demonstrate(random.Random(number), Slips(**{kind: 1.0}), pages=True)
         steps = converse(environment_of(shown, tmp_path, "x"), [response for response, _ in shown.turns])
         assert steps[-1].terminated and steps[-1].metrics["invalid_actions"] == 0
         seen.add(int(steps[-1].metrics["accesses"]))
@@ -96,7 +97,7 @@ def test_each_kind_of_haste_is_what_its_name_says(kind: str, accesses: set[int],
 
 
 def test_hasty_demonstrations_sometimes_go_all_the_way() -> None:
-    turns = [len(browse(random.Random(number), HASTY).turns) for number in range(300)]
+    turns = [len(demonstrate(random.Random(number), HASTY, pages=True).turns) for number in range(300)]
     assert 0.1 < sum(count in (5, 9) for count in turns) / len(turns) < 0.75
 
 
@@ -113,7 +114,7 @@ def test_in_a_world_of_excerpts_only_pages_have_all_facts(tmp_path: Path) -> Non
 def test_a_managed_service_has_the_pages_of_the_world(tmp_path: Path) -> None:
     world = {"directory": str(tmp_path), "train_questions": 20, "val_questions": 10, "size": 0.1, "excerpts": True}
     environment = SearchEnvironment(
-        world=world, retriever="bm25", managed={"min_recall": 0.1}, protocol="asearcher", tools=["search", "access"]
+        world=world, retriever="bm25", managed=True, protocol="asearcher", tools=["search", "access"]
     )
     try:
         url, page = next(iter(read_pages(ensure_world(**world)["pages"]).items()))

@@ -16,7 +16,6 @@ from rlflow_environments.search.protocols import make_protocol
 from rlflow_environments.search.protocols.text import neutralize_tags, parse_action
 from rlflow_environments.search.rewards import Transcript, rule_scores, scoring
 from rlflow_environments.search.rewards.judge import read_verdict
-from rlflow_environments.search.rewards.strict import strict_tokens
 
 SIZE = 20_000  # a quadratic pattern takes seconds at this size
 TEXTS: dict[str, Callable[[int], str]] = {
@@ -55,7 +54,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "parse_action": parse_action,
     "extract_answer": scoring.extract_answer,
     "rule_scores": lambda text: rule_scores(Transcript(Task("t", "?", "gold"), (text,), (text,))),
-    "strict_tokens": strict_tokens,
     "read_reply": lambda text: list(read_reply(text)),
     "read_verdict": _verdict,
     **{name: lambda text, name=name: _read(name, text) for name in ("searchr1", "rlinf", "asearcher", "skyrl", "native")},
@@ -92,11 +90,6 @@ def test_twice_the_text_takes_twice_the_time(reader: str) -> None:
 )
 def test_blocks_are_those_of_the_pattern(text: str, found: list[str]) -> None:
     assert blocks("a", text) == found
-
-
-def test_a_number_word_repeated_is_no_longer_number() -> None:
-    assert strict_tokens("two hundred") == ["200"]
-    assert strict_tokens("five " + "hundred " * 3000)[0] == "500"
 
 
 def test_a_call_of_a_thousand_brackets_is_a_wrong_call() -> None:

@@ -252,7 +252,7 @@ def test_the_validity_sentence_is_drawn_per_task_and_never_in_validation(tmp_pat
 
 def test_native_tools_go_through_the_chat_template(make, tokenizer, tmp_path):
     environment = make("native")
-    with pytest.raises(ModelError, match="no place for tools"):
+    with pytest.raises(ModelError, match="no place for them"):
         roll_out(environment, tokenizer, [])
     talker = with_tools_template(tmp_path)
     trajectory, engine = roll_out(environment, talker, [CALL, "<answer>Paris</answer>"])

@@ -15,12 +15,16 @@ from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
-from rlflow_environments.search.own_documents.documents import Document, read_documents
+from rlflow_environments.search.own_documents.documents import Document, cut_passages, read_documents, split_sentences
 from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
 from rlflow_environments.search.own_documents.making import QuestionReport, QuestionRequest, make_questions
-from rlflow_environments.search.own_documents.passages import cut_passages, split_sentences
-from rlflow_environments.search.own_documents.screening import retrievable, screen
-from rlflow_environments.search.own_documents.splitting import mixed, separate, validation_documents
+from rlflow_environments.search.own_documents.screening import (
+    mixed,
+    retrievable,
+    screen,
+    separate,
+    validation_documents,
+)
 from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.rewards.scoring import contains_gold
 from rlflow_environments.search.world.world import make_world
@@ -54,7 +58,8 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     )
     (tmp_path / "c.html").write_text(
         "<html><head><title>Site | Ann Lee</title><script>var x = 1;</script></head><body><nav>Home</nav>"
-        "<h1>Ann Lee</h1><p>Ann <b>Lee</b> was born\nin Paris.</p><div>She wrote <i>books</i>.</div></body></html>"
+        "<h1>Ann Lee</h1><p>Ann <b>Lee</b> <span>was</span> <strong>born</strong>\nin Paris.</p>"
+        "<div>She wrote <i>books</i>.</div></body></html>"
     )
     rows = [{"contents": '"Ann Lee"\nAnn Lee was born in Paris.\n\nShe wrote books.', "url": "http://ann"},
             {"title": "Ann Lee", "text": "Ann Lee was born in Paris.\n\nShe wrote books."}]  # fmt: skip

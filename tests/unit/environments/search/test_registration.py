@@ -21,7 +21,7 @@ def environment(tmp_path: Path) -> SearchEnvironment:
     corpus = write_corpus(tmp_path / "corpus.jsonl", [Passage("1", "Orvan", make_contents("Orvan", text), "")])
     row = {"question": "where was Orvan Telmik born", "solutions": ["Velmora"], "hops": 1}
     train = write_rows(tmp_path / "train.jsonl", [row])
-    return SearchEnvironment(corpus, train, top_k=1, disturbances={"noise": 0.5})
+    return SearchEnvironment(corpus, train, top_k=1)
 
 
 def test_every_number_that_the_environment_reports_is_registered(environment: SearchEnvironment) -> None:
@@ -34,7 +34,7 @@ def test_every_number_that_the_environment_reports_is_registered(environment: Se
         return metrics
 
     reported = {**asyncio.run(play()), **environment.report()}
-    assert {"exact_match", "searches", "hops", "disturbed", "search/gold_in_top_k"} <= set(reported)
+    assert {"exact_match", "searches", "hops", "search/gold_in_top_k"} <= set(reported)
     assert set(reported) <= set(environment.metrics)
     assert scores(environment.metrics) == ["exact_match", "f1"]
 

@@ -24,11 +24,9 @@ from rlflow_environments.retrieval.corpus import Passage, make_contents, write_r
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.search.protocols.text import parse_action
-from rlflow_environments.search.world.demonstrations import Clumsiness, Demonstration, demonstrate, repeated_names
-from rlflow_environments.search.world.names import syllables
-from rlflow_environments.search.world.prose import RELATIONS
-from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
-from rlflow_environments.search.world.warm_up import Curriculum
+from rlflow_environments.search.world.demonstrations import Demonstration, Slips, demonstrate, repeated_names
+from rlflow_environments.search.world.prose import RELATIONS, syllables
+from rlflow_environments.search.world.warm_up import LEARNED_ON, TAGS, VOCABULARY, Curriculum, tokenizer_texts
 from tests.unit.environments.search.search_solver import answers, read_facts
 from tests.unit.environments.search.test_world import pool_by_word, pools_in
 
@@ -92,7 +90,7 @@ def test_a_whole_demonstration_fits_the_demos_token_budget(tokenizer: Tokenizer)
 
 def _texts(count: int) -> list[str]:
     shown = (demonstrate(random.Random(number)) for number in range(count))
-    return ["".join([trace.prompt, *(part for turn in trace.turns for part in turn)]) for trace in shown]
+    return ["".join(text for text, _ in trace.segments()[0]) for trace in shown]
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -126,7 +124,7 @@ def played(shown: Demonstration, directory: Path) -> dict[str, float]:
 
     Its gold answer is what a reader of the shown passages finds; the environment must answer as the demonstration says."""
     question = shown.prompt.removeprefix("Question: ").strip()
-    pages = [DOCUMENT.findall(observation) for _, observation in shown.turns[:-1]]
+    pages = [DOCUMENT.findall(str(step.full)) for _, step in shown.turns[:-1]]
     golds = answers(question, read_facts(dict(page for search in pages for page in search))) or {"unknown"}
     assert len(golds) == 1
     row = {"prompt": shown.prompt, "solutions": sorted(golds)}
@@ -137,10 +135,10 @@ def played(shown: Demonstration, directory: Path) -> dict[str, float]:
     async def play() -> Step:
         episode = await environment.reset(environment.tasks("train")[0])
         assert episode.task.prompt == shown.prompt
-        for response, observation in shown.turns:
+        for response, expected in shown.turns:
             episode.turns += 1
             step = await environment.step(episode, response)
-            assert step.observation == observation
+            assert step.observation == expected.full
         return step
 
     step = asyncio.run(play())
@@ -170,16 +168,16 @@ def test_clumsy_demonstrations_keep_the_protocol_and_mostly_fail(tmp_path: Path)
     assert 0.1 < sum(scores) / COUNT < 0.6
 
 
-@pytest.mark.parametrize("kind, searches", [("guess", {0}), ("vague", {1, 2, 3}), ("give_up", {1})])
+@pytest.mark.parametrize("kind, searches", [("guess", {0}), ("early", {1, 2, 3}), ("give_up", {1})])
 def test_each_kind_of_clumsiness_is_what_its_name_says(kind: str, searches: set[int]) -> None:
     seen = set()
     for number in range(60):
-        skilful, clumsy = (demonstrate(random.Random(number), Clumsiness(**chosen)) for chosen in ({}, {kind: 1.0}))
+        skilful, clumsy = (demonstrate(random.Random(number), Slips(**chosen)) for chosen in ({}, {kind: 1.0}))
         assert clumsy.prompt == skilful.prompt
         if kind == "give_up" and len(skilful.turns) < 3:
             continue
         seen.add(len(clumsy.turns) - 1)
-        if kind == "vague":
+        if kind == "early":
             assert not names_in(clumsy.turns[0][0])
         if kind == "give_up":
             assert names_in(clumsy.turns[0][0]) and clumsy.turns[0] == skilful.turns[0]

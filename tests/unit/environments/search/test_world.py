@@ -20,9 +20,9 @@ from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.search.questions import read_tasks
-from rlflow_environments.search.world.names import fits, pool_of, syllables
-from rlflow_environments.search.world.prose import ADJECTIVES, NOUNS, OPENINGS, RELATIONS
-from rlflow_environments.search.world.world import FILES, ensure_world, titles
+from rlflow_environments.search.world.articles import titles
+from rlflow_environments.search.world.prose import ADJECTIVES, NOUNS, OPENINGS, RELATIONS, fits, pool_of, syllables
+from rlflow_environments.search.world.world import FILES, ensure_world
 from tests.unit.environments.retrieval.search_corpora import read_pages
 from tests.unit.environments.search.search_solver import Facts, answers, read_facts
 

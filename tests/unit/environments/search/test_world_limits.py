@@ -9,7 +9,8 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.search import SearchEnvironment
-from rlflow_environments.search.world.world import make_half, questions
+from rlflow_environments.search.world.articles import make_half
+from rlflow_environments.search.world.world import questions
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,17 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.tables import ATTENTION, FAMILIES
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
 from tests import rounding
 
 CPU = torch.device("cpu")
-KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False)]
+KINDS = [
+    ("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False),
+    ("qwen3_moe", False), ("mixtral", True), ("qwen2_moe", False),
+]  # fmt: skip
 
 
 def load(path: Path) -> Decoder:
@@ -74,6 +79,17 @@ def test_logits_equal_transformers_for_ragged_rows(tmp_path: Path, family: str, 
     rows = random_rows([3, 300, 41, 1, 77])
     logits = Paged(load(path)).prefill(rows, [6, 0, 3, 1, 7], [0] * 5)
     assert_logits(logits, path, rows)
+
+
+def test_a_family_with_names_of_its_own_is_computed_by_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, projection = tiny_model(tmp_path, "llama", tokenizer=False), ATTENTION[-1]
+    renamed = dataclasses.replace(projection, sources=(("model.layers.{i}.self_attn.out_proj.weight", "hidden query"),))
+    rules = tuple(renamed if rule is projection else rule for rule in FAMILIES["llama"])
+    monkeypatch.setitem(FAMILIES, "out_llama", rules)
+    decoder = Decoder(architecture({**read_config(path), "model_type": "out_llama"}), torch.float32, CPU)
+    decoder.load((name.replace("o_proj", "out_proj"), tensor) for name, tensor in iterate_weights(path))
+    rows = random_rows([5, 17])
+    assert_logits(Paged(decoder).prefill(rows, [0, 1], [0, 0]), path, rows)
 
 
 @pytest.mark.parametrize("static", [False, True])

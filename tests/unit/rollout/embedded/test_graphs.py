@@ -123,3 +123,16 @@ def test_new_weights_reach_cuda_graphs(qwen: Path, other_qwen: Path) -> None:
     asyncio.run(changed.load_weights(iterate_weights(other_qwen), version=0))
     fresh = EmbeddedEngine(other_qwen, device="cuda", cuda_graphs=False, max_tokens=512)
     assert_equal(other_qwen, episodes(changed, 3), episodes(fresh, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_gpu_samples_what_the_cpu_samples(tmp_path: Path, cuda_graphs: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = tiny_model(tmp_path, "qwen2", scale=0.2, seed=3)
+    there = EmbeddedEngine(path, device="cuda", cuda_graphs=cuda_graphs, max_tokens=512)
+    here = EmbeddedEngine(path, device="cpu", max_tokens=512)
+    for left, right in zip(episodes(there, 7), episodes(here, 7), strict=True):
+        for ours, theirs in zip(left, right, strict=True):
+            assert ours.tokens == theirs.tokens
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)

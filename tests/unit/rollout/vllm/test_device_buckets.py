@@ -15,10 +15,16 @@ from safetensors.torch import load_file
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import iterate_weights
-from rlflow.rollout.vllm import process
-from rlflow.rollout.vllm.buckets import WeightNames
-from rlflow.rollout.vllm.device_buckets import DeviceBuckets, check_device_transfer, pack, pickled, update_info
-from rlflow.rollout.vllm.process_engines import VLLMEngine
+from rlflow.rollout.vllm import launch
+from rlflow.rollout.vllm.device_buckets import (
+    DeviceCarrier,
+    check_device_transfer,
+    merged,
+    pack,
+    pickled,
+    update_info,
+)
+from rlflow.rollout.vllm.engines import make_vllm_engines
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
@@ -51,24 +57,33 @@ json.dump({
 
 @no_gpu
 def test_without_a_gpu_it_is_refused_with_what_to_take(qwen: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.transfer: 'ipc' needs a GPU .* take 'files'"):
-        VLLMEngine(qwen, python="/nowhere", transfer="ipc")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.transfer: 'ipc' needs a GPU .* take 'files'"
+    ):
+        make_vllm_engines(qwen, python="/nowhere", transfer="ipc")
 
 
 def test_ranks_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device_transfer()
-    with pytest.raises(ConfigError, match=r"needs the trainer in the run's process.*cluster\.ranks=0"):
+    with pytest.raises(
+        ConfigError, match=r"needs the trainer in the run's process.*cluster\.ranks=0"
+    ):
         check_device_transfer(2)
 
 
 def test_a_tensor_in_the_hosts_memory_is_named(qwen: Path) -> None:
-    async def first() -> None:
-        async for _ in DeviceBuckets(1 << 20).messages(iterate_weights(qwen), WeightNames(qwen)):
-            pytest.fail("it was sent")
+    with pytest.raises(
+        RolloutError, match=r"is in the host's memory; set rollout\.engine\.transfer=files"
+    ):
+        asyncio.run(DeviceCarrier(1 << 20).info(dict(iterate_weights(qwen))))
 
-    with pytest.raises(RolloutError, match=r"is in the host's memory; set rollout\.engine\.transfer=files"):
-        asyncio.run(first())
+
+def test_handles_of_a_tensor_parallel_engines_gpus_are_merged_by_the_gpus_ids() -> None:
+    one, other = {"GPU-1": ("a",)}, {"GPU-2": ("b",)}
+    assert merged([one, other]) == {"GPU-1": ("a",), "GPU-2": ("b",)}
+    with pytest.raises(RolloutError, match="two buffers on GPU GPU-1"):
+        merged([one, one])
 
 
 def test_the_device_stands_where_vllm_writes_its_own() -> None:
@@ -81,15 +96,22 @@ def test_the_device_stands_where_vllm_writes_its_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 @NEEDS_VLLM[2]
-def test_vllms_own_engine_takes_apart_what_is_packed(dtype: torch.dtype, qwen: Path, tmp_path: Path) -> None:
+def test_vllms_own_engine_takes_apart_what_is_packed(
+    dtype: torch.dtype, qwen: Path, tmp_path: Path
+) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in iterate_weights(qwen)}
-    buffer = torch.full((sum(tensor.nbytes for tensor in tensors.values()) + 100,), 7, dtype=torch.uint8)
+    buffer = torch.full(
+        (sum(tensor.nbytes for tensor in tensors.values()) + 100,), 7, dtype=torch.uint8
+    )
     pack(tensors.values(), buffer)
     info = update_info(tensors, pickled(dict([HANDLE])))
     (tmp_path / "buffer").write_bytes(buffer.numpy().tobytes())
     (tmp_path / "info.json").write_text(json.dumps(info))
-    python = process.find_python(None)
-    environment = {**process.child_environment(python, tmp_path, 1), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    python = launch.find_python(None)
+    environment = {
+        **launch.Launch(python, {}).environment(tmp_path),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
     subprocess.run([python, "-c", THERE, str(tmp_path)], check=True, env=environment, timeout=200)
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["engine"] == "IPCWeightTransferEngine" and told["packed"] is True
@@ -97,4 +119,7 @@ def test_vllms_own_engine_takes_apart_what_is_packed(dtype: torch.dtype, qwen: P
     assert {"names", "shapes", "dtype_names", "tensor_sizes"} <= set(told["taken"])
     found = load_file(tmp_path / "found.safetensors")
     assert set(found) == set(tensors)
-    assert all(found[name].dtype == dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(
+        found[name].dtype == dtype and torch.equal(found[name], tensor)
+        for name, tensor in tensors.items()
+    )

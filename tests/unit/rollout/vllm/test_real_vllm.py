@@ -16,25 +16,20 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.vllm.buckets import HEAD, WeightNames
-from rlflow.rollout.vllm.process_engines import VLLMEngine
+from rlflow.rollout.vllm.vllm_engine import VLLMEngine
 from tests.unit.rollout.engine_contract import PROMPT, EngineContract, Make, Pairs, run, start
-from tests.unit.rollout.vllm.real import LONG, LONG_PROMPT, NEEDS_VLLM, Started, gap, probe, rollout_over, some_tokens
+from tests.unit.rollout.vllm.real import (
+    LONG,
+    LONG_PROMPT,
+    NEEDS_VLLM,
+    Started,
+    gap,
+    probe,
+    rollout_over,
+    some_tokens,
+)
 
 pytestmark = NEEDS_VLLM
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    started = Started(tmp_path_factory.mktemp("untied"), tied=False)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    started = Started(tmp_path_factory.mktemp("tied"), tied=True)
-    yield started
-    started.close()
 
 
 class TestRealVLLM(EngineContract):
@@ -48,7 +43,9 @@ class TestRealVLLM(EngineContract):
         made: list[VLLMEngine] = []
 
         def new(**options: Any) -> VLLMEngine:
-            if any(engine.version for engine in made):  # a new engine has the weights of its directory
+            if any(
+                engine.version for engine in made
+            ):  # a new engine has the weights of its directory
                 untied.restore()
                 made.clear()
             made.append(untied.borrow(**options))
@@ -79,7 +76,9 @@ def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
     async def sample() -> list[Completion]:
         engine = vllm.borrow()
         prompts = (PROMPT, LONG_PROMPT, LONG_PROMPT)  # the third one finds the second in the cache
-        return [await engine.generate(prompt, Sampling(40, temperature, seed=5)) for prompt in prompts]
+        return [
+            await engine.generate(prompt, Sampling(40, temperature, seed=5)) for prompt in prompts
+        ]
 
     for prompt, done in zip((PROMPT, LONG_PROMPT, LONG_PROMPT), run(sample())):
         assert len(done.tokens) == 40 and set(done.versions) == {0}
@@ -98,7 +97,10 @@ def test_a_stop_string_over_several_tokens_ends_where_it_is_complete(untied: Sta
     for string in sorted(strings)[:6]:
         ends = next(count for count in range(1, 121) if string in decode(free.tokens[:count]))
         done = run(sample(("\x00never", string)))
-        assert (done.stop, done.tokens) == ("stop", free.tokens[:ends]) and done.logprobs == free.logprobs[:ends]
+        assert (done.stop, done.tokens) == (
+            "stop",
+            free.tokens[:ends],
+        ) and done.logprobs == free.logprobs[:ends]
 
 
 def test_the_history_of_an_episode_is_not_computed_again(untied: Started) -> None:
@@ -118,7 +120,11 @@ def test_prompts_that_are_too_many_for_a_step_and_their_seeds(untied: Started) -
 
     async def sample() -> list[Completion]:
         engine = untied.borrow()
-        return list(await asyncio.gather(*(start(engine, prompt, 20, seed) for seed, prompt in enumerate(prompts))))
+        return list(
+            await asyncio.gather(
+                *(start(engine, prompt, 20, seed) for seed, prompt in enumerate(prompts))
+            )
+        )
 
     for prompt, done in zip(prompts, run(sample())):
         assert gap(done, prompt, {0: untied.score(untied.path)}, 1.0) < 1e-5
@@ -128,18 +134,25 @@ def test_prompts_that_are_too_many_for_a_step_and_their_seeds(untied: Started) -
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_three_updates_in_flight_are_exact_to_the_token(head: str, request: pytest.FixtureRequest) -> None:
+def test_three_updates_in_flight_are_exact_to_the_token(
+    head: str, request: pytest.FixtureRequest
+) -> None:
     """Each token has the log-prob that the policy of its version gives it after the whole history, as if another one had
     computed nothing before."""
     vllm: Started = request.getfixturevalue(head)
 
     async def play() -> list[Completion]:
         engine = vllm.borrow()
-        requests = [start(engine, prompt, LONG, seed) for seed, prompt in enumerate((PROMPT, LONG_PROMPT, LONG_PROMPT))]
+        requests = [
+            start(engine, prompt, LONG, seed)
+            for seed, prompt in enumerate((PROMPT, LONG_PROMPT, LONG_PROMPT))
+        ]
         for version, path in enumerate(vllm.others, start=1):
             await some_tokens(engine)
             await engine.load_weights(iterate_weights(path), version)
-        after = await engine.generate(LONG_PROMPT, Sampling(20, seed=3))  # its prompt was cached under older weights
+        after = await engine.generate(
+            LONG_PROMPT, Sampling(20, seed=3)
+        )  # its prompt was cached under older weights
         return [*await asyncio.gather(*requests), after]
 
     try:
@@ -157,7 +170,10 @@ def test_three_updates_in_flight_are_exact_to_the_token(head: str, request: pyte
 def test_what_abort_and_pause_leave_can_be_continued_exactly(untied: Started) -> None:
     async def play() -> tuple[Completion, Completion, Completion]:
         engine = untied.borrow()
-        requests = [start(engine, PROMPT, LONG, 1, request_id="a"), start(engine, PROMPT, LONG, 2, request_id="b")]
+        requests = [
+            start(engine, PROMPT, LONG, 1, request_id="a"),
+            start(engine, PROMPT, LONG, 2, request_id="b"),
+        ]
         await some_tokens(engine)
         await engine.abort("a")
         await requests[0]
@@ -166,7 +182,11 @@ def test_what_abort_and_pause_leave_can_be_continued_exactly(untied: Started) ->
         await engine.pause("abort")
         aborted, paused = await asyncio.gather(*requests)
         await engine.resume()
-        return aborted, paused, await engine.generate([*PROMPT, *paused.tokens], Sampling(30, seed=9))
+        return (
+            aborted,
+            paused,
+            await engine.generate([*PROMPT, *paused.tokens], Sampling(30, seed=9)),
+        )
 
     try:
         aborted, paused, rest = run(play())
@@ -179,7 +199,9 @@ def test_what_abort_and_pause_leave_can_be_continued_exactly(untied: Started) ->
     assert gap(rest, [*PROMPT, *paused.tokens], scorers, 1.0) < 1e-5
 
 
-def test_a_head_that_stays_old_is_found_by_the_probe(tied: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_stays_old_is_found_by_the_probe(
+    tied: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = WeightNames.__init__
 
     def forgets_the_head(self: WeightNames, path: Path) -> None:
@@ -191,5 +213,7 @@ def test_a_head_that_stays_old_is_found_by_the_probe(tied: Started, monkeypatch:
     monkeypatch.setattr(WeightNames, "__init__", forgets_the_head)
     with rollout_over(tied) as rollout:
         with pytest.raises(RolloutError, match=r"differ by .* nats on a token of the probe"):
-            rollout.load_weights(iterate_weights(tied.others[1]), 1, probe(tied.score(tied.others[1])))
+            rollout.load_weights(
+                iterate_weights(tied.others[1]), 1, probe(tied.score(tied.others[1]))
+            )
         monkeypatch.undo()

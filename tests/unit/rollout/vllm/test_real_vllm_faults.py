@@ -4,12 +4,14 @@ Needs the interpreter of an environment with vLLM in RLFLOW_VLLM_PYTHON; `tests/
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +19,9 @@ import pytest
 from rlflow.errors import ModelError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.vllm.routes import GENERATE
 from tests.unit.rollout.engine_contract import PROMPT, run, start
 from tests.unit.rollout.vllm.real import (
-    FAULTY,
     LONG,
     LONG_PROMPT,
     NEEDS_VLLM,
@@ -33,113 +35,105 @@ from tests.unit.rollout.vllm.real import (
 pytestmark = NEEDS_VLLM
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    started = Started(tmp_path_factory.mktemp("untied"), tied=False)
-    yield started
-    started.close()
+# --- planted faults -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    started = Started(tmp_path_factory.mktemp("faulty"), False, FAULTY)
-    yield started
-    started.close()
+@contextlib.contextmanager
+def planted(started: Started, change: Callable[[str, Any], tuple[str, Any]]) -> Iterator[None]:
+    """What is asked of the server's routes is changed on its way."""
+    asked = started.server._routes.ask
 
+    async def ask(method: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
+        return await asked(method, *change(path, body), **options)
 
-def test_versions_can_be_counted_where_vllm_does_not_tell_them(faulty: Started) -> None:
-    async def play() -> Completion:
-        await faulty.engine._process.ask("plant", fault="no_spans")
-        engine = faulty.borrow()
-        request = start(engine, PROMPT, LONG, 1)
-        await some_tokens(engine)
-        await engine.load_weights(iterate_weights(faulty.others[0]), 1)
-        return await request
-
+    started.server._routes.ask = ask  # type: ignore[method-assign]
     try:
-        done = run(play())
+        yield
     finally:
-        faulty.restore()
-    scorers = {0: faulty.score(faulty.path), 1: faulty.score(faulty.others[0])}
-    assert set(done.versions) == {0, 1} and gap(done, PROMPT, scorers, 1.0) < 1e-5
+        started.server._routes.ask = asked  # type: ignore[method-assign]
 
 
-# --- syncs of a rollout, and planted faults ----------------------------------------------------------------------------
+def hotter(path: str, body: Any) -> tuple[str, Any]:
+    """Another temperature than the one that is asked for."""
+    if path == GENERATE:
+        sampling = body["sampling_params"]
+        body = {
+            **body,
+            "sampling_params": {**sampling, "temperature": sampling["temperature"] + 0.2},
+        }
+    return path, body
 
 
-def test_two_engines_share_the_episodes_of_a_rollout_and_its_syncs(untied: Started, faulty: Started) -> None:
-    with rollout_over(untied, faulty) as rollout:
-        for version, path in enumerate(untied.others[:2], start=1):
-            rollout.load_weights(iterate_weights(path), version, probe(untied.score(path)))
-            groups = rollout.collect(rollout.environment.tasks(""), step=version)
-            segments = [s for group in groups for t in group.trajectories for s in t.segments]
-            assert {int(v) for segment in segments for v in segment.versions} == {-1, version}
-        assert all(engine.counts.decoded > 0 for engine in rollout.engines)  # type: ignore[attr-defined]
+def unnamed(path: str, body: Any) -> tuple[str, Any]:
+    """The new weights under the old version."""
+    return path, {"weight_version": None} if path == "/finish_weight_update" else body
+
+
+def uncleared(path: str, body: Any) -> tuple[str, Any]:
+    """Keys and values of the old weights are kept."""
+    return path.replace("clear_cache=true", "clear_cache=false"), body
 
 
 def test_an_update_without_a_tensor_is_refused_and_a_whole_one_repairs_it(untied: Started) -> None:
-    pairs = [pair for pair in iterate_weights(untied.others[0]) if "layers.1.mlp.up_proj" not in pair[0]]
+    pairs = [
+        pair for pair in iterate_weights(untied.others[0]) if "layers.1.mlp.up_proj" not in pair[0]
+    ]
     with rollout_over(untied) as rollout:
         with pytest.raises(
-            ModelError, match=r"1 of \d+ tensors did not arrive: model\.layers\.1\.mlp\.up_proj\.weight"
+            ModelError,
+            match=r"1 of \d+ tensors did not arrive: model\.layers\.1\.mlp\.up_proj\.weight",
         ):
             rollout.load_weights(pairs, 1, probe(untied.score(untied.others[0])))
-        rollout.load_weights(iterate_weights(untied.others[1]), 2, probe(untied.score(untied.others[1])))
+        rollout.load_weights(
+            iterate_weights(untied.others[1]), 2, probe(untied.score(untied.others[1]))
+        )
 
 
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [
-        ("temperature", r"differ by .* nats on a token of the probe"),
-        ("other_version", r"given version 1 and sampled its probe"),
-    ],
+    [(hotter, r"differ by .* nats"), (unnamed, "where version 1 or later was expected")],
 )
-def test_a_wrong_temperature_and_a_wrong_version_are_found_by_the_probe(faulty: Started, fault: str, told: str) -> None:
-    with rollout_over(faulty) as rollout:
-        rollout._thread().run(faulty.engine._process.ask("plant", fault=fault))
+def test_a_wrong_temperature_and_a_wrong_version_are_found_by_the_probe(
+    untied: Started, fault: Any, told: str
+) -> None:
+    with rollout_over(untied) as rollout, planted(untied, fault):
+        score = untied.score(untied.others[0])
         with pytest.raises(RolloutError, match=told):
-            rollout.load_weights(iterate_weights(faulty.others[0]), 1, probe(faulty.score(faulty.others[0])))
+            rollout.load_weights(iterate_weights(untied.others[0]), 1, probe(score))
 
 
 def test_a_probe_against_another_version_is_found(untied: Started) -> None:
     with rollout_over(untied) as rollout, pytest.raises(RolloutError, match=r"differ by .* nats"):
-        rollout.load_weights(iterate_weights(untied.others[0]), 1, probe(untied.score(untied.others[1])))
+        rollout.load_weights(
+            iterate_weights(untied.others[0]), 1, probe(untied.score(untied.others[1]))
+        )
 
 
-def test_a_cache_that_was_not_cleared_stops_the_update(faulty: Started) -> None:
+def test_a_cache_that_was_not_cleared_stops_the_update(untied: Started) -> None:
     async def play() -> None:
-        await faulty.engine._process.ask("plant", fault="cache_kept")
-        engine = faulty.borrow()
+        engine = untied.borrow()
         request = start(engine, LONG_PROMPT, LONG, 1)
         await some_tokens(engine)
-        with pytest.raises(RolloutError, match="the cache was not cleared: requests in flight hold keys and values"):
-            await engine.load_weights(iterate_weights(faulty.others[0]), 1)
+        with pytest.raises(
+            RolloutError, match="the cache was not cleared: requests in flight hold"
+        ):
+            await engine.load_weights(iterate_weights(untied.others[0]), 1)
         with pytest.raises(RolloutError, match="half loaded"):
             await request
 
     try:
-        run(play())
+        with planted(untied, uncleared):
+            run(play())
     finally:
-        faulty.restore()
-
-
-def test_raw_log_probs_are_found_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLFLOW_PLANTED", "raw")
-    raw = Started(tmp_path, False, FAULTY)
-    try:
-        with (
-            rollout_over(raw) as rollout,
-            pytest.raises(RolloutError, match=r"differ by .* nats on a token of the probe"),
-        ):
-            rollout.load_weights(iterate_weights(raw.others[0]), 1, probe(raw.score(raw.others[0])))
-    finally:
-        raw.close()
+        untied.restore()
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_tensor_parallel_engines_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_engines_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two tensor-parallel ranks of vLLM need a core each")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -159,25 +153,44 @@ def test_tensor_parallel_engines_say_the_same(tmp_path: Path, monkeypatch: pytes
         split.close()
 
 
-def test_an_engine_whose_core_dies_says_so_and_leaves_no_process(tmp_path: Path) -> None:
-    started = Started(tmp_path, False)
-    worker = psutil.Process(started.engine._process._process.pid)
-    children = worker.children(recursive=True)
-    core = next(child for child in children if "EngineCore" in " ".join(child.cmdline()) or child.children() or True)
+def test_two_engines_share_episodes_and_syncs_and_one_whose_core_dies_says_so(
+    tmp_path: Path,
+) -> None:
+    two = Started(tmp_path, False, engines=2)
+    try:
+        with rollout_over(two, *two.engines) as rollout:
+            for version, path in enumerate(two.others[:2], start=1):
+                rollout.load_weights(iterate_weights(path), version, probe(two.score(path)))
+                groups = rollout.collect(rollout.environment.tasks(""), step=version)
+                segments = [s for group in groups for t in group.trajectories for s in t.segments]
+                assert {int(v) for segment in segments for v in segment.versions} == {-1, version}
+            assert all(engine.counts.decoded > 0 for engine in rollout.engines)  # type: ignore[attr-defined]
+            rollout._thread().run(core_dies(two))
+    finally:
+        two.close()
 
-    async def play() -> None:
-        request = start(started.engine, PROMPT, LONG, 1)
-        await some_tokens(started.engine)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGKILL)
-        with pytest.raises(RolloutError, match="vLLM"):
-            await request
 
-    assert core is not None
-    run(play())
+async def core_dies(started: Started) -> None:
+    """The engine's process is killed: the server ends, says so, and leaves no process."""
+    engine, leader = started.engine, psutil.Process(started.server.served.child.pid)
+    children = leader.children(recursive=True)
+    request = start(engine, PROMPT, LONG, 1)
+    await some_tokens(engine)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGKILL)
+    with pytest.raises(RolloutError, match="vLLM: its process"):
+        await request
+    assert started.server.served.child.ended.done() and engine.failure
     deadline = time.monotonic() + 30
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-    started.close()
+    while any(map(lives, (leader, *children))) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    assert not any(map(lives, (leader, *children)))
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it does, and is not only waiting to be noticed as ended."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,1 @@
+"""Environments whose policies write programs, which run in a sandbox."""

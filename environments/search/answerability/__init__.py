@@ -1,1 +1,0 @@
-"""Which questions can be answered from a corpus at all."""

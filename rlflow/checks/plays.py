@@ -1,0 +1,93 @@
+"""Episodes that the contract check played, and what they say of the environment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlflow.checks.report import ContractReport
+from rlflow.environment import Environment
+from rlflow.errors import did_you_mean
+from rlflow.report.metrics import scores
+from rlflow.types import Task
+
+
+@dataclass
+class Play:
+    """A played episode. steps: (observation, reward, terminated) per turn; said: (response,
+    observation); rewards: names of the named ones."""
+
+    task: Task
+    steps: list[tuple[Any, float, bool]] = field(default_factory=list)
+    said: list[tuple[str, Any]] = field(default_factory=list)
+    terminated: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: set[str] = field(default_factory=set)
+    failed: bool = False
+
+    @property
+    def reward(self) -> float:
+        return math.fsum(reward for _, reward, _ in self.steps)
+
+
+def check_metrics(
+    report: ContractReport, environment: Environment, names: Sequence[str]
+) -> None:
+    """Looks for declared metrics that no episode reports, perhaps under another name."""
+    strange = [name for name in names if name not in environment.metrics]
+    for name, metric in environment.metrics.items():
+        if "/" in name or name in names:
+            continue
+        hint = did_you_mean(name, strange)
+        told = f"metrics['{name}'] is declared, but no episode reported it"
+        if strange and (metric.score or hint):
+            others = f"reported and not declared: {', '.join(strange)}.{hint}"
+            report.breach(f"{told}; {others}")
+        else:
+            report.note(told)
+
+
+def describe(
+    report: ContractReport,
+    environment: Environment,
+    plays: Sequence[Play],
+    max_turns: int,
+    sets_stop: bool,
+) -> None:
+    """Adds the facts and notes of all plays. sets_stop: whether a Step had stop strings."""
+    done = [play for play in plays if not play.failed and play.steps]
+    if not done:
+        return
+    rewards = [play.reward for play in done]
+    ended = sum(play.terminated for play in done)
+    if ended == 0:
+        report.note(
+            f"no episode terminated within {max_turns} turns: all would be truncated"
+        )
+    if min(rewards) == max(rewards):
+        report.note(
+            f"every episode returned {rewards[0]:g}: these agents found no other reward"
+        )
+    turns = sum(len(play.steps) for play in done) / len(done)
+    names = sorted({name for play in done for name in play.metrics})
+    check_metrics(report, environment, names)
+    if not (environment.stop or sets_stop) and isinstance(done[0].task.prompt, str):
+        report.note(
+            "stop is empty: a response to a prompt of text ends where the model ends it, or at "
+            "rollout.max_response_tokens; set stop, or rollout.chat_template=true"
+        )
+    for name in names:
+        reporting = sum(name in play.metrics for play in done)
+        if reporting < len(done) and name not in scores(environment.metrics):
+            told = f"reported by {reporting} of {len(done)} episodes: its mean is over those"
+            report.note(f"metric '{name}' is {told}")
+    report.facts += [
+        f"{len(done)} episodes: {ended} terminated, {turns:.1f} turns on average",
+        f"returns from {min(rewards):g} to {max(rewards):g}",
+        f"metrics: {', '.join(names) or 'none'}",
+    ]
+    named = sorted({name for play in done for name in play.rewards})
+    if named:
+        report.fact(f"named rewards: {', '.join(named)}")

@@ -1,0 +1,87 @@
+"""What a server is asked for a completion, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.errors import RolloutError
+from rlflow.rollout.engine import Completion, Sampling, Stop
+
+STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "aborted"}
+"""vLLM's words -> ours."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A completion. cached: tokens of its prompt that were in vLLM's cache."""
+
+    completion: Completion
+    cached: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A request to generate that was sent. name: of it at the server."""
+
+    name: str
+    reply: Future[Sampled]
+
+
+def sampling_arguments(
+    sampling: Sampling, max_tokens: int, stop_tokens: tuple[int, ...], place: int
+) -> dict[str, Any]:
+    """Keywords of vLLM's SamplingParams for the part of a request that begins at a place of its row.
+
+    Of end-of-sequence tokens vLLM knows those only that the request names. It begins a request's
+    random numbers anew in each part, and those of a part before are in its tokens."""
+    seed = sampling.seed
+    return {
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "stop": list(sampling.stop),
+        "stop_token_ids": [*sampling.stop_token_ids, *stop_tokens],
+        "seed": None if seed is None else hash((seed, place)) & 0x7FFFFFFFFFFFFFFF,
+        "logprobs": 0,  # of the sampled token
+        "ignore_eos": True,
+        "detokenize": bool(sampling.stop),
+        "include_stop_str_in_output": True,
+    }
+
+
+def answered(answer: Mapping[str, Any], known: Mapping[str, int], wanted: int, name: str) -> Sampled:
+    """The completion that a server sent. known: versions by the server's names. wanted: the version
+    that was loaded when it was asked. name: of the server.
+
+    Raises RolloutError for an answer that is none, tokens of other weights than those of `wanted` or
+    of a later version, and an end that is none."""
+    try:
+        choice = answer["choices"][0]
+        tokens = [int(token) for token in choice["token_ids"] or ()]
+        places = (choice["logprobs"] or {}).get("content") or []
+        logprobs = [float(place["logprob"]) for place, _ in zip(places, tokens, strict=True)]
+        spans = choice["weight_versions"] or ()
+        names = [one["version"] for one in spans for _ in range(one["start"], one["end"])]
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached, stop = details.get("cached_tokens") or 0, str(choice["finish_reason"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__} {error}"
+        raise RolloutError(f"{name} sent what is no completion ({what}).") from None
+    if len(names) != len(tokens):
+        raise RolloutError(
+            f"{name} told the versions of {len(names)} tokens out of {len(tokens)}; expected vLLM "
+            "0.32 or later."
+        )
+    versions = [known.get(one, -1) for one in names]
+    if versions and min(versions) < wanted:
+        found = names[versions.index(min(versions))]
+        raise RolloutError(
+            f"{name} sampled with weights '{found}' where version {wanted} or later was expected: "
+            "it was started anew, or somebody else gave it weights. Start the run again with "
+            "--resume."
+        )
+    if stop not in STOPS:
+        raise RolloutError(f"{name} ended a request with '{stop}'; expected {', '.join(STOPS)}.")
+    return Sampled(Completion(tokens, logprobs, versions, STOPS[stop]), cached)

@@ -1,0 +1,145 @@
+"""Memory of each GPU, counted by hand: ranks and vLLM on the same GPUs or on their own, awake and
+asleep; a run that does not fit is not ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlflow.config.schema import load_config
+from rlflow.errors import ConfigError
+from rlflow.models.architecture import Architecture, architecture
+from rlflow.run import gpus as memory
+from rlflow.run.estimates import PhaseMemory, update_parts
+from rlflow.run.gpus import GIB, check_gpu_memory, gpu_memory, gpu_phases, roles
+from tests.unit.sources import ROOT
+
+COUNT = 7_615_616_512  # parameters of Qwen2.5-7B
+QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+           "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+           "tie_word_embeddings": False}  # fmt: skip
+QWEN_3B = {"model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+           "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+           "tie_word_embeddings": True}  # fmt: skip
+QWEN_1_5B = {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+             "tie_word_embeddings": True}  # fmt: skip
+GPU = 80 * GIB
+VLLM = "rollout.engine={name: vllm, engines: 4, arguments: {gpu_memory_utilization: 0.5}}"
+FOUR = ("cluster.ranks=4", "cluster.gpus_per_rank=1", "model.dtype=bfloat16", VLLM)
+
+
+def config(*overrides: str) -> Any:
+    return load_config(None, ["model.path=x", "environment.name=none", *overrides])
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Architecture:
+    return architecture(QWEN_7B)
+
+
+def by_phase(found: list[PhaseMemory]) -> dict[tuple[str, str], dict[str, int]]:
+    return {(phase.process, phase.phase): dict(phase.parts) for phase in found}
+
+
+def test_a_rank_and_vllm_on_one_gpu_take_turns(qwen: Architecture) -> None:
+    asked = config(*FOUR, "trainer.distributed_optimizer=true", "trainer.release_gradients=true")
+    found = by_phase(gpu_memory(asked, qwen, GPU))
+    held = {"libraries": 600 * 2**20, "weights": 2 * COUNT, "optimizer": 12 * COUNT // 4}
+    name = "GPUs 0 to 3: rank + vLLM"
+    assert found == {
+        (name, "rollout"): {**held, "vLLM's share": 40 * GIB, "vLLM's context": memory.VLLM_CONTEXT},
+        (name, "update"): {**held, "gradients": 4 * COUNT, **update_parts(asked, qwen, 0),
+                           "vLLM asleep": memory.VLLM_ASLEEP},
+    }  # fmt: skip
+
+
+def test_gradients_that_are_kept_and_a_vllm_that_does_not_sleep_are_there_all_the_time(
+    qwen: Architecture,
+) -> None:
+    found = by_phase(gpu_memory(config(*FOUR, "rollout.engine.sleep=false"), qwen, GPU))
+    rollout, update = found.values()
+    assert rollout["gradients"] == update["gradients"] == 4 * COUNT
+    assert rollout["vLLM's share"] == update["vLLM's share"] == 40 * GIB
+    ahead = config(*FOUR, "rollout.asynchronous={run_ahead: 1, overlap: true}")
+    assert "vLLM's share" in by_phase(gpu_memory(ahead, qwen, GPU))[found_name(4), "update"]
+
+
+def found_name(gpus: int) -> str:
+    return f"GPUs 0 to {gpus - 1}: rank + vLLM"
+
+
+def test_engines_of_workers_have_gpus_of_their_own(qwen: Architecture) -> None:
+    asked = config(*FOUR, "rollout.engine.engines=1", "cluster.rollout_workers=2")
+    found = by_phase(gpu_memory(asked, qwen, GPU))
+    assert list(found) == [("GPUs 0 to 3: rank", "rollout"), ("GPUs 0 to 3: rank", "update"),
+                           ("GPUs 4 to 5: vLLM", "rollout")]  # fmt: skip
+    assert found["GPUs 4 to 5: vLLM", "rollout"] == {
+        "vLLM's share": 40 * GIB, "vLLM's context": memory.VLLM_CONTEXT}  # fmt: skip
+    assert not any(part.startswith("vLLM") for part in found["GPUs 0 to 3: rank", "update"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), [(0, True)] * 4),
+        (("rollout.engine.engines=2",), [(0, True)] * 2 + [(0, False)] * 2),
+        (("rollout.engine.engines=2", "rollout.engine.tensor_parallel=2"), [(0, True)] * 4),
+        (("rollout.engine.engines=6",), [(0, True)] * 4 + [(None, True)] * 2),
+        (("trainer.pipeline_parallel=2",), [(0, True)] * 2 + [(1, True)] * 2),
+        (("rollout.engine=embedded",), [(0, False)] * 4),
+    ],
+)
+def test_engines_lie_on_the_ranks_gpus_from_the_first_on(
+    overrides: tuple[str, ...], expected: list[tuple[int | None, bool]]
+) -> None:
+    assert roles(config(*FOUR, *overrides)) == expected
+
+
+def test_an_engine_over_several_gpus_keeps_nccls_buffers(qwen: Architecture) -> None:
+    asked = config(*FOUR, "rollout.engine.engines=2", "rollout.engine.tensor_parallel=2")
+    phases = gpu_phases(asked, qwen, GPU, None, engine=True)
+    assert phases == {"rollout": {"vLLM's share": 40 * GIB,
+                                  "vLLM's context": memory.VLLM_CONTEXT + memory.VLLM_ASLEEP_SPLIT}}  # fmt: skip
+
+
+def test_a_run_without_gpus_has_none(qwen: Architecture) -> None:
+    assert gpu_memory(config("cluster.ranks=4", VLLM), qwen, GPU) == []
+    assert gpu_memory(config(*FOUR, "rollout.engine=embedded"), qwen, GPU) == []
+
+
+def test_what_does_not_fit_is_a_problem_that_names_gpu_phase_and_key(
+    qwen: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(*FOUR, "trainer.recompute=full")
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: 300 * GIB)
+    check_gpu_memory(whole, qwen)
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: GPU)
+    needed = 18 * COUNT + 600 * 2**20 + 40 * GIB + memory.VLLM_CONTEXT  # weights, gradients, Adam
+    with pytest.raises(ConfigError, match=rf"GPUs 0 to 3: rank \+ vLLM, rollout: about {needed / GIB:.1f} GiB"):
+        check_gpu_memory(whole, qwen)
+    with pytest.raises(ConfigError, match=r"update: .*lower trainer\.tokens_per_microbatch"):
+        check_gpu_memory(config(*FOUR, "rollout.engine.arguments.gpu_memory_utilization=0.02"), qwen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "card"),
+    [
+        ("qwen2.5_3b", QWEN_3B, 80),
+        ("qwen2.5_3b_1gpu", QWEN_3B, 80),
+        ("qwen2.5_7b", QWEN_7B, 80),
+        ("qwen2.5_7b_2gpu", QWEN_7B, 80),
+        ("qwen2.5_7b_lora_1gpu", QWEN_7B, 80),
+        ("qwen2.5_1.5b_lora_1gpu", QWEN_1_5B, 24),
+    ],
+)
+def test_recipes_fit_the_cards_that_they_name(
+    recipe: str, model: dict[str, Any], card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # of recipes without ranks
+    asked = load_config(ROOT / "recipes" / "searchr1" / "config" / f"{recipe}.yaml")
+    size = round(card * memory.ASSUMED_GPU / 80)
+    found = gpu_memory(asked, architecture(model), size)
+    assert len(roles(asked)) == max(asked.cluster.ranks, 1), "no engine beyond the recipe's GPUs"
+    assert found and max(phase.total for phase in found) < size

@@ -1,0 +1,150 @@
+"""Mixtures of experts in one process: against transformers, and against themselves. Over ranks: tests/dist/test_layouts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch import Tensor
+
+from rlflow.errors import ConfigError
+from rlflow.models.huggingface import digest, iterate_weights
+from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+MIXED = {"num_hidden_layers": 4, "decoder_sparse_step": 2}  # layers 0 and 2 are dense
+MANY = {"num_experts": 32, "num_experts_per_tok": 1, "norm_topk_prob": False}  # more than get a token
+ATTENTION = ["q_proj", "v_proj"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", tokenizer=False, **SIZES)
+
+
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    """Those of the last update by HuggingFace name: in place of the weights, they leave as weights do."""
+    for chunk in trainer._chunks:
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.main_grad)
+    return dict(trainer.weights())
+
+
+def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tensor]]:
+    """The loss of `policy_gradient` and its gradients, from full logits; saved as weights, transformers names them."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    batch = make_batch()
+    logits = oracle(batch.tokens).logits[:, :-1] / 0.8
+    logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    oracle.save_pretrained(str(out))
+    return loss.item(), dict(iterate_weights(out))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False, "tied": True}),
+        ("qwen3_moe", MIXED),
+        ("qwen3_moe", MANY),
+        ("mixtral", {}),
+        ("qwen2_moe", {}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_equal_transformers(make: Any, family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", family, tokenizer=False, **{**SIZES, **sizes})
+    trainer = make(path, max_gradient_norm=0.0, tokens_per_microbatch=50)
+    assert digest(trainer.weights()) == digest(iterate_weights(path)), "HF -> Megatron -> HF is not bit-exact"
+    metrics = trainer.update(make_batch(), policy_gradient)
+    loss, expected = transformers_gradients(path, tmp_path / "gradients")
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert metrics["gradient_norm"] == pytest.approx(total.item(), rel=1e-5)
+    found = gradients(trainer)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+    routers = [gradient for name, gradient in found.items() if name.endswith(("mlp.gate.weight", "moe.gate.weight"))]
+    assert routers and all(gradient.any() for gradient in routers)
+    if sizes is MANY:
+        assert any(not gradient.any() for name, gradient in found.items() if ".experts." in name), "all had tokens"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": True}, {"recompute": "selective"}, {"recompute": "full"}, {"distributed_optimizer": True}],
+    ids=str,
+)
+def test_packing_recomputation_and_a_split_optimizer_change_nothing(make: Any, options: dict[str, Any]) -> None:
+    adamw = {"name": "adamw", "eps": 1e-5}  # a smaller one makes rounding of gradients near 0 a step
+    plain, other = make(optimizer=adamw), make(optimizer=adamw, **options)
+    for _ in range(2):
+        expected, found = (trainer.update(make_batch(), policy_gradient) for trainer in (plain, other))
+    assert found["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-5)
+    weights = dict(plain.weights())
+    for name, weight in other.weights():
+        assert (weight - weights[name]).norm() <= 1e-5 * weights[name].norm(), name
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_checkpoint_continues_bit_for_bit(make: Any, split: bool, tmp_path: Path) -> None:
+    trainer = make(distributed_optimizer=split)
+    trainer.update(make_batch(), policy_gradient)
+    trainer.snapshot("reference")
+    trainer.save(tmp_path / "checkpoint", 1)
+    metrics = trainer.update(make_batch(seed=1), policy_gradient)
+    same, other = make(distributed_optimizer=split), make(distributed_optimizer=not split)
+    assert same.load(tmp_path / "checkpoint") == other.load(tmp_path / "checkpoint") == 1
+    assert same.update(make_batch(seed=1), policy_gradient) == metrics
+    assert digest(same.weights()) == digest(trainer.weights())
+    assert other.update(make_batch(seed=1), policy_gradient) == pytest.approx(metrics, rel=1e-5)
+    weights = dict(trainer.weights())
+    for name, weight in other.weights():
+        assert (weight - weights[name]).norm() <= 1e-6 * weights[name].norm(), name
+
+
+def test_clipping_counts_the_experts(make: Any) -> None:
+    """Clipped, the gradients of all parameters together are as long as allowed."""
+    trainer = make(max_gradient_norm=1e-3)
+    norm = trainer.update(make_batch(), policy_gradient)["gradient_norm"]
+    clipped = torch.stack([gradient.norm() for gradient in gradients(trainer).values()]).norm()
+    assert norm > 1e-2
+    assert clipped.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+def test_the_reference_trainer_names_experts_as_files_do(make: Any, family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family, tokenizer=False, **SIZES)
+    assert digest(make(path, backend="reference").weights()) == digest(iterate_weights(path))
+
+
+def test_experts_get_no_adapters(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: experts get no adapters; .*gate_proj"):
+        make(lora={"rank": 2})
+
+
+def test_adapters_of_attention_leave_experts_alone(make: Any, model: Path) -> None:
+    trainer = make(lora={"rank": 2, "targets": ATTENTION})
+    assert trainer.update(make_batch(), policy_gradient)["gradient_norm"] > 0
+    before = dict(iterate_weights(model))
+    changed = {name for name, weight in trainer.weights() if not torch.equal(weight, before[name])}
+    assert changed and all(name.split(".")[-2] in ATTENTION for name in changed)
+
+
+def test_another_model_beside_one_with_experts_may_be_dense(make: Any, tmp_path: Path) -> None:
+    dense = tiny_model(tmp_path, "qwen2", tokenizer=False, **SIZES)
+    trainer, batch = make(), make_batch()
+    trainer.load_frozen("teacher", dense)
+    expected = make(dense).score(batch)["logprobs"]
+    torch.testing.assert_close(trainer.score(batch, "teacher")["logprobs"], expected, atol=1e-6, rtol=0)
