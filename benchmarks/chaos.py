@@ -39,7 +39,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from chaos_harms import CABLE, HARMS, Harm, command_of, crowd, session_of, suspend
+from chaos_harms import (
+    CABLE,
+    HARMS,
+    Harm,
+    command_of,
+    crowd,
+    last_words,
+    processes_left,
+    suspend,
+)
 from chaos_runs import LIMITS_S, OUT, compared, witnesses, write_run
 from chaos_witness import FOLDER, SESSION
 
@@ -219,7 +228,7 @@ class Chaos:
                 if time.monotonic() > until:
                     self.steps = self.steps or self.step() + LAST_STEPS
                     self.run.summary.unlink(missing_ok=True)  # of the end that it was asked for
-                self.ends.append(self.last_words(self.process, self.log))
+                self.ends.append(last_words(self.process, self.log))
                 self.start()
             elif time.monotonic() < until:
                 self.hurt()
@@ -234,13 +243,6 @@ class Chaos:
                     f"step {self.step()}, {dict(self.done)}, {len(self.drivers)} sessions{end}",
                     flush=True,
                 )
-
-    def last_words(self, process: subprocess.Popen[bytes], log: Path) -> str:
-        """The error that a driver ended with, or how."""
-        lines = log.read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("rlflow: ")]
-        code = process.poll()
-        return said[-1] if said and code is not None and code > 0 else f"exit code {code}"
 
     def end(self) -> None:
         """Ends the run and its processes, where any is left."""
@@ -258,25 +260,12 @@ class Chaos:
             time.sleep(0.5)
         problems = []
         for one, log in self.robbed:
-            code, said = one.poll(), self.last_words(one, log)
+            code, said = one.poll(), last_words(one, log)
             self.said["directory" if any(words in said for words in AWARE) else "another"] += 1
             if code is None or code <= 0 or not said.startswith("rlflow: "):
                 problems.append(f"a run whose directory was stolen ended with {code}: {said}")
                 print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
         return problems
-
-    def left(self, within_s: float = 20.0) -> list[str]:
-        """Processes of the run that are still there so long after its end."""
-        until = time.monotonic() + within_s
-        while left := [
-            one
-            for one in psutil.process_iter()
-            if session_of(one.pid) in self.drivers and command_of(one)
-        ]:
-            if time.monotonic() > until:
-                break
-            time.sleep(0.5)
-        return [command_of(one)[:100] for one in left]
 
 
 def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -343,7 +332,7 @@ def play_in(folder: Path, task: str, minutes: float, args: argparse.Namespace) -
             told["problems"].append(
                 "nothing was hurt: the run ended too soon; give it more --steps"
             )
-        told["problems"] += [f"a process is left: {command}" for command in chaos.left()]
+        told["problems"] += [f"a process is left: {command}" for command in processes_left(chaos.drivers)]
         return told
 
 

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -86,3 +88,23 @@ def command_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def processes_left(sessions: Sequence[int], within_s: float = 20.0) -> list[str]:
+    """Processes of these sessions that are still there after so long."""
+    until = time.monotonic() + within_s
+    while left := [
+        one for one in psutil.process_iter() if session_of(one.pid) in sessions and command_of(one)
+    ]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    return [command_of(one)[:100] for one in left]
+
+
+def last_words(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The error that a driver ended with, or how."""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("rlflow: ")]
+    code = process.poll()
+    return said[-1] if said and code is not None and code > 0 else f"exit code {code}"
