@@ -1,5 +1,5 @@
-"""Requests over HTTP: one client, one policy for those that fail (which are sent again, when, for
-how long), and whether anybody is there.
+"""Requests over HTTP: one client, and one policy for those that fail: which are sent again, when,
+for how long.
 
 An attempt is a function of the caller; it raises Retryable for a failure that may pass, and
 anything else for one that will not."""
@@ -13,13 +13,14 @@ import json
 import math
 import os
 import random
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,7 +31,6 @@ CLOSE_S = 2.0
 EXCERPT = 300  # characters of an answer that an error tells
 LONGEST_ANSWER = 256 * 2**20  # bytes: more is nothing that is asked for here
 LONGEST_RETRY_AFTER_S = 30.0
-ELSEWHERE = "192.0.2.1"  # of TEST-NET, RFC 5737
 
 T = TypeVar("T")
 
@@ -344,6 +344,26 @@ def _end(loop: asyncio.AbstractEventLoop, session: Session) -> None:
             ended.result(CLOSE_S)
 
 
+def model_client(
+    option: str, url: str, route: str, key: str | None, concurrency: int, timeout_s: float
+) -> tuple[str, HttpClient]:
+    """The address of a model's API, without the route that users paste with it, and a client that
+    sends the key and asks at most `concurrency` times at once. option: what the user calls the
+    address. timeout_s: of an attempt. Raises ConfigError."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{option}: expected an address such as http://localhost:8000/v1, found '{url}'."
+        )
+    client = HttpClient(
+        at_once=concurrency,
+        connections=concurrency,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout_s=timeout_s,
+        proxies=True,
+    )
+    return url.rstrip("/").removesuffix(route), client
+
+
 def fetch(url: str, *, timeout_s: float = CONNECT_S, **options: Any) -> Reply:
     """The answer to one GET. options: of Session. Raises Retryable where there is none."""
     client = HttpClient(timeout_s=timeout_s, **options)
@@ -371,27 +391,3 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
         return min(LONGEST_RETRY_AFTER_S, max(0.0, float(headers.get("retry-after", ""))))
     except ValueError:
         return 0.0
-
-
-def unreachable(host: str, port: int, timeout_s: float = 3.0) -> str | None:
-    """Why no server takes connections there; None where one does."""
-    try:
-        socket.create_connection((host, port), timeout_s).close()
-    except (OSError, OverflowError, UnicodeError) as failure:
-        return str(failure) or type(failure).__name__
-    return None
-
-
-def own_address(towards: str = "") -> str:
-    """What other machines call this one that are reached by the same way as `towards`, host:port;
-    without a host ("auto"), the address towards the default route. Nothing is sent: the kernel only
-    chooses the interface."""
-    host, _, port = towards.removeprefix("ray://").rpartition(":")
-    host = (host if port.isdigit() else "").strip("[]") or ELSEWHERE
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"

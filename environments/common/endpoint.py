@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
+from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
 
+ROUTE = "/chat/completions"
 LONGEST_PAUSE_S = 30.0
 
 T = TypeVar("T")
@@ -82,12 +83,6 @@ class ChatEndpoint:
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"{name_of(name)}: expected a number above 0, found {value!r}.")
-        if not str(url).startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{name_of('url')}: expected an address such as http://localhost:8001/v1, found "
-                f"'{url}'."
-            )
-        self.url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
         self._generator = random.Random(seed)
@@ -95,14 +90,10 @@ class ChatEndpoint:
             f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
         )
         self._answers = _Answers(cache)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = HttpClient(
-            at_once=int(concurrency),
-            connections=int(concurrency),
-            headers=headers,
-            timeout_s=timeout_s,
-            proxies=True,
+        address, self._client = model_client(
+            name_of("url"), str(url), ROUTE, api_key, int(concurrency), timeout_s
         )
+        self.url = address + ROUTE
 
     def submit(self, prompt: str, read: Callable[[str], T]) -> Future[T]:
         """What `read` makes of the model's reply, to come; `read` raises UnreadableReply for a

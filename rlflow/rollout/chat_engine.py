@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
+from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout import Completion, Engine, Sampling
 from rlflow.rollout.tokenizer import NextTurn
 from rlflow.types import Message, Observation
 
+ROUTE = "/chat/completions"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 MOST_STOPS = 4  # that OpenAI's interface takes
 PIECE = 4  # characters of English per token, about
@@ -136,22 +137,12 @@ class ChatEngine(Engine):
         where it is not set. timeout_s: of an attempt.
 
         Raises ConfigError."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--server: expected an address such as http://localhost:8000/v1, found '{url}'."
-            )
-        self._text = text
-        self._base = url.rstrip("/").removesuffix("/chat/completions")
-        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         key = os.environ.get(api_key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = HttpClient(
-            at_once=concurrency,
-            connections=concurrency,
-            headers=headers,
-            timeout_s=timeout_s,
-            proxies=True,
+        self._base, self._client = model_client(
+            "--server", url, ROUTE, key, concurrency, timeout_s
         )
+        self._text = text
+        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self.max_concurrency = concurrency
         try:
             self.model = model or self._only_model()
@@ -201,7 +192,7 @@ class ChatEngine(Engine):
         return with_stop(text, choice.get("stop_reason", choice.get("matched_stop")), stops), False
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        url = f"{self._base}/chat/completions"
+        url = self._base + ROUTE
         reply = (await self._client.session.ask("POST", url, body)).checked()
         if reply.status in (401, 403, 404):
             raise ConfigError(

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rlflow.addresses import unreachable
 from rlflow.algorithms.algorithm import check_parts
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.config.checks import config_checks
@@ -29,7 +30,6 @@ from rlflow.errors import (
     imports_triton,
     install_command,
 )
-from rlflow.http import unreachable
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.rollout.embedded.embedded_engine import device_of

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlflow.addresses import own_address
 from rlflow.cluster.object_store import put
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.pool import WorkerPool
@@ -30,7 +31,6 @@ from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.http import own_address
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.errors import ConfigError
 from rlflow.http import (
     GaveUp,
     HttpClient,
@@ -22,7 +23,7 @@ from rlflow.http import (
     backoff_s,
     check_status,
     fetch,
-    own_address,
+    model_client,
     retry_after_s,
 )
 
@@ -133,12 +134,6 @@ def test_retry_after_is_read_in_seconds_and_bounded(header: str, seconds: float)
 
 def test_no_retry_after_is_no_wait() -> None:
     assert retry_after_s({}) == 0.0
-
-
-def test_the_own_address_is_one_that_the_kernel_would_answer_at() -> None:
-    assert own_address("127.0.0.1:6379") == own_address("ray://localhost:10001") == "127.0.0.1"
-    with socket.create_server((own_address("auto"), 0)) as server:  # of this machine, or it could not be bound
-        assert server.getsockname()[0] == own_address()
 
 
 class Server(threading.Thread):
@@ -269,3 +264,15 @@ def test_a_redirection_to_another_origin_gets_neither_the_key_nor_the_request(st
             server.shutdown()
             server.server_close()
     assert seen == [f"{first} secret"] * 2
+
+
+@pytest.mark.parametrize("pasted", ["/v1", "/v1/", "/v1/completions"])
+def test_the_client_of_a_model_takes_the_address_as_it_was_pasted_and_sends_the_key(pasted: str) -> None:
+    server = Server(answer(b"{}"))
+    address, client = model_client("--server", server.url + pasted, "/completions", "secret", 2, 5.0)
+    client.call(client.session.ask, "POST", address + "/completions", {})
+    client.close()
+    assert address == server.url + "/v1" and b"POST /v1/completions" in server.asked[0]
+    assert b"Authorization: Bearer secret" in server.asked[0]
+    with pytest.raises(ConfigError, match=r"^--server: expected an address such as .* found 'localhost:8000'"):
+        model_client("--server", "localhost:8000", "/completions", None, 2, 5.0)

@@ -15,11 +15,12 @@ from rlflow.algorithms.teachers.base import Classroom, Teacher
 from rlflow.algorithms.teachers.replies import Place, read_row
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
+from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.trainer.scoring import empty_scores
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt
 
+ROUTE = "/completions"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 PROBED_IDS, PROBE_ROW = 256, 64
 SAME = 1e-4  # nats; a server's own rounding between two requests is less
@@ -55,13 +56,14 @@ class ServerTeacher(Teacher):
         tries: PositiveInt = 5,
     ) -> None:
         super().__init__(top_k, prompt)
-        if not url.startswith(("http://", "https://")):
-            expected = "expected an address such as http://localhost:8000/v1"
-            raise ConfigError(f"algorithm.teacher.url: {expected}, found '{url}'.")
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             told = f"the environment variable {api_key_variable} is not set"
             raise ConfigError(f"algorithm.teacher.api_key_variable: {told}.")
-        self._url = url.rstrip("/").removesuffix("/completions") + "/completions"
+        key = os.environ[api_key_variable] if api_key_variable else None
+        address, self._client = model_client(
+            "algorithm.teacher.url", url, ROUTE, key, concurrency, timeout_s
+        )
+        self._url = address + ROUTE
         self._wire, self._tokenizer, self._same_template = (
             wire,
             tokenizer,
@@ -70,15 +72,6 @@ class ServerTeacher(Teacher):
         self._body = {"model": model, "max_tokens": 1}
         self._rows, self._deadline_s = rows_per_request, deadline_s
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        key = os.environ[api_key_variable] if api_key_variable else None
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = HttpClient(
-            at_once=concurrency,
-            connections=concurrency,
-            headers=headers,
-            timeout_s=timeout_s,
-            proxies=True,
-        )
 
     def open(self, room: Classroom) -> None:
         super().open(room)
