@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,21 @@ class ServerSetup:
         return SearchService(self.source.load, self.limits, log, self.token, **shared)
 
 
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int], None]) -> Iterator[None]:
+    """Inside, signals call `handler`, in the main thread, which alone may say so; afterwards those
+    who had them have them again."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            before[number] = signal.signal(number, lambda number, frame: handler(number))
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 class Life:
     """uvicorn's lifespan: loading, looking around several times a second, the end."""
 
@@ -84,25 +99,29 @@ class Life:
 
     async def run(self, app: SearchApp, receive: Receive, send: Send) -> None:
         """The messages of the lifespan protocol."""
-        service = self._service
         await receive()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGHUP, signal.SIGUSR1):
-                signal.signal(number, lambda number, frame: self._asked.add(number))
+        with handled((signal.SIGHUP, signal.SIGUSR1), self._asked.add):
+            await self._begin(app)
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await self._end()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _begin(self, app: SearchApp) -> None:
+        service = self._service
         if service.shared is not None and service.shared.started():
             await self._load()  # others answer meanwhile: connections come when this one can, too
         else:
             self._start(self._load())
         self._start(self._watch(app))
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        service.stop()
+
+    async def _end(self) -> None:
+        self._service.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if service.query_log is not None:
-            service.query_log.close()
-        await send({"type": "lifespan.shutdown.complete"})
+        if self._service.query_log is not None:
+            self._service.query_log.close()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -166,15 +185,8 @@ class _Alone(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                before[number] = signal.signal(number, lambda number, frame: self.stop())
-        try:
+        with handled((signal.SIGTERM, signal.SIGINT), lambda number: self.stop()):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def serve(

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import resource
+import signal
 import socket
 import threading
 import time
@@ -232,6 +233,21 @@ def test_many_files_may_be_open():
     addresses.allow_many_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == resource.RLIM_INFINITY or soft >= min(hard if hard > 0 else soft, addresses.FILES_WANTED)
+
+
+def test_a_server_in_this_process_gives_the_signals_back_that_it_took(tmp_path):
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
+    numbers = signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    taken = []
+
+    def ready():
+        taken.extend(signal.getsignal(number) for number in numbers)
+        signal.raise_signal(signal.SIGTERM)
+
+    serve(SearchService(source.load), bind("127.0.0.1", 0), on_ready=ready)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert len(taken) == 4 and not set(taken) & set(before)
 
 
 def test_a_server_that_nobody_could_find_does_not_serve(tmp_path):
