@@ -296,9 +296,12 @@ def companions(reference: Path) -> list[str]:
     )
 
 
-def why_occupied(path: Path, overwrite: bool) -> str | None:
+def why_occupied(path: Path, overwrite: bool, **kept: Path | None) -> str | None:
     """Why no model directory may be written at `path`; None where nothing or an empty directory is
-    there, or with `overwrite` a model directory."""
+    there, or with `overwrite` a model directory. kept: by name, what it may not be or hold."""
+    for name, place in kept.items():
+        if place is not None and path.resolve() in (place.resolve(), *place.resolve().parents):
+            return f"{path}: holds the {name}; choose another directory."
     whole = path.is_dir() and not path.is_symlink()
     if not os.path.lexists(path) or (whole and not any(path.iterdir())):
         return None

@@ -52,7 +52,8 @@ def write_model(
     Raises ModelError for weights that are not those which config.json implies, or not finite;
     StorageError where `path` may not be replaced or the disk is full, `path` then as it was."""
     path, reference = Path(path), Path(reference)
-    _check_replaceable(path, reference, overwrite)
+    if (reason := why_occupied(path, overwrite, reference=reference)) is not None:
+        raise StorageError(reason)
     config, stream = read_config(reference), iter(weights)
     model = _architecture(reference, config)
     first = next(stream, None)
@@ -96,17 +97,6 @@ def _architecture(reference: Path, config: dict[str, Any]) -> Architecture:
         return stored_architecture(config)
     except ModelError as error:
         raise ModelError(f"{reference}: {error}") from None
-
-
-def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
-    """Raises StorageError unless a model directory may be written at `path`, which does not hold
-    the reference."""
-    place, origin = path.resolve(), reference.resolve()
-    if place == origin or place in origin.parents:
-        raise StorageError(f"{path}: holds the reference; choose another directory.")
-    reason = why_occupied(path, overwrite)
-    if reason is not None:
-        raise StorageError(reason)
 
 
 def _checked(

@@ -29,20 +29,15 @@ from .files import OutputFile, reads_back_differently, write_files
 def check_output(out: Path, source: Path | None, reference: Path, overwrite: bool) -> None:
     """Raises ConversionError (9) unless `out` may be written: absent, empty, or a directory of
     weights that may be replaced, and neither inside the source nor around it or the reference."""
-    place, problem = out.resolve(), None
-    for name, path in (("reference", reference), ("checkpoint", source)):
-        if path is not None and (place == path.resolve() or place in path.resolve().parents):
-            problem = f"holds the {name}"
-    if source is not None and source.resolve() in (place, *place.parents):
-        problem = "lies in the checkpoint"
-    if problem is not None:
-        raise output_exists(f"{out}: {problem}; choose another directory.")
-    check_replaceable(out, overwrite)
+    if source is not None and source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise output_exists(f"{out}: lies in the checkpoint; choose another directory.")
+    check_replaceable(out, overwrite, reference=reference, checkpoint=source)
 
 
-def check_replaceable(out: Path, overwrite: bool) -> None:
-    """Raises ConversionError (9) where something stands at `out` that may not be replaced."""
-    reason = why_occupied(out, overwrite)
+def check_replaceable(out: Path, overwrite: bool, **kept: Path | None) -> None:
+    """Raises ConversionError (9) where something stands at `out` that may not be replaced. kept:
+    see `why_occupied`."""
+    reason = why_occupied(out, overwrite, **kept)
     if reason is not None:
         raise output_exists(reason)
 
