@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError
 
-from .dtypes import NAMED
+from .dtypes import NAMED, as_tensor
 from .mapping.plan import View
 from .problems import damaged, other_model
 from .readers.source import TensorSource
@@ -72,17 +72,11 @@ def merge(
 def _factors(source: TensorSource) -> list[tuple[str, Tensor]]:
     """The adapters by name. Raises ConversionError (4) where they are not what the checkpoint's
     checksums say."""
-    import torch
-
     held = {name: source.tensors[name] for name in source.tensors if name.startswith(KEYS)}
     check_records(source, held.values())
     with Reader(source) as reader:
-        return [
-            (
-                name.removeprefix(KEYS),
-                torch.from_numpy(reader.whole(View(stored), stored.dtype))
-                .view(getattr(torch, stored.dtype.name))
-                .view(stored.shape),
-            )
-            for name, stored in held.items()
-        ]
+        read = {name: reader.whole(View(stored), stored.dtype) for name, stored in held.items()}
+    return [
+        (name.removeprefix(KEYS), as_tensor(read[name], stored.dtype, stored.shape))
+        for name, stored in held.items()
+    ]

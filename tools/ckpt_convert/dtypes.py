@@ -1,10 +1,15 @@
-"""Dtypes by their names in torch, safetensors and torch.save; only a cast imports torch."""
+"""Dtypes by their names in torch, safetensors and torch.save; imports torch where one is used."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -51,3 +56,10 @@ def cast(data: np.ndarray, dtype: DType, to: DType) -> np.ndarray:
 
     values = torch.from_numpy(np.ascontiguousarray(data)).view(getattr(torch, dtype.name))
     return values.to(getattr(torch, to.name)).view(torch.uint8).numpy()
+
+
+def as_tensor(data: np.ndarray, dtype: DType, shape: Sequence[int]) -> Tensor:
+    """Bytes as a tensor, which shares their memory."""
+    import torch
+
+    return torch.from_numpy(data.reshape(-1)).view(getattr(torch, dtype.name)).view(*shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.models.sharding import shard
 
-from .dtypes import DType
+from .dtypes import DType, as_tensor
 from .mapping.plan import View
 from .mapping.to_huggingface import Export
 from .problems import damaged
@@ -35,7 +35,7 @@ def check_inverse(
             tensors = [_tensor(given, source, dtype) for source in sources]
             expected = shard(rule, tensors, export.model, 0, 1)
             found = _tensor(stored, view, dtype)[: len(expected)]  # without rows of padding
-            if not torch.equal(expected.flatten(), found.flatten()):
+            if not torch.equal(_bits(expected), _bits(found)):
                 raise damaged(
                     f"{written.path}: '{names[0]}' and '{view.stored.name}' do not map to each "
                     "other; what was read changed meanwhile, or this is a bug."
@@ -43,7 +43,8 @@ def check_inverse(
 
 
 def _tensor(reader: Reader, view: View, dtype: DType) -> Tensor:
-    """The bits of a view, as integers."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    data = torch.from_numpy(reader.whole(view, dtype))
-    return data.view(integers[dtype.itemsize]).view(view.shape)
+    return as_tensor(reader.whole(view, dtype), dtype, view.shape)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

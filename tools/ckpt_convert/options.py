@@ -8,9 +8,6 @@ from pathlib import Path
 
 from .mapping.layout import CheckpointLayout
 
-FORMATS = ("torch_dist", "torch")
-"""Of a checkpoint that is written; torch: legacy mp_rank_* files."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -19,7 +16,7 @@ class Options:
     it gets its name.
 
     expected: sizes that a checkpoint must have: fields of Architecture, `tensor_parallel`, ...,
-    `iteration`. layout, format: of a checkpoint that is written."""
+    `iteration`. layout, format: of a checkpoint that is written; `torch`: legacy mp_rank_* files."""
 
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9

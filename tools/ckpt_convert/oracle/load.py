@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import (
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from rlflow.trainer.megatron.checkpoint import without_code
 
+from ..dtypes import as_tensor
 from ..problems import damaged
 from ..readers.legacy import rank_files
 from ..readers.torch_archive import Window
@@ -77,8 +79,7 @@ def load_rank(chunks: Sequence[GPTModel], path: Path, place: tuple[int, int, int
 
 def _tensor(file: IO[bytes], window: Window) -> Tensor:
     file.seek(window.start)
-    data = bytearray(file.read(window.nbytes))
-    return torch.frombuffer(data, dtype=getattr(torch, window.dtype.name)).view(window.shape)
+    return as_tensor(np.fromfile(file, np.uint8, window.nbytes), window.dtype, window.shape)
 
 
 def _load(chunk: GPTModel, state: Mapping[str, Any], origin: str) -> None:

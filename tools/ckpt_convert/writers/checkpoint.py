@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from ..dtypes import DType
-from ..mapping.plan import Target
 from .files import OutputFile
 
 
@@ -37,9 +34,3 @@ def common_state(args: argparse.Namespace) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return getattr(torch, value.name) if isinstance(value, DType) else value
-
-
-def as_tensor(data: np.ndarray, target: Target, shape: tuple[int, ...]) -> Tensor:
-    """Rows of bytes of a target as a tensor, which shares their memory."""
-    flat = torch.from_numpy(data.reshape(-1))
-    return flat.view(getattr(torch, target.dtype.name)).view(shape)

@@ -17,11 +17,12 @@ from torch import Tensor
 from rlflow.models.rules import Rule
 from rlflow.models.tables import EMBEDDING
 
+from ..dtypes import as_tensor
 from ..mapping.layout import CheckpointLayout
 from ..mapping.plan import Target, Tile
 from ..mapping.to_megatron import Import
 from ..stream import Copier
-from .checkpoint import Checkpoint, as_tensor, common_state
+from .checkpoint import Checkpoint, common_state
 from .files import HashedFile, OutputFile
 
 FILE = "model_optim_rng.pt"
@@ -72,7 +73,7 @@ def _rank_file(
             data = memory[at : at + target.nbytes]
             at += target.nbytes
             copier.fill(target, data)
-            states[chunk][name] = as_tensor(data, target, target.shape)
+            states[chunk][name] = as_tensor(data, target.dtype, target.shape)
             states[chunk].update(_extra_state(layout, name))
         names = ["model"] if len(states) == 1 else [f"model{chunk}" for chunk in range(len(states))]
         torch.save({**value, **dict(zip(names, states))}, file)  # type: ignore[arg-type]

@@ -35,11 +35,12 @@ from rlflow.models.architecture import Architecture
 from rlflow.models.huggingface import in_groups
 from rlflow.models.rules import Rule, Split
 
+from ..dtypes import as_tensor
 from ..mapping.find import Place, stacked_place
 from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
 from ..stream import Copier
-from .checkpoint import Checkpoint, as_tensor, common_state
+from .checkpoint import Checkpoint, common_state
 from .files import HashedFile, OutputFile
 
 CHUNK_BYTES = 16 << 20
@@ -79,7 +80,8 @@ class _DataFile:
             start = file.tell()
             data = np.empty(chunk.target.nbytes, np.uint8)
             copier.fill(chunk.target, data)
-            torch.save(as_tensor(data, chunk.target, chunk.sizes), file)  # type: ignore[arg-type]
+            tensor = as_tensor(data, chunk.target.dtype, chunk.sizes)
+            torch.save(tensor, file)  # type: ignore[arg-type]
             self.chunk_places.append((start, file.tell() - start))
         nothing = io.BytesIO()
         torch.save([None], nothing)
