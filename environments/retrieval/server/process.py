@@ -99,29 +99,23 @@ class Life:
 
     async def run(self, app: SearchApp, receive: Receive, send: Send) -> None:
         """The messages of the lifespan protocol."""
+        service = self._service
         await receive()
         with handled((signal.SIGHUP, signal.SIGUSR1), self._asked.add):
-            await self._begin(app)
+            if service.shared is not None and service.shared.started():
+                await self._load()  # others answer: connections come when this one can, too
+            else:
+                self._start(self._load())
+            self._start(self._watch(app))
             await send({"type": "lifespan.startup.complete"})
             await receive()
-            await self._end()
+            service.stop()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if service.query_log is not None:
+                service.query_log.close()
         await send({"type": "lifespan.shutdown.complete"})
-
-    async def _begin(self, app: SearchApp) -> None:
-        service = self._service
-        if service.shared is not None and service.shared.started():
-            await self._load()  # others answer meanwhile: connections come when this one can, too
-        else:
-            self._start(self._load())
-        self._start(self._watch(app))
-
-    async def _end(self) -> None:
-        self._service.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._service.query_log is not None:
-            self._service.query_log.close()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
