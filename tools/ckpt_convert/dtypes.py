@@ -62,4 +62,4 @@ def as_tensor(data: np.ndarray, dtype: DType, shape: Sequence[int]) -> Tensor:
     """Bytes as a tensor, which shares their memory."""
     import torch
 
-    return torch.from_numpy(data.reshape(-1)).view(getattr(torch, dtype.name)).view(*shape)
+    return torch.from_numpy(data.reshape(-1)).view(getattr(torch, dtype.name)).view(tuple(shape))
