@@ -12,8 +12,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
 from rlflow_environments.retrieval.indices.dense import OVERFETCH
 from rlflow_environments.retrieval.indices.folder import EncoderOption, encoder_of, verify_encoder
 
+if TYPE_CHECKING:
+    from qdrant_client.models import Record, ScoredPoint
+
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _BATCH = 1024  # points stored at a time
 _SAMPLED = 3
@@ -38,29 +41,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Point:
-    """A stored point. score: of a search, 0 otherwise. vector: where it was asked for."""
-
-    id: int
-    payload: Mapping[str, Any]
-    score: float = 0.0
-    vector: np.ndarray | None = None
-
-    @property
-    def passage(self) -> Passage:
-        """Raises DataError for a payload without text."""
-        try:
-            passage = passage_of(self.payload, self.id)
-            if not passage.contents:
-                raise BadRow("expected text, found empty text")
-        except BadRow as problem:
-            raise DataError(f"point {self.id}: {problem}. Build the collection again.") from None
-        return replace(passage, score=self.score)
-
-
 class Collection:
-    """Points with one vector each, behind qdrant-client. Thread-safe."""
+    """Points with one vector each, behind qdrant-client, as it describes them. Thread-safe."""
 
     def __init__(
         self,
@@ -101,26 +83,26 @@ class Collection:
     def count(self) -> int:
         return int(self._call(self._client.count, exact=True).count)
 
-    def query(self, vectors: np.ndarray, limit: int) -> list[list[Point]]:
+    def query(self, vectors: np.ndarray, limit: int) -> list[list[ScoredPoint]]:
         """The nearest points of each of (B, D) vectors, with payloads, best first."""
         from qdrant_client import models
 
         asked = {"limit": limit, "params": self._params, "with_payload": True}
         requests = [models.QueryRequest(query=vector.tolist(), **asked) for vector in vectors]
         answers = self._call(self._client.query_batch_points, requests=requests)
-        return [[_point(point) for point in answer.points] for answer in answers]
+        return [answer.points for answer in answers]
 
     def points(
         self, ids: Sequence[int], *, payloads: bool = True, vectors: bool = False
-    ) -> list[Point]:
+    ) -> list[Record]:
         """Those of the points that exist."""
         wanted = {"with_payload": payloads, "with_vectors": vectors}
-        return [_point(one) for one in self._call(self._client.retrieve, ids=list(ids), **wanted)]
+        return self._call(self._client.retrieve, ids=list(ids), **wanted)
 
-    def sample(self, count: int) -> list[Point]:
+    def sample(self, count: int) -> list[Record]:
         """Some points, with vectors."""
         wanted = {"with_payload": True, "with_vectors": True}
-        return [_point(one) for one in self._call(self._client.scroll, limit=count, **wanted)[0]]
+        return self._call(self._client.scroll, limit=count, **wanted)[0]
 
     def upsert(
         self, ids: Sequence[int], vectors: np.ndarray, payloads: Sequence[Mapping[str, Any]]
@@ -236,7 +218,7 @@ class QdrantRetriever(Retriever):
         found = self.collection.query(vectors[places], top_k + OVERFETCH) if len(places) else []
         for place, points in zip(places, found, strict=True):
             best = sorted(points, key=lambda point: (-point.score, point.id))[:top_k]
-            results[place] = [point.passage for point in best]
+            results[place] = [passage_at(point) for point in best]
         return results
 
 
@@ -336,7 +318,7 @@ def _record_of(corpus: Sequence[Passage], row: int) -> dict[str, Any]:
 def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage], row: int) -> None:
     """Raises DataError where a stored point is not this row of the corpus, by this encoder."""
     (point,) = collection.points([row], vectors=True)
-    if dict(point.payload) != _record_of(corpus, row):
+    if (point.payload or {}) != _record_of(corpus, row):
         raise DataError(
             f"point {row} of the collection is not row {row} of the corpus: it holds another "
             "corpus. Use another name."
@@ -344,15 +326,21 @@ def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage]
     _verify_points(f"point {row} of the collection", encoder, [point])
 
 
-def _verify_points(where: str, encoder: Encoder, points: Sequence[Point]) -> None:
+def _verify_points(where: str, encoder: Encoder, points: Sequence[Record]) -> None:
     """Raises DataError where stored vectors are not what the encoder makes of their payloads."""
-    stored = np.stack([np.asarray(point.vector, np.float32) for point in points])
-    verify_encoder(where, encoder, [point.passage for point in points], stored)
+    # By name, the unnamed one's empty, where a collection has sparse vectors too.
+    vectors = [one.vector[""] if isinstance(one.vector, dict) else one.vector for one in points]
+    stored = np.stack([np.asarray(vector, np.float32) for vector in vectors])
+    verify_encoder(where, encoder, [passage_at(point) for point in points], stored)
 
 
-def _point(point: Any) -> Point:
-    vector = getattr(point, "vector", None)
-    if isinstance(vector, Mapping):
-        vector = vector.get("")
-    kept = None if vector is None else np.asarray(vector, np.float32)
-    return Point(point.id, point.payload or {}, float(getattr(point, "score", 0.0)), kept)
+def passage_at(point: Record | ScoredPoint) -> Passage:
+    """The passage of a point, with its score if it was searched for. Raises DataError for a payload
+    without text."""
+    try:
+        passage = passage_of(point.payload or {}, point.id)
+        if not passage.contents:
+            raise BadRow("expected text, found empty text")
+    except BadRow as problem:
+        raise DataError(f"point {point.id}: {problem}. Build the collection again.") from None
+    return replace(passage, score=float(getattr(point, "score", 0.0)))
