@@ -56,7 +56,7 @@ def write(dense: Path, out: Path, seed: int = 0) -> None:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    weights = {name: weight.contiguous() for name, weight in with_experts(dense, width, seed)}
+    weights = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in with_experts(dense, width, seed)}
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing_directory(out) as partial:
         save_file(weights, partial / SINGLE_FILE, metadata={"format": "pt"})

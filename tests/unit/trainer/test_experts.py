@@ -35,6 +35,8 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     for chunk in trainer._chunks:
         for parameter in chunk.parameters():
             parameter.data.copy_(parameter.main_grad)
+        for name, bias in chunk.named_buffers():
+            bias *= not name.endswith("expert_bias")  # it has none
     return dict(trainer.weights())
 
 
@@ -51,6 +53,8 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, bias in oracle.named_buffers():
+            bias *= not name.endswith("correction_bias")
     oracle.save_pretrained(str(out))
     return loss.item(), dict(iterate_weights(out))
 
