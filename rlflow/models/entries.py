@@ -140,9 +140,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts, where it is not by the largest shares of a softmax alone. sigmoid: each expert
-    is scored by itself, and chosen by its score and a bias (DeepSeek-V3, arXiv 2412.19437, section
-    2.1.2). groups: only experts of the best `chosen` of so many groups are taken. scaling: what their
+    """How tokens choose experts, where it is not by the largest shares of a softmax alone. sigmoid:
+    each expert is scored by itself, and chosen by its score and a bias (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). groups: only experts of the best `chosen` of so many groups are taken. scaling: what their
     weights are multiplied by."""
 
     sigmoid: bool

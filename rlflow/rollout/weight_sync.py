@@ -150,7 +150,9 @@ class InProcessSync:
                 giving = self._thread.start(handover.put(pairs))
                 for (names, dtype), found in hashes.items():
                     found += [
-                        tensor_hash(name, tensor if dtype is None else tensor.to(dtype_of(name, dtype)))
+                        tensor_hash(
+                            name, tensor if dtype is None else tensor.to(dtype_of(name, dtype))
+                        )
                         for name, tensor in pairs
                         if names is None or name in names
                     ]

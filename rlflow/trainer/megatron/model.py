@@ -158,9 +158,8 @@ def transformer_config(
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     fused = fused and uses_transformer_engine()
-    kind = TransformerConfig if model.latent is None else MLATransformerConfig
     configured = partial(
-        kind,
+        TransformerConfig if model.latent is None else MLATransformerConfig,
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -205,8 +204,8 @@ def transformer_config(
         bias_dropout_fusion=False,  # no dropout, no bias: an addition is all there is
         masked_softmax_fusion=False,  # neither attention calls it
     )
-    options = expert_options(model, world.layout, fused) | latent_options(model)
-    return configured(**_eight_bits(fp8), **options, **_recompute(recompute))
+    kinds = expert_options(model, world.layout, fused) | latent_options(model)
+    return configured(**kinds, **_eight_bits(fp8), **_recompute(recompute))
 
 
 def _eight_bits(recipe: str) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def expert_options(model: Architecture, layout: ParallelLayout, fused: bool) -> 
 
 
 def _routing_options(model: Architecture) -> dict[str, Any]:
-    """What is said of routers that are not a softmax alone; these compute in float32, as transformers' do."""
+    """What is said of routers that are not a softmax alone; they compute in float32, as those of
+    transformers do."""
     routing = model.routing
     if routing is None:
         return {}
