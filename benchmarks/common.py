@@ -24,6 +24,7 @@ class Shape:
     """A Qwen2 model with tied embeddings."""
 
     experts: ClassVar[None] = None
+    latent: ClassVar[None] = None
     hidden: int
     layers: int
     heads: int

@@ -1,18 +1,19 @@
 # The options of run_train.sh and run_eval.sh of the search recipes. Sourced after common.sh, never executed.
 
-RLFLOW_TRAIN_OPTIONS=(--short --config --model --preset --train-data --val-data --corpus --pages --resume --overwrite --dry-run --out --help)
+RLFLOW_TRAIN_OPTIONS=(--short --config --model --model-kind --preset --train-data --val-data --corpus --pages --resume --overwrite --dry-run --out --help)
 RLFLOW_EVAL_OPTIONS=(--model --server --server-model --api-key-variable --hf --data --corpus --pages --config --questions --samples
     --temperature --out --overwrite --allow-code --help)
 
-# Reads the arguments of a run_train.sh into config, own_data, short, recipe (with --recipe only), arguments and overrides.
+# Reads the arguments of a run_train.sh into config, own_data, short, recipe (with --recipe only), kind (with --model-kind only),
+# arguments and overrides.
 # RLFLOW_RECIPES: the names that --recipe takes; empty: there is no such option.
 rlflow_read_train() {
-    config='' own_data='' short='' recipe='' arguments=() overrides=()
+    config='' own_data='' short='' recipe='' kind='' arguments=() overrides=()
     local name value options=("${RLFLOW_TRAIN_OPTIONS[@]}")
     [ -z "${RLFLOW_RECIPES:-}" ] || options=(--recipe "${options[@]}")
     while [ $# -gt 0 ]; do
         case $1 in
-        --config | --preset | --model | --train-data | --val-data | --corpus | --pages | --recipe | --out)
+        --config | --preset | --model | --model-kind | --train-data | --val-data | --corpus | --pages | --recipe | --out)
             [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
             name=$1 value=$2
             shift 2
@@ -24,6 +25,14 @@ rlflow_read_train() {
             "  ") rlflow_unknown --recipe "${options[@]}" ;;
             *" $recipe "*) shift ;;
             *) rlflow_fail "--recipe: expected one of: $RLFLOW_RECIPES, found '$recipe'" ;;
+            esac
+            ;;
+        --model-kind=*)
+            kind=${1#*=}
+            case " ${RLFLOW_KINDS:-} " in
+            "  ") rlflow_unknown --model-kind "${options[@]}" ;;
+            *" $kind "*) shift ;;
+            *) rlflow_fail "--model-kind: expected one of: $RLFLOW_KINDS, found '$kind'" ;;
             esac
             ;;
         --config=*) config=$(rlflow_path "${1#*=}"); shift ;;

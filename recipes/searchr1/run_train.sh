@@ -14,6 +14,8 @@ needs (a few minutes); an active environment that already has rlflow is used as 
 
 Options
   --short               the demo in three minutes (config/short.yaml)
+  --model-kind KIND     the demo's starting policy: dense, or moe: the same with experts, 1.3 million parameters, made once as
+                        runs/starting-policy-moe
   CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml
   --config FILE         another run configuration (YAML); every key: docs/configuration.md. One of RLinf or AstraFlow is translated,
                         into --out FILE (default runs/NAME.yaml), and what became of each of its keys is said
@@ -61,10 +63,17 @@ rlflow_help "$@"
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
 
+RLFLOW_KINDS="dense moe"
 rlflow_read_train "$@"
 if [ -z "$config" ]; then
     config=$here/config/demo.yaml
     [ -z "$own_data" ] || config=$here/config/qwen2.5_3b.yaml
     [ -z "$short" ] || config=$here/config/short.yaml
+fi
+if [ "$kind" = moe ]; then
+    rlflow_setup run
+    start=$RLFLOW_ROOT/runs/starting-policy-moe
+    [ -f "$start/config.json" ] || (cd "$RLFLOW_ROOT" && "$RLFLOW_PYTHON" -m recipes.searchr1.experts "$start")
+    overrides=("model.path=$start" run.name=searchr1-moe ${overrides[@]+"${overrides[@]}"})
 fi
 rlflow_train

@@ -112,7 +112,7 @@ def _add_limits(
     option(policy, "--steps", "N", "optimizer steps", default=LESSONS)
     option(policy, "--turns", "N", "turn limit of an episode", default=TURNS)
     option(policy, "--seed", "N", "of the episodes and the model", default=0)
-    option(policy, "--family", "NAME", "of the model: qwen2, qwen2_moe, qwen3_moe", default="qwen2")
+    option(policy, "--family", "NAME", "of the model: qwen2, qwen3_moe, glm4_moe, ...", default="qwen2")
     player = "file.py:function, as of `env policy`: a scripted player that plays too"
     option(check, "--player", "PLAYER", player)
     option(check, "--episodes", "N", "episodes of each agent", default=32)

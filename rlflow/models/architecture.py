@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlflow.errors import did_you_mean
 from rlflow.models.entries import (
     MOST_LAYERS,
     Experts,
+    Routing,
+    Yarn,
     check_routing,
     experts_of,
     flag,
@@ -18,8 +20,10 @@ from rlflow.models.entries import (
     refused,
     rope_kind,
     rope_of,
+    routing_of,
     short,
     whole,
+    yarn_of,
 )
 from rlflow.models.rules import Rule, Where
 from rlflow.models.tables import (
@@ -28,12 +32,13 @@ from rlflow.models.tables import (
     LATENT_ATTENTION,
     Q_NORM,
     QKV_BIAS,
-    ROUTER_BIAS,
     SHARED_GATE,
 )
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
+PARTLY_ROTARY = ("glm4_moe",)
+"""Families that may rotate a part of each head."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 
 
@@ -73,6 +78,8 @@ class Architecture:
     qkv_biases: bool = False  # on queries, keys and values, where a family has both kinds
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
+    routing: Routing | None = None
+    yarn: Yarn | None = None
 
     def size(self, symbol: str) -> int:
         """The number that a symbol of the tables stands for."""
@@ -101,6 +108,26 @@ class Architecture:
                 "value": self.heads * self.latent.value,
             }
         return sizes[symbol]
+
+    @property
+    def key_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.latent.plain + self.latent.rotating if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's value."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a head's query and key, those dimensions that rotate."""
+        return self.latent.rotating if self.latent else int(self.head_dim * self.rotary_share)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.key_dim**-0.5 * (self.yarn.scores if self.yarn else 1.0)
 
     @property
     def active_ffn(self) -> int:
@@ -147,22 +174,15 @@ def architecture(config: dict[str, Any]) -> Architecture:
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
     family = str(config.get("model_type"))[:100]
-    trained = [name for name in sorted(FAMILIES) if _trained(name)]
     if family not in FAMILIES:
         raise refused(
             f"model family '{family}' cannot be trained or sampled from here; "
-            f"possible: {', '.join(trained)}.{did_you_mean(family, trained)} {HOW_TO_ADD}"
+            f"possible: {', '.join(sorted(FAMILIES))}.{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
         )
     model = stored_architecture(config)
-    if family not in trained:
-        what = "latent attention" if model.latent is not None else "a bias per expert in routing"
-        raise refused(
-            f"{what} (model family '{model.family}') can be converted, but not "
-            f"trained or sampled from here; possible: {', '.join(trained)}."
-        )
     if config.get("quantization_config"):
         raise refused("weights in fp8 can be converted, but not trained or sampled from here.")
-    if model.biases or model.rotary_share != 1:
+    if model.biases or (model.rotary_share != 1 and family not in PARTLY_ROTARY):
         what = (
             "biases on every projection"
             if model.biases
@@ -176,10 +196,16 @@ def architecture(config: dict[str, Any]) -> Architecture:
     kinds = config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise refused("sliding-window attention is not supported; expected sliding_window null.")
-    _check_rope(rope_of(config))
+    if model.latent is not None:
+        _check_latent(config, model)
+    rope = rope_of(config)
+    yarn = yarn_of(rope) if model.latent is not None else None
+    if yarn is None:
+        _check_rope(rope)
+    routing = routing_of(config)
     if model.experts is not None:
-        check_routing(config, model.experts)
-    return model
+        check_routing(config, model.experts, routing)
+    return replace(model, routing=routing, yarn=yarn)
 
 
 def stored_architecture(config: dict[str, Any]) -> Architecture:
@@ -204,6 +230,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
         )
     rope = rope_of(config)
+    share = 0.5 if family in PARTLY_ROTARY else 1.0  # transformers' where neither says it
     return Architecture(
         family=family,
         layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
@@ -226,7 +253,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
         rotary_share=number(
-            rope, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)
+            rope, "partial_rotary_factor", number(config, "partial_rotary_factor", share)
         ),
     )
 
@@ -281,8 +308,20 @@ def _latent(config: dict[str, Any]) -> Latent:
     )
 
 
-def _trained(family: str) -> bool:
-    return not {LATENT_ATTENTION[-1], ROUTER_BIAS} & set(FAMILIES[family])
+def _check_latent(config: dict[str, Any], model: Architecture) -> None:
+    """Raises ModelError for latent attention that Megatron does not compute as transformers do."""
+    if model.groups != model.heads:
+        raise refused(
+            f"num_key_value_heads {model.groups} is not supported with latent attention; expected "
+            f"{model.heads}, as many as num_attention_heads."
+        )
+    if not config.get("rope_interleave", True):
+        raise refused("rope_interleave=false is not supported; expected true.")
+    if model.norm_eps != 1e-6:  # transformers takes it for the norms within attention anyway
+        raise refused(
+            f"rms_norm_eps {model.norm_eps:g} is not supported with latent attention; expected "
+            "1e-06."
+        )
 
 
 def _switched_on(config: dict[str, Any], family: str) -> set[Where]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import ModelError
 
+SIGMOID = ("deepseek_v3", "glm4_moe")
+"""Families whose routers score experts by themselves, with a bias."""
 MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 """Above these, an entry is a mistake, and planning with it would take all memory."""
 
@@ -75,6 +78,53 @@ def rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Rotary embeddings for more positions than the `original` ones (Peng et al. 2023, arXiv
+    2309.00071). beta_fast, beta_slow: turns within the original positions above which a dimension
+    stays as it is, and below which it turns slower by `factor`; attention: what cosines and sines
+    are multiplied by, and `scores` attention scores, in DeepSeek's variant."""
+
+    factor: float
+    original: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+    @property
+    def attention(self) -> float:
+        return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+
+    @property
+    def scores(self) -> float:
+        return self._mscale(self.mscale_all_dim) ** 2
+
+    def _mscale(self, share: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * share * math.log(self.factor) + 1.0
+
+
+def yarn_of(rope: Mapping[str, Any]) -> Yarn | None:
+    """The entries of DeepSeek; None for another scaling. Raises ModelError for what Megatron
+    computes otherwise than transformers."""
+    if rope_kind(rope) != "yarn":
+        return None
+    both = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+    if any(both) != all(both) or rope.get("attention_factor") or not rope.get("truncate", True):
+        raise refused(
+            "rope scaling 'yarn' is supported with both or none of mscale and mscale_all_dim, and "
+            "without attention_factor and truncate."
+        )
+    return Yarn(
+        factor=number(rope, "factor"),
+        original=whole(rope, "original_max_position_embeddings"),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        mscale=number(rope, "mscale", 1.0) if all(both) else 1.0,
+        mscale_all_dim=number(rope, "mscale_all_dim") if all(both) else 0.0,
+    )
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes
     through, 0 without. sparse: for each layer, whether it has experts. top_k: experts of a token, 0
@@ -86,6 +136,34 @@ class Experts:
     sparse: tuple[bool, ...]
     top_k: int = 0
     normalized: bool = False
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts, where it is not by the largest shares of a softmax alone. sigmoid:
+    each expert is scored by itself, and chosen by its score and a bias (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). groups: only experts of the best `chosen` of so many groups are taken. scaling: what their
+    weights are multiplied by."""
+
+    sigmoid: bool
+    groups: int
+    chosen: int
+    scaling: float
+
+
+def routing_of(config: dict[str, Any]) -> Routing | None:
+    """The entries of DeepSeek and GLM; None for other families."""
+    family = config.get("model_type")
+    if family not in (*SIGMOID, "deepseek_v2"):
+        return None
+    limited = family in SIGMOID or config.get("topk_method", "greedy") != "greedy"
+    groups = whole(config, "n_group", default=1) if limited else 1
+    return Routing(
+        sigmoid=family in SIGMOID,
+        groups=groups,
+        chosen=whole(config, "topk_group", default=1, most=groups) if groups > 1 else 1,
+        scaling=number(config, "routed_scaling_factor", 1.0),
+    )
 
 
 def experts_of(config: dict[str, Any]) -> Experts:
@@ -114,8 +192,10 @@ def experts_of(config: dict[str, Any]) -> Experts:
     )
 
 
-def check_routing(config: dict[str, Any], experts: Experts) -> None:
+def check_routing(config: dict[str, Any], experts: Experts, routing: Routing | None) -> None:
     """Raises ModelError for a routing that Megatron does not have."""
+    if routing is not None:
+        _check_special_routing(config, experts, routing)
     least = 2 if experts.normalized else 1  # the weight of one expert would always be 1
     if not least <= experts.top_k <= experts.count:
         raise refused(
@@ -123,3 +203,21 @@ def check_routing(config: dict[str, Any], experts: Experts) -> None:
         )
     if config.get("router_jitter_noise"):
         raise refused("router_jitter_noise is not supported; expected 0.")
+
+
+def _check_special_routing(config: dict[str, Any], experts: Experts, routing: Routing) -> None:
+    if routing.sigmoid != experts.normalized:
+        expected = str(routing.sigmoid).lower()
+        raise refused(f"norm_topk_prob is not supported here; expected {expected}.")
+    if routing.groups == 1:
+        return
+    if not routing.sigmoid:
+        method = short(config.get("topk_method"))
+        raise refused(f"topk_method {method} is not supported; expected 'greedy'.")
+    # Megatron ranks a group by its best top_k / chosen experts, these families by its best two
+    if experts.count % routing.groups or experts.top_k // routing.chosen != 2:
+        raise refused(
+            f"'topk_group' is {routing.chosen} of {routing.groups} groups for {experts.top_k} of "
+            f"{experts.count} experts; expected groups of one size, and half of "
+            "'num_experts_per_tok' as 'topk_group'."
+        )

@@ -16,12 +16,24 @@ def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> i
     sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each head; per scored token 2 for
     each weight of the output layer. Norms, activations, the embedding look-up and padding count
     nothing."""
-    query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    attention = shape.hidden * (query + 2 * key) + query * shape.hidden
-    per_token = 2 * (shape.layers * attention + _mlp_weights(shape))
+    per_token = 2 * (shape.layers * _attention_weights(shape) + _mlp_weights(shape))
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    per_pair = 4 * shape.layers * query
+    latent = shape.latent
+    both = 2 * shape.head_dim if latent is None else latent.plain + latent.rotating + latent.value
+    per_pair = 2 * shape.layers * shape.heads * both
     return per_token * sum(lengths) + per_pair * pairs + 2 * shape.hidden * shape.vocab * scored
+
+
+def _attention_weights(shape: Architecture) -> int:
+    """Of a layer."""
+    hidden, latent = shape.hidden, shape.latent
+    if latent is None:
+        query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+        return hidden * (query + 2 * key) + query * hidden
+    query, rank = shape.size("latent_query"), latent.query_rank
+    queries = hidden * query if rank is None else (hidden + query) * rank
+    keys_values = hidden * shape.size("latent") + latent.key_rank * shape.size("latent_key_value")
+    return queries + keys_values + shape.size("value") * hidden
 
 
 def _mlp_weights(shape: Architecture) -> int:

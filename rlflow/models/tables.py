@@ -9,8 +9,12 @@ attention have more.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from rlflow.models.rules import Rule, Split, Where
+
+if TYPE_CHECKING:
+    import torch
 
 _HUGGINGFACE = {
     "layer": "model.layers.{i}.",
@@ -155,6 +159,17 @@ ROUTER_BIAS = _rule(
     where=Where.SPARSE,
     exact=True,
 )
+
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a HuggingFace tensor in a model of that dtype: a router's bias stays in float32
+    (`Rule.exact`)."""
+    import torch
+
+    exact = name.endswith(ROUTER_BIAS.sources[0][0].rpartition(".")[2])
+    return torch.float32 if exact else dtype
+
 
 _DIRECT_QUERY = (
     _rule("attn.linear_q_proj.weight", Split.COLUMN, "attn.q_proj.weight latent_query hidden"),

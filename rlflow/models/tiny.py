@@ -15,7 +15,8 @@ ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
 COPYING = ("qwen2", "qwen2_moe")
 """Families whose queries and keys have the biases that copying is made of."""
-TINY_FAMILIES = (*COPYING, "qwen3_moe", "mixtral")
+TINY_FAMILIES = (*COPYING, "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
+WITH_GROUPS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,12 +106,11 @@ def write_random_model(
     config = AutoConfig.for_model(
         family,
         **_mlp_sizes(family, ffn),
-        **({"head_dim": hidden // heads} if family == "qwen3_moe" else {}),
+        **_attention_sizes(family, hidden // heads, heads, kv_heads),
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         rms_norm_eps=1e-6,
@@ -136,13 +136,30 @@ def _mlp_sizes(family: str, ffn: int) -> dict[str, Any]:
     if family == "mixtral":
         return {"intermediate_size": ffn // 2, "num_local_experts": 8, "num_experts_per_tok": 2}
     beside = {"shared_expert_intermediate_size": ffn} if family == "qwen2_moe" else {}
+    if family in WITH_GROUPS:  # the first layer is dense
+        beside = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     return {
         "intermediate_size": ffn,
         "moe_intermediate_size": ffn // 2,
-        "num_experts": 8,
+        "n_routed_experts" if family in WITH_GROUPS else "num_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
+        "norm_topk_prob": family != "deepseek_v2",
         **beside,
+    }
+
+
+def _attention_sizes(family: str, head_dim: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Of transformers' configuration."""
+    if not family.startswith("deepseek"):
+        size = {"head_dim": head_dim} if family in ("qwen3_moe", "glm4_moe") else {}
+        return {"num_key_value_heads": kv_heads, **size}
+    return {
+        "num_key_value_heads": heads,
+        "q_lora_rank": 2 * head_dim,
+        "kv_lora_rank": 2 * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+        "v_head_dim": head_dim,
     }
 
 

@@ -23,6 +23,7 @@ from rlflow.models.huggingface import (
     why_occupied,
     write_index,
 )
+from rlflow.models.tables import dtype_of
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
 
@@ -116,7 +117,7 @@ def _checked(
             raise ModelError(
                 f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}."
             )
-        if tensor.dtype is not dtype:
+        if tensor.dtype is not dtype_of(name, dtype):
             raise ModelError(
                 f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first "
                 "tensor."

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import combined_hash, tensor_hash
+from rlflow.models.tables import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, in_portions
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.probe_rule import agree, told
@@ -149,7 +150,9 @@ class InProcessSync:
                 giving = self._thread.start(handover.put(pairs))
                 for (names, dtype), found in hashes.items():
                     found += [
-                        tensor_hash(name, tensor if dtype is None else tensor.to(dtype))
+                        tensor_hash(
+                            name, tensor if dtype is None else tensor.to(dtype_of(name, dtype))
+                        )
                         for name, tensor in pairs
                         if names is None or name in names
                     ]

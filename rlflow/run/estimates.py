@@ -208,7 +208,7 @@ def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, rec
     """Bytes that a layer keeps of a token for its backward pass; see `rlflow.trainer.megatron.layers`."""
     tensor, hidden = layout.tensor_parallel, model.hidden
     outside = hidden / (tensor if layout.sequence_parallel else 1)  # norms and residuals
-    query, ffn = model.heads * model.head_dim / tensor, model.active_ffn / tensor
+    query, ffn = model.heads * model.key_dim / tensor, model.active_ffn / tensor
     if "full" in recomputed:
         return width * outside
     residuals, normed = 2 * outside, 2 * outside  # the inputs of the two norms, and what they give to the linear layers
@@ -247,12 +247,14 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     blocks = slots * blocks_for(min(limit, config.rollout.max_total_tokens))
     if options.get("kv_tokens") is not None:
         blocks = min(blocks, int(options["kv_tokens"]) // BLOCK_SIZE)
-    block = model.layers * BLOCK_SIZE * 2 * model.groups * model.head_dim * width
+    both = model.key_dim + model.value_dim
+    block = model.layers * BLOCK_SIZE * model.groups * both * width
     parameters = stage_parameters(model, ParallelLayout())[0]
     decode = slots * model.vocab * 4 * 4  # logits, scaled ones, log-probs, probabilities
     longest = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens)
     prefilled = min(int(options.get("prefill_tokens", 8192)), slots * longest)
-    activations = 3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.active_ffn
+    attention = model.heads * model.key_dim + 2 * model.groups * both
+    activations = 3 * model.hidden + attention + 3 * model.active_ffn
     prefill = prefilled * width * (activations + longest)  # with the masks of all that is prefilled in a step
     slack = SLACK_CUDA if on_gpus(config) else SLACK
     sampling = round((1 + slack) * max(decode, prefill)) + FIRST_USE
@@ -365,7 +367,7 @@ def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int
     width, episodes = DTYPE_BYTES[config.model.dtype], _episodes(config)
     at_once = min(episodes, int(config.rollout.engine.get("max_concurrency", 128)))
     weights = stage_parameters(model, ParallelLayout())[0] * width
-    token = model.layers * 2 * model.groups * model.head_dim * width
+    token = model.layers * model.groups * (model.key_dim + model.value_dim) * width
     cache = at_once * config.rollout.max_total_tokens / 2 * token
     read_s = (weights + cache) / CORE_MEMORY_RATE
     computed_s = forward_flops(model, [1] * at_once, at_once) / (CORE_FLOPS * cores)

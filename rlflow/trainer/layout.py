@@ -169,4 +169,5 @@ def _elements(rule: Rule, model: Architecture, tensor: int) -> int:
     if rule.split is Split.VOCAB:
         return padded_vocab(model.vocab, tensor) // tensor * model.hidden
     whole = sum(math.prod(shape) for shape in rule.shapes(model))
-    return whole if rule.split is Split.REPLICATED or rule.per_expert else whole // tensor
+    everywhere = rule.split in (Split.REPLICATED, Split.LATENT) or rule.per_expert
+    return whole if everywhere else whole // tensor

@@ -33,9 +33,15 @@ def first_factor(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
 
 
 def check_layers(options: LoraOptions | None, model: Architecture) -> None:
-    """Raises ConfigError for adapters of experts, whose products have other rows in every pass."""
+    """Raises ConfigError for adapters of experts, whose products have other rows in every pass, and of
+    latent attention."""
     if options is None or model.experts is None:
         return
+    if model.latent is not None:
+        raise ConfigError(
+            f"trainer.lora: latent attention (model family '{model.family}') gets no adapters; leave "
+            "trainer.lora out."
+        )
     possible = ("q_proj", "k_proj", "v_proj", "o_proj")
     if not set(options.targets) <= set(possible):
         raise ConfigError(

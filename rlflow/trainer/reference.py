@@ -6,6 +6,7 @@ Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.models.huggingface import digest, iterate_weights, quiet_transformers
+from rlflow.models.tables import dtype_of
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,
     error_reason,
@@ -179,14 +181,16 @@ class ReferenceTrainer(Trainer):
 
     def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
         value: Tensor
-        for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
+        in_files = self.model.state_dict().keys()
+        buffers = ((name, value) for name, value in self.model.named_buffers() if name in in_files)
+        for name, value in chain(self.model.named_parameters(), buffers):  # names a tied lm_head once, as the embedding
             layer, _, kind = name.rpartition(".")
             if name.startswith("output_layer.") or ".lora." in name:  # a critic's own, adapters
                 continue
             if kind == "weight" and layer in self.adapters:
                 value = value + self.adapters[layer].change()
             for saved, part in self._as_saved(name, value.detach()).items():
-                yield saved, part.to(device=device, dtype=self.dtype, copy=device is not None)
+                yield saved, part.to(device=device, dtype=dtype_of(saved, self.dtype), copy=device is not None)
 
     def _as_saved(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """A parameter as files have it; in memory, transformers makes one of a layer's experts."""

@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "qwen3_moe": {"family": "qwen3_moe"},
     "mixtral": {"family": "mixtral", "tied": True},
+    "glm4_moe": {"family": "glm4_moe"},
+    "deepseek_v3": {"family": "deepseek_v3"},
     # With a scale of 0.15 its logits in float32 are 1.4e-5 from those in double precision, transformers' too.
     "deep": {"family": "qwen2", "tied": True, "num_hidden_layers": 8, "scale": 0.1},
 }
@@ -76,6 +78,8 @@ FAST = [
     "llama PP2 VPP2 CP2 DO selective",
     "qwen3_moe TP2 PP2 SP EP2 packed",
     "mixtral EP2 DO",
+    "glm4_moe PP2 EP2 packed",
+    "deepseek_v3 TP2 CP2 SP EP2 packed",
 ]
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
 CONTINUED = [case for case in FAST if case not in ("qwen2-tied", "qwen2-tied TP2", "qwen2-tied PP4", "qwen2-tied CP2")]
@@ -112,6 +116,12 @@ SLOW = [
         for model in ("qwen3_moe", "mixtral")
         for layout in ("", "EP2", "EP4 DO", "TP2 SP", "TP2 SP EP2 selective", "PP2 EP2 full", "PP2 DO packed",
                        "CP2 EP2 packed", "TP2 CP2 SP EP4 DO", "PP2 VPP2 EP2", "EP4 few")
+    ),
+    *(
+        f"{model} {layout} packed"
+        for model in ("glm4_moe", "deepseek_v3")
+        for layout in ("", "EP4 DO", "TP2 SP EP2 selective", "TP2 PP2 SP EP2", "CP2 EP2 full", "PP2 CP2 EP2 DO",
+                       "TP2 CP2 SP EP4", "PP2 VPP2 EP2", "CP4")
     ),
     *(f"deep {layout}" for layout in ("PP4 VPP2", "PP2 VPP4", "PP4 VPP2 few", "PP2 VPP4 packed DO full")),
 ]  # fmt: skip

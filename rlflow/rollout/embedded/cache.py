@@ -40,14 +40,15 @@ class AttentionCall:
 
 
 class KeyValueCache:
-    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = 2 *
-    groups * head_dim."""
+    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = groups *
+    (key_dim + value_dim): latent ones too are kept as attention takes them."""
 
     def __init__(
         self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._model = model
-        self._width = 2 * model.groups * model.head_dim
+        self._width = model.groups * (model.key_dim + model.value_dim)
+        self._scale = model.softmax_scale if model.yarn else None  # None: torch's own
         self._make = partial(
             _zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device
         )
@@ -69,7 +70,8 @@ class KeyValueCache:
     @staticmethod
     def block_bytes(model: Architecture, dtype: torch.dtype) -> int:
         """Memory of a block, all layers together."""
-        return model.layers * BLOCK_SIZE * 2 * model.groups * model.head_dim * dtype.itemsize
+        width = model.groups * (model.key_dim + model.value_dim)
+        return model.layers * BLOCK_SIZE * width * dtype.itemsize
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -155,17 +157,17 @@ class KeyValueCache:
                 )
             )
         index = torch.cat(places)
-        heads, dim = self._model.heads, self._model.head_dim
+        width = self._model.heads * self._model.value_dim
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._write(layer, index, keys_values)
-            output = torch.empty(len(queries), heads * dim, dtype=queries.dtype, device=device)
+            output = torch.empty(len(queries), width, dtype=queries.dtype, device=device)
             for call in calls:
                 keys, values = self._read(layer, call)
                 wanted, real = cast(Tensor, call.queries), cast(Tensor, call.real)
                 padded = queries[wanted].transpose(1, 2)
                 attended = F.scaled_dot_product_attention(
-                    padded, keys, values, attn_mask=call.mask, enable_gqa=True
+                    padded, keys, values, attn_mask=call.mask, scale=self._scale, enable_gqa=True
                 )
                 output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
             return output
@@ -173,7 +175,7 @@ class KeyValueCache:
         return attend
 
     def _decoding_attention(self, index: Tensor, calls: list[AttentionCall]) -> Attend:
-        groups, dim = self._model.groups, self._model.head_dim
+        groups, dim = self._model.groups, self._model.key_dim
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._write(layer, index, keys_values)
@@ -183,7 +185,7 @@ class KeyValueCache:
             for call in calls:
                 keys, values = self._read(layer, call)
                 attended = F.scaled_dot_product_attention(
-                    by_group[call.rows], keys, values, attn_mask=call.mask
+                    by_group[call.rows], keys, values, attn_mask=call.mask, scale=self._scale
                 )
                 parts.append(attended.reshape(len(attended), -1))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -211,12 +213,14 @@ class KeyValueCache:
         self._pool[layer].view(-1, self._width)[index] = keys_values
 
     def _read(self, layer: int, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, groups, positions, head_dim) of a call: a copy, small enough to
-        stay in the cache of the processor until it is attended to."""
-        groups, dim = self._model.groups, self._model.head_dim
+        """Keys and values (rows, groups, positions, key_dim or value_dim) of a call: a copy, small
+        enough to stay in the cache of the processor until it is attended to."""
+        groups = self._model.groups
         copied = self._pool[layer].index_select(0, call.blocks)
-        held = copied.view(len(call.mask), -1, 2 * groups, dim).transpose(1, 2)
-        return held[:, :groups], held[:, groups:]
+        held = copied.view(len(call.mask), -1, self._width)
+        keys, values = held.tensor_split([groups * self._model.key_dim], dim=-1)
+        by_head = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (keys, values))
+        return tuple(by_head)  # type: ignore[return-value]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,5 +1,5 @@
-"""A lean decoder (Qwen2, Qwen3, Llama, Mistral, and those with experts) in plain torch, made for
-decoding: flat tokens, fused projections, an external cache."""
+"""A lean decoder of every family that is trained, in plain torch, made for decoding: flat tokens,
+fused projections, an external cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch.nn import functional as F
 from rlflow.errors import ModelError, did_you_mean
 from rlflow.matmul import linear
 from rlflow.models.architecture import Architecture, rules_of
+from rlflow.models.entries import Yarn
 from rlflow.models.rules import Rule
 from rlflow.models.tables import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads *
-head_dim). Stores the keys and values in the cache first."""
+"""(layer, queries (N, heads, key_dim), keys and values (N, groups * (key_dim + value_dim))) -> (N,
+heads * value_dim). Stores the keys and values in the cache first."""
 
 
 LAYER = {
@@ -28,11 +29,18 @@ LAYER = {
     "qkv_bias": "decoder.layers.{i}.self_attention.linear_qkv.bias",
     "q_norm": "decoder.layers.{i}.self_attention.q_layernorm.weight",
     "k_norm": "decoder.layers.{i}.self_attention.k_layernorm.weight",
+    "query": "decoder.layers.{i}.self_attention.linear_q_proj.weight",
+    "query_down": "decoder.layers.{i}.self_attention.linear_q_down_proj.weight",
+    "query_up": "decoder.layers.{i}.self_attention.linear_q_up_proj.weight",
+    "latent_down": "decoder.layers.{i}.self_attention.linear_kv_down_proj.weight",
+    "latent_norm": "decoder.layers.{i}.self_attention.kv_layernorm.weight",
+    "latent_up": "decoder.layers.{i}.self_attention.linear_kv_up_proj.weight",
     "output": "decoder.layers.{i}.self_attention.linear_proj.weight",
     "mlp_norm": "decoder.layers.{i}.pre_mlp_layernorm.weight",
     "gate_up": "decoder.layers.{i}.mlp.linear_fc1.weight",
     "down": "decoder.layers.{i}.mlp.linear_fc2.weight",
     "router": "decoder.layers.{i}.mlp.router.weight",
+    "router_bias": "decoder.layers.{i}.mlp.router.expert_bias",
     "expert_gate_up": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight",
     "expert_down": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight",
     "shared_gate_up": "decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight",
@@ -100,27 +108,13 @@ class Decoder:
         was reserved; of the rows `last` only if given. Which tokens belong together is the business
         of `attend`. Leaves `routes` (N, layers with experts, k): the experts that each token went
         to."""
-        model = self.architecture
-        heads, groups, dim = model.heads, model.groups, model.head_dim
         cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
         x = F.embedding(tokens, self._embedding)
         routes: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            qkv = linear(
-                self._normalized(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias")
-            )
-            by_head = qkv.view(-1, heads + 2 * groups, dim)
-            if model.qk_norm:
-                by_head[:, :heads] = F.rms_norm(
-                    by_head[:, :heads], (dim,), layer["q_norm"], model.norm_eps
-                )
-                by_head[:, heads:-groups] = F.rms_norm(
-                    by_head[:, heads:-groups], (dim,), layer["k_norm"], model.norm_eps
-                )
-            rotated = by_head[:, :-groups]
-            halves_swapped = torch.roll(rotated, dim // 2, -1)
-            rotated.mul_(cosine).addcmul_(halves_swapped, sine)
-            attended = attend(index, by_head[:, :heads], qkv[:, heads * dim :])
+            normed = self._normalized(x, layer["input_norm"])
+            project = self._latent if "latent_down" in layer else self._projected
+            attended = attend(index, *project(normed, layer, cosine, sine))
             x = x + linear(attended, layer["output"])
             normed = self._normalized(x, layer["mlp_norm"])
             if "router" in layer:
@@ -135,17 +129,54 @@ class Decoder:
         return linear(self._normalized(x, self._norm), self._head).float()
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.architecture.hidden,), weight, self.architecture.norm_eps)
+        return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
+
+    def _projected(
+        self, x: Tensor, layer: dict[str, Tensor], cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries, and keys with values, as `Attend` takes them."""
+        model = self.architecture
+        heads, groups, dim = model.heads, model.groups, model.head_dim
+        qkv = linear(x, layer["qkv"], layer.get("qkv_bias"))
+        by_head = qkv.view(-1, heads + 2 * groups, dim)
+        if model.qk_norm:
+            queries, keys = by_head[:, :heads], by_head[:, heads:-groups]
+            by_head[:, :heads] = self._normalized(queries, layer["q_norm"])
+            by_head[:, heads:-groups] = self._normalized(keys, layer["k_norm"])
+        _rotate(by_head[:, :-groups, : model.rotary_dim], cosine, sine)
+        return by_head[:, :heads], qkv[:, heads * dim :]
+
+    def _latent(
+        self, x: Tensor, layer: dict[str, Tensor], cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of latent attention, whose keys and values are made of fewer numbers. What
+        rotates lies in pairs in the weights, and in halves from here on."""
+        model, latent = self.architecture, self.architecture.latent
+        assert latent is not None
+        if "query" in layer:
+            queries = linear(x, layer["query"])
+        else:
+            narrow = self._normalized(linear(x, layer["query_down"]), layer["q_norm"])
+            queries = linear(narrow, layer["query_up"])
+        queries = queries.view(-1, model.heads, model.key_dim)
+        content, turning = linear(x, layer["latent_down"]).tensor_split([latent.key_rank], -1)
+        made = linear(self._normalized(content, layer["latent_norm"]), layer["latent_up"])
+        plain, values = made.view(-1, model.heads, latent.plain + latent.value).tensor_split(
+            [latent.plain], -1
+        )
+        apart = torch.cat((queries[..., latent.plain :], turning[:, None]), 1)
+        halves = torch.cat((apart[..., 0::2], apart[..., 1::2]), -1)
+        _rotate(halves, cosine, sine)
+        queries[..., latent.plain :] = halves[:, :-1]
+        keys = torch.cat((plain, halves[:, -1:].expand(-1, model.heads, -1)), -1)
+        return queries, torch.cat((keys.flatten(1), values.flatten(1)), -1)
 
     def _mixed(self, x: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(N, hidden): what the experts make of each token that the router sends them, by its
         weights, and the MLP beside them; (N, k): to which."""
         experts = self.architecture.experts
         assert experts is not None
-        shares = linear(x, layer["router"]).softmax(-1, dtype=torch.float32)
-        weights, chosen = shares.topk(experts.top_k, -1)
-        if experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._routed(x, layer)
         by_expert, order = chosen.flatten().sort(stable=True)
         sources = order // experts.top_k
         counts = by_expert.bincount(minlength=experts.count).tolist()
@@ -163,6 +194,25 @@ class Decoder:
             mixed += beside
         return mixed, chosen
 
+    def _routed(self, x: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(N, k) each: weights of the experts that tokens go to, float32, and which they are."""
+        experts, routing = self.architecture.experts, self.architecture.routing
+        assert experts is not None
+        if routing is None:
+            scores = ranked = linear(x, layer["router"]).softmax(-1, dtype=torch.float32)
+        else:
+            logits = F.linear(x.float(), layer["router"].float())
+            scores = ranked = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
+            if routing.sigmoid:
+                ranked = scores + layer["router_bias"]
+            if routing.groups > 1:
+                ranked = _of_best_groups(ranked, routing.groups, routing.chosen)
+        chosen = ranked.topk(experts.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights if routing is None else weights * routing.scaling, chosen
+
     def _make_layer(self, layer: int) -> dict[str, Tensor]:
         """The tensors of a layer, by their names in LAYER."""
         model = self.architecture
@@ -177,11 +227,26 @@ class Decoder:
         count = experts.count if experts is not None and rule.per_expert else 1
         rows = [shape[0] for shape in shapes]
         size = (count, sum(rows), *shapes[0][1:])
-        whole = torch.zeros(size, dtype=self.dtype, device=self.device)
+        dtype = torch.float32 if rule.exact else self.dtype
+        whole = torch.zeros(size, dtype=dtype, device=self.device)
         for expert, fused in enumerate(whole):
             names = (rule.of_expert(expert) if rule.per_expert else rule).names(layer)
             self.parameters.update(zip(names, fused.split(rows), strict=True))
         return whole if rule.per_expert else whole[0]
+
+
+def _rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    """Turns (N, heads, D) in place."""
+    halves_swapped = torch.roll(values, values.shape[-1] // 2, -1)
+    values.mul_(cosine).addcmul_(halves_swapped, sine)
+
+
+def _of_best_groups(ranked: Tensor, groups: int, count: int) -> Tensor:
+    """The ranks (N, experts), -inf where an expert is of none of the best groups by their two best."""
+    grouped = ranked.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, -1).values.sum(-1).topk(count, -1).indices
+    left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -200,22 +265,26 @@ def check_complete(missing: set[str]) -> None:
 def _rope_table(
     model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(2, length, head_dim): cosines, and sines with the sign of rotate_half, x * cos +
+    """(2, length, rotary_dim): cosines, and sines with the sign of rotate_half, x * cos +
     swap_halves(x) * sin."""
     angles = torch.outer(
         torch.arange(length, dtype=torch.float32, device=device),
         _inverse_frequencies(model).to(device),
     )
-    cosine, sine = angles.cos(), angles.sin()
+    strength = model.yarn.attention if model.yarn else 1.0
+    cosine, sine = angles.cos() * strength, angles.sin() * strength
     return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))).to(dtype)
 
 
 def _inverse_frequencies(model: Architecture) -> Tensor:
-    """(head_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a
+    """(rotary_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a
     smooth transition between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card;
     constants fixed by rlflow.models.architecture)."""
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    dim = model.rotary_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (model.rope_theta**exponents)
+    if model.yarn is not None:
+        return _slowed(frequencies, model.yarn, dim, model.rope_theta)
     if model.rope_factor is None:
         return frequencies
     low, high, original = 1.0, 4.0, 8192
@@ -223,3 +292,17 @@ def _inverse_frequencies(model: Architecture) -> Tensor:
     # Of the unscaled frequency
     share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return share * frequencies + (1 - share) * frequencies / model.rope_factor
+
+
+def _slowed(frequencies: Tensor, yarn: Yarn, dim: int, base: float) -> Tensor:
+    """By `yarn.factor` where they turn less often than `beta_slow` within the original positions, as
+    they are above `beta_fast`, and a mixture of both between (arXiv 2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
+    steps = torch.arange(dim // 2, dtype=torch.float32)
+    share = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies / yarn.factor * share + frequencies * (1 - share)

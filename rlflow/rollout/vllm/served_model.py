@@ -84,7 +84,10 @@ def logprobs(model: Decoder, tokens: Sequence[int], temperature: float) -> list[
 def _attended(model: Decoder, queries: Tensor, keys_values: Tensor) -> Tensor:
     """Causal attention of one sequence without a cache."""
     shape = model.architecture
-    keys, values = keys_values.reshape(len(queries), 2, shape.groups, shape.head_dim).unbind(1)
+    keys, values = keys_values.tensor_split([shape.groups * shape.key_dim], 1)
+    keys, values = (part.unflatten(1, (shape.groups, -1)) for part in (keys, values))
     query, key, value = (part.transpose(0, 1)[None] for part in (queries, keys, values))
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    attended = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=shape.softmax_scale, enable_gqa=True
+    )
     return attended[0].transpose(0, 1).reshape(len(queries), -1)

@@ -16,7 +16,11 @@ from typing import Any, TypeVar
 import megatron.core
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+from megatron.core.models.common.embeddings import (
+    rope_utils,
+    rotary_pos_embedding,
+    yarn_rotary_pos_embedding,
+)
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -82,6 +86,7 @@ def _without_cuda() -> Iterator[None]:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
         (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
+        (yarn_rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (
             megatron_random,
@@ -142,18 +147,20 @@ def _without_transformer_engine() -> Iterator[None]:
     installed.
 
     Unpatched, the router uses a name that only an import of Transformer Engine sets, and latent
-    attention takes another package's presence for Transformer Engine's."""
+    attention takes another package's presence for Transformer Engine's; without it, it knows no
+    layer that is whole on every rank."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer import multi_latent_attention as latent
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
-    before = multi_latent_attention.HAVE_TE
-    multi_latent_attention.HAVE_TE = HAVE_TE
+    before = latent.HAVE_TE, latent.TELinear
+    latent.HAVE_TE = HAVE_TE
+    latent.TELinear = latent.TELinear if HAVE_TE else layers.WholeLinear
     try:
         yield
     finally:
-        multi_latent_attention.HAVE_TE = before
+        latent.HAVE_TE, latent.TELinear = before
 
 
 @contextlib.contextmanager

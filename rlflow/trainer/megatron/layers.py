@@ -62,10 +62,15 @@ class TorchAttention(MegatronModule):
     Transformer Engine its own attention runs instead: not run yet.)"""
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self._context_group = pg_collection.cp
+        self._scale = softmax_scale
 
     def forward(
         self,
@@ -76,16 +81,17 @@ class TorchAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> Tensor:
-        """(tokens, rows, heads, head_dim) each, keys and values with fewer heads -> (tokens, rows,
-        heads * head_dim).
+        """(tokens, rows, heads, head_dim) each, keys and values with fewer heads, values of another
+        size where attention is latent -> (tokens, rows, heads * value's head_dim).
 
         Packed, without the dimension of the rows: each segment attends to itself alone."""
         ranks = self._context_group.size()
         if packed_seq_params is None:
             if ranks == 1:
-                return _attend(query, key, value)
+                return _attend(query, key, value, self._scale)
             return self._attend_over_ranks(query, key, value, [query.shape[0] * ranks])
-        if ranks == 1 and varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
+        flash = query.is_cuda and query.dtype is torch.bfloat16 and self._scale is None
+        if ranks == 1 and varlen_attn is not None and flash:
             bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             return _attend_packed(query, key, value, bounds, longest)
         assert isinstance(packed_seq_params, Segments)
@@ -94,7 +100,7 @@ class TorchAttention(MegatronModule):
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
-        return torch.cat([_attend(*segment) for segment in segments]).squeeze(1)
+        return torch.cat([_attend(*segment, self._scale) for segment in segments]).squeeze(1)
 
     def _attend_over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
@@ -102,11 +108,14 @@ class TorchAttention(MegatronModule):
         """This rank's queries against the keys and values of all context-parallel ranks. lengths:
         of whole segments."""
         group = self._context_group
-        both = gather_tokens(torch.cat([key, value], dim=2), lengths, group)
-        key, value = both.chunk(2, dim=2)
+        both = gather_tokens(torch.cat([key, value], dim=3), lengths, group)
+        key, value = both.split([key.shape[3], value.shape[3]], dim=3)
         parts = [
             _attend(
-                query[chunk.here], key[chunk.start : chunk.stop], value[chunk.start : chunk.stop]
+                query[chunk.here],
+                key[chunk.start : chunk.stop],
+                value[chunk.start : chunk.stop],
+                self._scale,
             )
             for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
@@ -129,8 +138,9 @@ def _attend_packed(
     return packed
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of the last of the keys' tokens: the last query sees every key."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of the
+    scores, None for that of the queries' size."""
     queries, keys = query.shape[0], key.shape[0]
     query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     mask = None
@@ -144,6 +154,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         value,
         attn_mask=mask,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return mixed.permute(2, 0, 1, 3).flatten(2)
@@ -251,6 +262,24 @@ class RowLinear(RowParallelLinear):
     """Megatron's, with the products of `rlflow.matmul`."""
 
     _forward_impl = _linear_forward
+
+
+class WholeLinear(MegatronModule):
+    """A linear layer that every tensor-parallel rank holds whole and applies to tokens of its own, as
+    Transformer Engine's does: what latent attention compresses tokens with."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
+        """(..., in) -> (..., out), and no bias."""
+        return F.linear(inputs, self.weight), None
 
 
 class _Linear(torch.autograd.Function):

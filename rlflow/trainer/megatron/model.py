@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 from torch.nn import Parameter
@@ -23,12 +24,12 @@ from rlflow.models.architecture import Architecture, huggingface_shapes, padded_
 from rlflow.models.huggingface import IGNORED_SUFFIXES
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import TIED_OUTPUT
+from rlflow.models.tables import ROUTER_BIAS, TIED_OUTPUT, dtype_of
 from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.low_rank import adapter_of
-from rlflow.trainer.megatron.specs import block_spec, expert_options
+from rlflow.trainer.megatron.specs import block_spec, expert_options, latent_options
 from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
@@ -54,6 +55,12 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """(T, B, hidden), also on the last stage; split by tokens under sequence parallelism."""
         return hidden_states
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Parameters, and the biases of routers, which are none."""
+        kind = ROUTER_BIAS.megatron.rpartition(".")[2]
+        biases = ((name, value) for name, value in self.named_buffers() if name.endswith(kind))
+        return {**dict(self.named_parameters()), **dict(biases)}
 
     def head(self) -> OutputLayer:
         """The output layer of the last stage."""
@@ -129,6 +136,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope",
         rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        rotary_percent=model.rotary_share,
         rope_scaling=model.rope_factor is not None,
         rope_scaling_factor=model.rope_factor or 1.0,
         vp_stage=number if world.layout.virtual_pipeline > 1 else None,
@@ -150,7 +158,8 @@ def transformer_config(
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     fused = fused and uses_transformer_engine()
-    return TransformerConfig(
+    configured = partial(
+        TransformerConfig if model.latent is None else MLATransformerConfig,
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -194,10 +203,9 @@ def transformer_config(
         bias_activation_fusion=not on_cpu,
         bias_dropout_fusion=False,  # no dropout, no bias: an addition is all there is
         masked_softmax_fusion=False,  # neither attention calls it
-        **_eight_bits(fp8),
-        **expert_options(model, world.layout, fused),
-        **_recompute(recompute),
     )
+    kinds = expert_options(model, world.layout, fused) | latent_options(model)
+    return configured(**kinds, **_eight_bits(fp8), **_recompute(recompute))
 
 
 def _eight_bits(recipe: str) -> dict[str, Any]:
@@ -259,7 +267,7 @@ def load_weights(
 
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
     _check_names(model, weights)
-    rest = [dict(chunk.named_parameters()) for chunk in chunks]
+    rest = [chunk.own_tensors() for chunk in chunks]
     for rule, layer, chunk in held_rules(chunks, model, world):
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
@@ -274,7 +282,7 @@ def load_weights(
         parameter.copy_(shard(rule, sources, model, *place))
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
-        parameter.tensor_model_parallel = rule.split is not Split.REPLICATED
+        parameter.tensor_model_parallel = rule.split not in (Split.REPLICATED, Split.LATENT)
         # Megatron sums gradients of experts over the ranks that hold the same ones, but at expert_parallel 1 leaves out
         # tensor-parallel ranks, which have tokens of their own.
         parameter.allreduce = not rule.per_expert
@@ -287,7 +295,7 @@ def gather_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, full tensor) pairs on every rank, adapters merged into copies of their weights; one rule's tensors in
     memory at a time. where: the device of copies; None: parameters as they are, and what is made of them. A collective."""
-    parameters = [dict(chunk.named_parameters()) for chunk in chunks]
+    parameters = [chunk.own_tensors() for chunk in chunks]
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
         here = stage == world.pipeline_rank
@@ -301,7 +309,8 @@ def gather_weights(
         else:
             dtype = next(chunks[0].parameters()).dtype
             tensors = [
-                torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)
+                torch.empty(shape, dtype=dtype_of(name, dtype), device=device())
+                for name, shape in zip(rule.names(layer), rule.shapes(model))
             ]
         for name, tensor in zip(rule.names(layer), tensors, strict=True):
             if holder is not None and here and world.layout.expert_parallel > 1:

@@ -12,11 +12,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
 from rlflow.models.architecture import Architecture
 from rlflow.trainer.layout import ParallelLayout
-from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
+from rlflow.trainer.megatron.layers import (
+    ColumnLinear,
+    RMSNorm,
+    RowLinear,
+    SwiGLU,
+    TorchAttention,
+    WholeLinear,
+)
 
 
 def block_spec(
@@ -53,29 +61,105 @@ def expert_options(model: Architecture, layout: ParallelLayout, fused: bool) -> 
         "moe_grouped_gemm": fused,
         "expert_model_parallel_size": layout.expert_parallel,
         "expert_tensor_parallel_size": 1,
+        **_routing_options(model),
+    }
+
+
+def _routing_options(model: Architecture) -> dict[str, Any]:
+    """What is said of routers that are not a softmax alone; they compute in float32, as those of
+    transformers do."""
+    routing = model.routing
+    if routing is None:
+        return {}
+    limited = routing.groups > 1
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if routing.sigmoid else "softmax",
+        "moe_router_pre_softmax": not routing.sigmoid,
+        "moe_router_enable_expert_bias": routing.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": routing.scaling,
+        "moe_router_num_groups": routing.groups if limited else None,
+        "moe_router_group_topk": routing.chosen if limited else None,
+    }
+
+
+def latent_options(model: Architecture) -> dict[str, Any]:
+    """What Megatron's configuration says of latent attention; nothing for a model without."""
+    latent, yarn = model.latent, model.yarn
+    if latent is None:
+        return {}
+    scaled = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if yarn is not None:
+        scaled = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotating,
+        "v_head_dim": latent.value,
+        "rotary_base": model.rope_theta,
+        "qk_layernorm": True,
+        "apply_rope_fusion": False,  # Megatron's needs Triton
+        **scaled,
     }
 
 
 def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     count = config.num_moe_experts if sparse else None
+    kinds = {
+        "num_experts": count,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
     if _fused(config):
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=count, moe_grouped_gemm=sparse, qk_layernorm=config.qk_layernorm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=count, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
-    )
+        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=sparse, **kinds)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = TorchAttention
-    if config.use_te_activation_func:  # on CPUs
-        attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    on_cpu = config.use_te_activation_func
+    if on_cpu:
+        attention.linear_proj = RowLinear
         for mlp in _mlps(layer.mlp):
             mlp.activation_func = SwiGLU
             mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    if config.multi_latent_attention:
+        _make_latent(layer.self_attention, on_cpu)
+        return spec
+    if on_cpu:
+        attention.linear_qkv = ColumnLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+class _LatentAttention(MLASelfAttention):
+    """Latent attention of the modules that its spec names: megatron-core from 0.19 on refuses some of
+    them where Transformer Engine is absent."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
+def _make_latent(spec: ModuleSpec, on_cpu: bool) -> None:
+    """Replaces the parts of latent attention. The first products are whole on every rank, as
+    Transformer Engine's are."""
+    spec.module, attention = _LatentAttention, spec.submodules
+    attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+    if on_cpu:
+        attention.linear_q_proj = attention.linear_q_up_proj = ColumnLinear
+        attention.linear_kv_up_proj = ColumnLinear
 
 
 def _mlps(spec: Any) -> list[MLPSubmodules]:

@@ -34,11 +34,17 @@ DENSE = (
     CheckpointLayout(2, fused=False),
 )
 SPARSE = (CheckpointLayout(expert=2), CheckpointLayout(2, 2, 2, 2), CheckpointLayout(2, expert=4, fused=False))
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
 ROUND_TRIPS: list[Any] = [
     *(("qwen2", {"tied": True, "num_key_value_heads": 4}, layout) for layout in DENSE),
     ("deepseek_v2", {}, SPARSE[0]),
     ("qwen2_moe", {}, SPARSE[1]),
     ("deepseek_v3", {}, SPARSE[2]),
+    *(
+        pytest.param(family, {}, CheckpointLayout(expert=ranks), marks=pytest.mark.slow)
+        for family in WITH_EXPERTS
+        for ranks in (1, 2, 4)
+    ),
 ]
 
 

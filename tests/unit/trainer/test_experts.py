@@ -17,6 +17,11 @@ from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
 MIXED = {"num_hidden_layers": 4, "decoder_sparse_step": 2}  # layers 0 and 2 are dense
 MANY = {"num_experts": 32, "num_experts_per_tok": 1, "norm_topk_prob": False}  # more than get a token
+GROUPS = {"n_routed_experts": 8, "n_group": 4, "attention_bias": False, "use_qk_norm": False}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.9,
+}  # fmt: skip
 ATTENTION = ["q_proj", "v_proj"]
 
 
@@ -30,6 +35,8 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     for chunk in trainer._chunks:
         for parameter in chunk.parameters():
             parameter.data.copy_(parameter.main_grad)
+        for name, bias in chunk.named_buffers():
+            bias *= not name.endswith("expert_bias")  # it has none
     return dict(trainer.weights())
 
 
@@ -46,6 +53,8 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, bias in oracle.named_buffers():
+            bias *= not name.endswith("correction_bias")
     oracle.save_pretrained(str(out))
     return loss.item(), dict(iterate_weights(out))
 
@@ -59,6 +68,11 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
         ("qwen3_moe", MANY),
         ("mixtral", {}),
         ("qwen2_moe", {}),
+        ("glm4_moe", {}),
+        ("glm4_moe", GROUPS),
+        ("deepseek_v2", {}),
+        ("deepseek_v3", {}),
+        ("deepseek_v2", {"rope_parameters": YARN, "q_lora_rank": 24}),
     ],
     ids=str,
 )
@@ -123,7 +137,7 @@ def test_clipping_counts_the_experts(make: Any) -> None:
     assert clipped.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_the_reference_trainer_names_experts_as_files_do(make: Any, family: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, family, tokenizer=False, **SIZES)
     assert digest(make(path, backend="reference").weights()) == digest(iterate_weights(path))

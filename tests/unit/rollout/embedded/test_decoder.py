@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from tests import rounding
 CPU = torch.device("cpu")
 KINDS = [
     ("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False),
-    ("qwen3_moe", False), ("mixtral", True), ("qwen2_moe", False),
+    ("qwen3_moe", False), ("mixtral", True), ("qwen2_moe", False), ("glm4_moe", False), ("deepseek_v2", False),
+    ("deepseek_v3", True),
 ]  # fmt: skip
 
 
@@ -79,6 +81,24 @@ def test_logits_equal_transformers_for_ragged_rows(tmp_path: Path, family: str, 
     rows = random_rows([3, 300, 41, 1, 77])
     logits = Paged(load(path)).prefill(rows, [6, 0, 3, 1, 7], [0] * 5)
     assert_logits(logits, path, rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("glm4_moe", {"n_routed_experts": 8, "n_group": 4, "attention_bias": False, "use_qk_norm": False}),
+        ("deepseek_v2", {"q_lora_rank": 24, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 0.707, "mscale_all_dim": 0.9}}),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_groups_of_experts_and_stretched_positions_equal_transformers(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path, family, tokenizer=False, **sizes)
+    rows = random_rows([3, 300])
+    assert_logits(Paged(load(path)).prefill(rows, [6, 0], [0, 0]), path, rows)
 
 
 def test_a_family_with_names_of_its_own_is_computed_by_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
