@@ -90,6 +90,7 @@ class Segment:
     logprobs: Tensor | None  # float32, nats, of the behaviour policy; 0 elsewhere; None: unknown
     versions: Tensor  # int64: weight version that sampled the token; -1 elsewhere
     routes: Tensor | None = None  # (N, layers, k): experts of the first N tokens, where known
+    routes_version: int = -1  # the oldest weights that chose one of them; -1: not known
 
     def __len__(self) -> int:
         return int(self.tokens.numel())

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import RolloutError
+from rlflow.models.entries import Experts
+from rlflow.rollout.vllm.completions import decoded_routes
 from rlflow.rollout.vllm.routes import GENERATE, Routes
 
 PROBE = {"max_tokens": 1, "logprobs": 4, "seed": 1, "ignore_eos": True, "detokenize": False}
+ROUTED = {**PROBE, "max_tokens": 4, "temperature": 1.0}
+ROUTED_TOKENS = 300
+"""Of a prompt that has more than one of the blocks that vLLM caches."""
 TELLING = 0.05  # nats between tokens, from which on two temperatures can be told apart
 HOW_TO = "vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
 
@@ -50,6 +55,22 @@ async def facts_of(routes: Routes, name: str, model: str | None, ours: bool) -> 
         development=paused["is_paused"] is not None,
         sleeps=ours and set(await of_workers(routes, "can_sleep")) == {"True"},
     )
+
+
+async def check_experts(routes: Routes, name: str, facts: ServerFacts, experts: Experts) -> None:
+    """Whether the server says to which experts tokens go: those of a prompt, of the same one out of
+    its cache, and of one that goes on. Raises RolloutError."""
+    prompt = [1 + place % 7 for place in range(min(ROUTED_TOKENS, facts.max_tokens - 8))]
+    for what in ("a prompt", "a prompt that it has in its cache", "a request that goes on"):
+        body = {"token_ids": prompt, "sampling_params": ROUTED, "model": facts.model}
+        choice = (await routes.ask("POST", GENERATE, body))["choices"][0]
+        count, sampled = len(prompt), [int(token) for token in choice["token_ids"]]
+        named = f"{name}, asked for {what}"
+        found = decoded_routes(choice.get("routed_experts"), experts, count + len(sampled) - 1, named)
+        if experts.top_k > 1 and bool((found[..., 0] == found[..., 1]).any()):
+            raise RolloutError(f"{named}, sent routes that name an expert twice: it has not all.")
+        if "cache" in what:
+            prompt = [*prompt, *sampled]
 
 
 async def of_workers(routes: Routes, method: str) -> list[str]:

@@ -21,9 +21,10 @@ from typing import Any, Literal, TypeVar
 
 from rlflow.errors import RolloutError
 from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
+from rlflow.models.entries import Experts
 from rlflow.rollout.calls import deadline
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
-from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, facts_of, of_workers
+from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, check_experts, facts_of, of_workers
 from rlflow.rollout.vllm.inside.start import WINDOW
 from rlflow.rollout.vllm.launch import Launch, Served
 from rlflow.rollout.vllm.routes import CALL_S, GENERATE, Refused, Routes
@@ -55,7 +56,8 @@ class VLLMServer:
     takes: new weights, `buckets` by its transfer engine, which init_info sets up, or at the end a
     `folder` that this machine sees under the same path; none: it keeps those that it has. model:
     its name there; none: the only one. retry_s: how long a request that generates is sent again
-    while nobody answers; whatever changes the server's state is sent once."""
+    while nobody answers; whatever changes the server's state is sent once. experts: that tokens go
+    to, where its answers must name them."""
 
     def __init__(
         self,
@@ -68,8 +70,9 @@ class VLLMServer:
         key: str | None = None,
         model: str | None = None,
         retry_s: float = 0.0,
+        experts: Experts | None = None,
     ) -> None:
-        self._takes, self._init_info = takes, dict(init_info or {})
+        self._experts, self._init_info = experts, takes, dict(init_info or {})
         self._model, self._retry_s = model, retry_s
         self._launch, self._connections = launch, connections + BESIDE
         self._numbers = itertools.count()
@@ -221,6 +224,8 @@ class VLLMServer:
         try:
             await self._wait_for_health(limit_s)
             facts = await facts_of(self._routes, self.name, self._model, ours)
+            if self._experts is not None:
+                await check_experts(self._routes, self.name, facts, self._experts)
             if self._takes == "buckets" and facts.development:
                 body = {"init_info": self._init_info}
                 await self._routes.ask("POST", "/init_weight_transfer_engine", body)
@@ -283,7 +288,9 @@ class VLLMServer:
         while True:
             try:
                 answer = await self._routes.ask("POST", GENERATE, body, limit_s=None)
-                return answered(answer, self._versions, version, self.name)
+                experts, prompt = self._experts, len(body["token_ids"])
+                routed = None if experts is None else (experts, prompt)
+                return answered(answer, self._versions, version, self.name, routed)
             except Retryable as failure:
                 if self.served is not None:
                     raise
