@@ -142,7 +142,8 @@ def _check_vllm(config: RunConfig) -> None:
     section = config.cluster
     if is_vllm(config) and not (section.rollout_workers and section.address):  # workers elsewhere have interpreters of their own
         options = config.rollout.engine
-        check_python(find_python(options.get("python")))
+        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        check_python(find_python(options.get("python")), triton=named)
         check_engine_devices(options, section.ranks, section.rollout_workers)
 
 

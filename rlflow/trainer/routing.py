@@ -28,8 +28,9 @@ def known_routes(batch: Batch) -> tuple[Tensor, Tensor]:
     that a trained one depends on have some, of no older weights than sampled the row."""
     if ROUTES not in batch.extras:
         raise DataError(
-            "batch: expected the experts of its tokens for trainer.router_replay, found none; sample "
-            "with an engine that says them (rollout), or take those of trainer.score (recompute)."
+            "batch: expected the experts of its tokens for trainer.router_replay, found none; "
+            "sample with an engine that says them (rollout), or take those of trainer.score "
+            "(recompute)."
         )
     routes, routed = batch.extras[ROUTES], batch.extras[ROUTED]
     last = (batch.trained * torch.arange(batch.tokens.shape[1])).amax(1)
@@ -47,8 +48,8 @@ def known_routes(batch: Batch) -> tuple[Tensor, Tensor]:
         for row in older.nonzero().flatten().tolist():
             raise DataError(
                 f"batch: row {row}: its routes are of weight version {int(version[row])}, though "
-                f"version {int(oldest[row])} or later sampled it: what the engine keeps of a prefix "
-                "outlived its weights."
+                f"version {int(oldest[row])} or later sampled it: what the engine keeps of a "
+                "prefix outlived its weights."
             )
     return routes, routed
 
@@ -90,7 +91,7 @@ def check_agreement(
     given: Tensor, own: Tensor, known: Tensor, experts: int, rows: list[int]
 ) -> None:
     """Raises DataError where the routes that an engine named (B, T, layers, k) are not those of the
-    tokens, with what they seem to be; own: what the trainer chooses; known: (B, T), which have some.
+    tokens, with what they seem to be; own: what the trainer chooses; known (B, T): which have some.
 
     A legitimate route cannot be told from another one by itself, but many can: the share of equal
     choices, less what two tokens of the layer agree by chance, over what they could agree beyond it

@@ -99,8 +99,8 @@ class KeyValueCache:
             self._route_versions[places] = version
 
     def routes(self, table: Tensor, count: int) -> tuple[Tensor | None, int]:
-        """(count, layers, k) of the first tokens of a sequence, whose blocks are table (n,), and the
-        oldest version among them; None, -1 of a model without experts."""
+        """(count, layers, k) of the first tokens of a sequence, whose blocks are table (n,), and
+        the oldest version among them; None, -1 of a model without experts."""
         if self._model.experts is None or not count:
             return None, -1
         positions = torch.arange(count, device=table.device)

@@ -63,11 +63,12 @@ def answered(
     known: Mapping[str, int],
     wanted: int,
     name: str,
-    routed: tuple[Experts, int] | None = None,
+    experts: Experts | None = None,
+    prompt: int = 0,
 ) -> Sampled:
     """The completion that a server sent. known: versions by the server's names. wanted: the version
-    that was loaded when it was asked. name: of the server. routed: the experts that it names, and
-    the tokens of the prompt.
+    that was loaded when it was asked. name: of the server. experts: those that it names to each
+    token. prompt: tokens of the request's.
 
     Raises RolloutError for an answer that is none, tokens of other weights than those of `wanted` or
     of a later version, an end that is none, and routes that are not those of all tokens."""
@@ -99,8 +100,7 @@ def answered(
     if stop not in STOPS:
         raise RolloutError(f"{name} ended a request with '{stop}'; expected {', '.join(STOPS)}.")
     done = Completion(tokens, logprobs, versions, STOPS[stop])
-    if routed is not None and not done.interrupted:  # what goes on has them all in its next answer
-        experts, prompt = routed
+    if experts is not None and not done.interrupted:  # what goes on has all in its next answer
         sent, count = choice.get("routed_experts"), prompt + len(tokens) - 1
         done.routes = decoded_routes(sent, experts, count, f"{name}: {cached} tokens were cached")
     return Sampled(done, cached)
@@ -120,11 +120,11 @@ def decoded_routes(sent: Any, experts: Experts, tokens: int, name: str) -> Tenso
         np.lib.format.read_magic(stream)
         shape, _, kind = np.lib.format.read_array_header_1_0(stream)
         if shape == expected and kind.kind in "ui":  # before anything of that size is made
-            values = np.frombuffer(stream.read(), kind).reshape(shape)[:, experts.sparse]
+            values = np.frombuffer(stream.read(), kind).reshape(shape)[:, list(experts.sparse)]
             return torch.from_numpy(values if kind == np.uint8 else values.astype(np.int32))
     except (ValueError, TypeError, EOFError) as error:
         raise RolloutError(f"{name}; it sent what are no routes ({error}).") from None
     raise RolloutError(
-        f"{name}; expected routes of (tokens, layers, experts of a token) {expected}, found {shape}: "
-        "those of a cached prefix, or of some layers, are not there."
+        f"{name}; expected routes of (tokens, layers, experts of a token) {expected}, found "
+        f"{shape}: those of a cached prefix, or of some layers, are not there."
     )

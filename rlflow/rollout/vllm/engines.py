@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 RESERVED = frozenset({"model", "dtype", "seed", "max_model_len", "max_num_seqs", "uds", "host",
                       "tensor_parallel_size", "trust_remote_code", "weight_transfer_config",
-                      "enable_sleep_mode", "enable_return_routed_experts", *FIXED}) - {"disable_log_stats"}  # fmt: skip
+                      "enable_sleep_mode", "enable_return_routed_experts",
+                      *FIXED}) - {"disable_log_stats"}  # fmt: skip
 """Arguments of vLLM that rlflow gives itself."""
 
 

@@ -24,7 +24,7 @@ from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
 from rlflow.models.entries import Experts
 from rlflow.rollout.calls import deadline
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
-from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, check_experts, facts_of, of_workers
+from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, facts_of, of_workers
 from rlflow.rollout.vllm.inside.start import WINDOW
 from rlflow.rollout.vllm.launch import Launch, Served
 from rlflow.rollout.vllm.routes import CALL_S, GENERATE, Refused, Routes
@@ -56,8 +56,7 @@ class VLLMServer:
     takes: new weights, `buckets` by its transfer engine, which init_info sets up, or at the end a
     `folder` that this machine sees under the same path; none: it keeps those that it has. model:
     its name there; none: the only one. retry_s: how long a request that generates is sent again
-    while nobody answers; whatever changes the server's state is sent once. experts: that tokens go
-    to, where its answers must name them."""
+    while nobody answers; what changes the server's state is sent once. experts: those it names."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class VLLMServer:
         retry_s: float = 0.0,
         experts: Experts | None = None,
     ) -> None:
-        self._experts, self._init_info = experts, takes, dict(init_info or {})
+        self._takes, self._init_info, self._experts = takes, dict(init_info or {}), experts
         self._model, self._retry_s = model, retry_s
         self._launch, self._connections = launch, connections + BESIDE
         self._numbers = itertools.count()
@@ -223,9 +222,7 @@ class VLLMServer:
         ours = self.served is not None
         try:
             await self._wait_for_health(limit_s)
-            facts = await facts_of(self._routes, self.name, self._model, ours)
-            if self._experts is not None:
-                await check_experts(self._routes, self.name, facts, self._experts)
+            facts = await facts_of(self._routes, self.name, self._model, ours, self._experts)
             if self._takes == "buckets" and facts.development:
                 body = {"init_info": self._init_info}
                 await self._routes.ask("POST", "/init_weight_transfer_engine", body)
@@ -288,9 +285,8 @@ class VLLMServer:
         while True:
             try:
                 answer = await self._routes.ask("POST", GENERATE, body, limit_s=None)
-                experts, prompt = self._experts, len(body["token_ids"])
-                routed = None if experts is None else (experts, prompt)
-                return answered(answer, self._versions, version, self.name, routed)
+                routed = self._experts, len(body["token_ids"])
+                return answered(answer, self._versions, version, self.name, *routed)
             except Retryable as failure:
                 if self.served is not None:
                     raise
