@@ -1,6 +1,6 @@
 """Router replay: what it leaves of the gap between engine and trainer, and what that means for learning.
 
-Random Qwen3-MoE policies (32 experts, 4 of them for each token, none shared) are sampled by the embedded engine in one precision
+Random Qwen3-MoE policies (64 experts, 2 of them for each token, none shared) are sampled by the embedded engine in one precision
 and scored by the trainer in the other, with routes of its own and with the engine's. Then policies learn a small task with the
 engine in bfloat16 and the trainer in float32, with and without replay. The last line is one JSON object."""
 
@@ -27,8 +27,8 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
+    "num_experts": 64,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
     "bos_token_id": None,
@@ -59,7 +59,8 @@ class Reversed(Environment):
 
 
 def write_policy(path: Path, seed: int, scale: float) -> Path:
-    """A random policy whose tokens are WORDS. scale: standard deviation of its weights."""
+    """A random policy whose tokens are WORDS. scale: standard deviation of its weights, of routers a tenth, so that both of a
+    token's experts count."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -71,7 +72,8 @@ def write_policy(path: Path, seed: int, scale: float) -> Path:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=draw))
+                own = scale / 10 if name.endswith("mlp.gate.weight") else scale
+                parameter.copy_(own * torch.randn(parameter.shape, generator=draw))
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(WORDS)}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few tokens, no learning")
     parser.add_argument("--steps", type=int, default=80, help="of each learning run; 0: none")
     parser.add_argument("--lr", type=float, default=3e-3, help="of learning")
-    parser.add_argument("--scale", type=float, default=0.3, help="standard deviation of the weights that are scored")
+    parser.add_argument("--scale", type=float, default=0.15, help="standard deviation of the random weights")
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else 3)
     rows, tokens = (8, 24) if arguments.quick else (32, 64)
@@ -167,7 +169,7 @@ def main() -> None:
                 told = f"free {found['free']:.5f}, replayed {found['replayed']:.5f} nats, {found['differ']:.2%} of routes differ"
                 print(f"engine {engine}, trainer {trainer}, seed {seed}: {told}", flush=True)
         for seed in seeds if arguments.steps and not arguments.quick else ():
-            start = write_policy(Path(folder) / f"start-{seed}", seed, 0.1)
+            start = write_policy(Path(folder) / f"start-{seed}", seed, arguments.scale)
             for replay in ("off", "rollout"):
                 run = learned(start, Path(folder), seed, replay, arguments.steps, arguments.lr)
                 results["learning"][f"{replay}/{seed}"] = run

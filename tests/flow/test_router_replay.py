@@ -14,6 +14,7 @@ from rlflow import codec
 from rlflow.batching import ROUTED, ROUTES, make_batch
 from rlflow.errors import ConfigError, DataError
 from rlflow.loop import train
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.scheduler import Scheduler
@@ -25,7 +26,7 @@ from tests.flow.letters import letters_config, write_letters_model
 from tests.flow.thinking import TURNS, thinking_config, write_thinking_model
 
 EXPERTS = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1], "scale": 0.3}
-SHORT = ("run.steps=3", "trainer.router_replay=rollout", "evaluation.at_start=false", "evaluation.every_steps=0",
+SHORT = ("run.steps=2", "trainer.router_replay=rollout", "evaluation.at_start=false", "evaluation.every_steps=0",
          "checkpoint.every_steps=0", "metrics.picture=false", "checkpoint.export=false")  # fmt: skip
 EXACT = 1e-5
 LONG = "environment={name: '%s', prompt: '" + "abcdef|?" * 6 + "{letter}?'}"
@@ -50,7 +51,7 @@ def steps_of(runs: Path) -> list[dict[str, float]]:
 def test_a_run_tells_what_its_routers_do(experts: Path, tmp_path: Path, replay: str) -> None:
     train(letters_config(experts, tmp_path, *SHORT, f"trainer.router_replay={replay}"))
     steps = steps_of(tmp_path)
-    assert len(steps) == 3
+    assert len(steps) == 2
     for step in steps:
         assert step["train/logprob_gap"] < EXACT and abs(step["train/ratio"] - 1) < EXACT
         assert 1 <= step["train/expert_load_max"] <= 4 and 0 < step["train/expert_spread"] <= 1
@@ -165,6 +166,7 @@ def test_forks_have_the_routes_of_what_each_segment_showed(thinking: Path, tmp_p
     trainer.close()
 
 
+@pytest.mark.slow
 def test_remembered_and_resumed_trajectories_keep_their_routes(experts: Path, tmp_path: Path) -> None:
     """Replays of earlier steps come out of a checkpoint with their routes: the resumed run is the whole one."""
     options = (*SHORT, "run.deterministic=true", "algorithm.filters=[{name: success_pool, success: 0.3}]",
@@ -178,3 +180,5 @@ def test_remembered_and_resumed_trajectories_keep_their_routes(experts: Path, tm
         for name in ("whole", "cut")
     )
     assert len(whole) == 4 and whole == cut
+    run = RunDirectory.open(tmp_path / "cut" / "letters")
+    assert any(one["source"] == "replay" for step in (3, 4) for one in read_trajectories(run.trajectories(step)))

@@ -49,6 +49,7 @@ class FakeServer:
         self.longest = LONGEST
         self.seen: set[tuple[int, ...]] = set()  # prompts whose keys and values are kept
         self.config = json.loads((path / "config.json").read_text())
+        self.experts = int(self.config.get("num_experts") or self.config.get("num_local_experts") or 0)
         self.vocab = min(300, self.config["vocab_size"])
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -143,7 +144,7 @@ class FakeServer:
             row = [*body["token_ids"], *tokens]
             logprobs = self.scores(row, sampling["temperature"])[-len(tokens) :]
         answer = self._choice(tokens, logprobs, stop, 1.0, names)
-        if "num_experts" in self.config and self.fault != "no_routes":
+        if self.experts and self.fault != "no_routes":
             answer["choices"][0]["routed_experts"] = self._routes(body["token_ids"], tokens)
         return answer
 
@@ -151,7 +152,7 @@ class FakeServer:
         """Two experts by each token's id, in each of the layers, but for the last token."""
         fed, known = [*prompt, *tokens][:-1], tuple(prompt) in self.seen
         self.seen.add(tuple(prompt))
-        layers, experts = self.config["num_hidden_layers"], self.config["num_experts"]
+        layers, experts = self.config["num_hidden_layers"], self.experts
         found = np.array([[[t % experts, (t + 1) % experts]] * layers for t in fed], np.uint8)
         if known and self.fault == "drops_cached_routes":
             found = found[len(prompt) - 1 :]

@@ -4,6 +4,9 @@ it is asked, and what goes wrong. The contract is that of `test_engine`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +17,14 @@ import torch
 
 from rlflow.components import ENGINE
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.entries import Experts
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.vllm import served_model
+from rlflow.rollout.vllm.completions import decoded_routes
 from rlflow.rollout.vllm.engines import make_vllm_server_engines
+from rlflow.rollout.vllm.launch import VARIABLE, check_python
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.engine_contract import PROMPT, Make, Pairs, run, some_steps, start
@@ -160,6 +166,25 @@ def test_a_server_that_does_not_say_all_routes_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(RolloutError, match=words):
         over_experts(experts, fault)
+
+
+VLLM_S_OWN = (
+    "import numpy, vllm.utils.serial_utils as utils; "
+    "print(utils.numpy2base64(numpy.arange(24, dtype=numpy.uint8).reshape(4, 3, 2)))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no interpreter with vLLM")
+def test_real_vllm_writes_routes_as_they_are_read_and_needs_a_triton_for_cpus() -> None:
+    python = os.environ[VARIABLE]
+    said = subprocess.run([python, "-c", VLLM_S_OWN], capture_output=True, text=True, check=True).stdout.split()[-1]
+    found = decoded_routes(said, Experts(8, 1, 0, (True, False, True), 2), 4, "vLLM")
+    assert torch.equal(found, torch.arange(24, dtype=torch.uint8).view(4, 3, 2)[:, [0, 2]])
+    check_python(python)
+    has = subprocess.run([python, "-c", "import triton.backends.cpu"], capture_output=True).returncode == 0
+    with contextlib.nullcontext() if has else pytest.raises(ConfigError, match="Triton that compiles for CPUs"):
+        check_python(python, triton=True)
 
 
 def test_routes_of_a_dense_model_are_refused(qwen: Path) -> None:
