@@ -120,7 +120,7 @@ def gaps(path: Path, engine_dtype: str, trainer_dtype: str, rows: int, tokens: i
 
 def learned(path: Path, runs: Path, seed: int, replay: str, steps: int, lr: float) -> dict[str, float]:
     """What a run with the engine in bfloat16 and the trainer in float32 comes to."""
-    from rlflow.config.loading import load_config
+    from rlflow.config.schema import load_config
     from rlflow.loop import train
     from rlflow.report.sinks import read_metrics
     from rlflow.run.directory import RunDirectory

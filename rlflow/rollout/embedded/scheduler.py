@@ -122,7 +122,7 @@ class Scheduler:
         tokens, logprobs, versions = (
             self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
         )
-        routes = self._routes(sequence) if self._says_routes else (None, -1)
+        routes = self._routes(sequence) if self._says_routes and sequence.slot >= 0 else (None, -1)
         if not sequence.future.done():
             sequence.future.set_result(Completion(tokens, logprobs, versions, stop, *routes))
         self.remove(sequence)
@@ -130,8 +130,6 @@ class Scheduler:
     def _routes(self, sequence: SequenceState) -> tuple[Tensor | None, int]:
         """The experts of the tokens whose keys and values are there: all but the last, unless it
         was interrupted."""
-        if sequence.slot < 0:
-            return None, -1
         table, slots = self._slots.block_tables[sequence.slot], self._slots
         return self._cache.routes(table, slots.cached[sequence.slot])
 

@@ -39,7 +39,7 @@ from rlflow.trainer.megatron.model import (
     load_weights,
     trained_parameters,
 )
-from rlflow.trainer.options import Routing, TrainerOptions, torch_dtype
+from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
@@ -75,10 +75,8 @@ class MegatronTrainer(Trainer):
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
         check_layers(given.adapters, self._architecture)
-        router_replay.check_model(given.router_replay, self._architecture)
-        replay, experts = given.router_replay, self._architecture.experts
-        self._replays = replay != "off" and not values  # a critic is another model
-        self.routing = None if experts is None else Routing(replay, experts.count)
+        self.routing = router_replay.routing_of(given.router_replay, self._architecture)
+        self._replays = given.router_replay != "off" and not values  # a critic is another model
         # Any number is a size, 1e308 too
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)
         weights = WeightFiles(path)

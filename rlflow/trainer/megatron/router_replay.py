@@ -21,14 +21,16 @@ from rlflow.models.architecture import Architecture
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.packing import Feed
 from rlflow.trainer.megatron.world import World
+from rlflow.trainer.options import Routing
 from rlflow.trainer.routing import known_routes
 from rlflow.types import Batch
 
 
-def check_model(asked: str, model: Architecture) -> None:
-    """Raises ConfigError for a model without routers."""
+def routing_of(asked: str, model: Architecture) -> Routing | None:
+    """What a policy does that has experts. Raises ConfigError for another one that is to replay."""
     if asked != "off" and model.experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+    return None if model.experts is None else Routing(asked, model.experts.count)
 
 
 def check_routes(batch: Batch, model: Architecture) -> None:
