@@ -164,8 +164,8 @@ METRICS: Metrics = {
     ),
     "train/expert_load_max": Metric(
         "1",
-        "tokens of the busiest expert of any layer, in shares of an even load; of a model with "
-        "experts: four rows of the step, routed by the trainer",
+        "tokens of the busiest expert of any layer, in shares of an even load, by the routes that "
+        "are replayed; without replay by the trainer's own, of four rows",
     ),
     "train/expert_spread": Metric(
         "share",
@@ -174,7 +174,7 @@ METRICS: Metrics = {
     ),
     "train/routes_differ": Metric(
         "share",
-        "of the rollout's routes that the trainer chooses otherwise, over the same rows "
+        "of the rollout's routes that the trainer chooses otherwise, over four rows "
         "(router_replay=rollout)",
     ),
     "train/logprob_gap_free": Metric(

@@ -57,23 +57,22 @@ def known_routes(batch: Batch) -> tuple[Tensor, Tensor]:
 def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, float]:
     """`train/` metrics of a step's routers, before its first update; none of a dense policy's.
 
-    The trainer routes a few rows anew (SAMPLE, others in each step); with routes of the rollout
-    once more as they say. Raises DataError where those are not the routes of their tokens."""
+    The trainer routes a few rows anew (SAMPLE, others in each step), for what is not known without;
+    with routes of the rollout once more as they say. Raises DataError where those are not the routes of their tokens."""
     routing = trainer.routing
     if routing is None:
         return {}
-    if routing.replay == "recompute":
-        return _loads(batch.extras[ROUTES], _first(batch, batch.lengths), routing.experts)
+    metrics = dict[str, float]()
+    if routing.replay != "off":
+        routes, routed = known_routes(batch)
+        metrics = _loads(routes, _first(batch, routed), routing.experts)
     rows = _sample(batch, step)
-    if not len(rows):
-        return {}
-    if routing.replay == "rollout":
-        known_routes(batch)
+    if routing.replay == "recompute" or not len(rows):
+        return metrics
     part = batch.replace(wanted=batch.trained).select(rows)
     free = trainer.score(part, want=("logprobs", ROUTES))
-    metrics = _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
     if routing.replay == "off":
-        return metrics
+        return _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
     known = _first(part, torch.minimum(part.extras[ROUTED], part.lengths))
     given, own = part.extras[ROUTES].long(), free[ROUTES].long()
     differ = 1 - float(_same(given, own)[known].mean())
@@ -179,7 +178,8 @@ def _loads(routes: Tensor, known: Tensor, experts: int) -> dict[str, float]:
     most = routes.shape[3]
     shares = _load(routes, known, experts).double() / most
     used = torch.special.entr(shares).sum(1).exp().min()
-    spread = (used - most) / (experts - most) if experts > most else used / experts
+    possible = min(experts, most * int(known.sum()))
+    spread = (used - most) / (possible - most) if possible > most else 1.0
     return {
         "train/expert_load_max": float(shares.max()) * experts,
         "train/expert_spread": float(spread),

@@ -138,19 +138,6 @@ def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_routes_of_a_worker_s_tokens_are_those_of_one_process(tmp_path: Path) -> None:
-    """Router replay over a worker: the same weights bit for bit, and every route the trainer's own."""
-    sizes = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1], "scale": 0.3}
-    model, replay = write_letters_model(tmp_path / "model", "qwen3_moe", **sizes), "trainer.router_replay=rollout"
-    expected = outcome(letters_config(model, tmp_path / "alone", *IN_STEP, replay))
-    found = letters_config(model, tmp_path / "one", *IN_STEP, replay, "cluster.rollout_workers=1")
-    assert_same(outcome(found), expected)
-    steps = [one for one in read_metrics(RunDirectory.open(tmp_path / "one" / "letters").metrics) if "train/loss" in one]
-    assert len(steps) == 3 and not any(step["train/routes_differ"] for step in steps)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trained_exactly_once(
     model: Path, tmp_path: Path
