@@ -23,9 +23,9 @@ ALIKE = 0.05
 """Where any token's experts agree with any other's but for this share, nothing can be told."""
 
 
-def known_routes(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(routes, how many of each row's first tokens have them). Raises DataError unless all tokens
-    that a trained one depends on have some, of no older weights than sampled the row."""
+def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
+    """Raises DataError unless all tokens that a trained one depends on have routes of this shape
+    (layers, k) among so many experts, of no older weights than sampled the row."""
     if ROUTES not in batch.extras:
         raise DataError(
             "batch: expected the experts of its tokens for trainer.router_replay, found none; "
@@ -51,30 +51,37 @@ def known_routes(batch: Batch) -> tuple[Tensor, Tensor]:
                 f"version {int(oldest[row])} or later sampled it: what the engine keeps of a "
                 "prefix outlived its weights."
             )
-    return routes, routed
+    if tuple(routes.shape[2:]) != shape:
+        raise DataError(
+            f"batch: expected routes of (layers, experts of a token) {shape}, found "
+            f"{tuple(routes.shape[2:])}; was another model sampled?"
+        )
+    if int(routes.min()) < 0 or int(routes.max()) >= experts:
+        raise DataError(f"batch: expected routes of 0 to {experts - 1}.")
 
 
 def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, float]:
     """`train/` metrics of a step's routers, before its first update; none of a dense policy's.
 
     The trainer routes a few rows anew (SAMPLE, others in each step), for what is not known without;
-    with routes of the rollout once more as they say. Raises DataError where those are not the routes of their tokens."""
+    with routes of the rollout once more as they say. Raises DataError where those are not the
+    routes of their tokens."""
     routing = trainer.routing
     if routing is None:
         return {}
-    metrics = dict[str, float]()
-    if routing.replay != "off":
-        routes, routed = known_routes(batch)
-        metrics = _loads(routes, _first(batch, routed), routing.experts)
+    if routing.replay == "recompute":
+        return _loads(batch.extras[ROUTES], _first(batch, batch.lengths), routing.experts)
     rows = _sample(batch, step)
-    if routing.replay == "recompute" or not len(rows):
-        return metrics
+    if not len(rows):
+        return {}
     part = batch.replace(wanted=batch.trained).select(rows)
     free = trainer.score(part, want=("logprobs", ROUTES))
     if routing.replay == "off":
         return _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
-    known = _first(part, torch.minimum(part.extras[ROUTED], part.lengths))
-    given, own = part.extras[ROUTES].long(), free[ROUTES].long()
+    own = free[ROUTES].long()
+    check_routes(batch, tuple(own.shape[2:]), routing.experts)
+    metrics = _loads(batch.extras[ROUTES], _first(batch, batch.extras[ROUTED]), routing.experts)
+    known, given = _first(part, part.extras[ROUTED]), part.extras[ROUTES].long()
     differ = 1 - float(_same(given, own)[known].mean())
     check_agreement(given, own, known, routing.experts, rows.tolist())
     sampled = part.loss_mask & part.require("logprobs_known", "routing_metrics")[:, None]

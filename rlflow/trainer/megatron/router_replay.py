@@ -16,13 +16,13 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from rlflow.batching import ROUTED, ROUTES
-from rlflow.errors import ConfigError, DataError, RLFlowError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.models.architecture import Architecture
+from rlflow.trainer import routing
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.packing import Feed
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.options import Routing
-from rlflow.trainer.routing import known_routes
 from rlflow.types import Batch
 
 
@@ -34,19 +34,10 @@ def routing_of(asked: str, model: Architecture) -> Routing | None:
 
 
 def check_routes(batch: Batch, model: Architecture) -> None:
-    """Raises DataError unless all tokens that a trained one depends on have routes of the model's
-    shape."""
+    """Raises DataError as `routing.check_routes`, for routes that are not the model's."""
     experts = model.experts
     assert experts is not None, "refused when the trainer was made"
-    routes, _ = known_routes(batch)
-    shape = (sum(experts.sparse), experts.top_k)
-    if tuple(routes.shape[2:]) != shape:
-        raise DataError(
-            f"batch: expected routes of (layers, experts of a token) {shape}, found "
-            f"{tuple(routes.shape[2:])}; was another model sampled?"
-        )
-    if int(routes.min()) < 0 or int(routes.max()) >= experts.count:
-        raise DataError(f"batch: expected routes of 0 to {experts.count - 1}.")
+    routing.check_routes(batch, (sum(experts.sparse), experts.top_k), experts.count)
 
 
 class ExpertChoice(Protocol):

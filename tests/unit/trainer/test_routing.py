@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.batching import ROUTED, ROUTES, ROUTES_VERSION
 from rlflow.errors import DataError
-from rlflow.trainer.routing import _loads, check_agreement, known_routes, routing_metrics
+from rlflow.trainer.routing import _loads, check_agreement, check_routes, routing_metrics
 from tests.unit.trainer.batches import make_batch
 
 EXPERTS = 8
@@ -83,10 +83,10 @@ def test_routes_of_older_weights_than_sampled_the_row_are_refused() -> None:
     routes, _ = some_routes(*batch.tokens.shape)
     versions = torch.where(batch.loss_mask, 4, -1)
     extras = {ROUTES: routes, ROUTED: batch.lengths, ROUTES_VERSION: torch.tensor([4, -1, 5, 4, 4, 4])}
-    known_routes(batch.replace(versions=versions, extras=extras))
+    check_routes(batch.replace(versions=versions, extras=extras), (3, 2), EXPERTS)
     old = {**extras, ROUTES_VERSION: torch.tensor([4, 4, 3, 4, 4, 4])}
     with pytest.raises(DataError, match="row 2: its routes are of weight version 3, though version 4 or later sampled it"):
-        known_routes(batch.replace(versions=versions, extras=old))
+        check_routes(batch.replace(versions=versions, extras=old), (3, 2), EXPERTS)
 
 
 def test_load_and_spread_by_hand() -> None:
