@@ -22,9 +22,9 @@ from rlflow.types import (
     Trajectory,
 )
 
-ROUTES, ROUTED = "routes", "routed"
-"""Of `Batch.extras`: the experts of each token when it was sampled, and of how many of a row's
-first tokens they are known."""
+ROUTES, ROUTED, ROUTES_VERSION = "routes", "routed", "routes_version"
+"""Of `Batch.extras`: the experts of each token when it was sampled, of how many of a row's first
+tokens they are known, and the oldest weights that any of them is of (-1: not known)."""
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
@@ -153,8 +153,7 @@ def _turns(
 
 
 def _routes(segments: Sequence[Segment], shape: torch.Size) -> dict[str, Tensor]:
-    """ROUTES (B, T, layers, k) and ROUTED (B,), of how many tokens of each row; nothing where no
-    row has any."""
+    """ROUTES (B, T, layers, k), ROUTED and ROUTES_VERSION (B,); nothing where no row has any."""
     known = [segment.routes for segment in segments if segment.routes is not None]
     if not known:
         return {}
@@ -163,7 +162,8 @@ def _routes(segments: Sequence[Segment], shape: torch.Size) -> dict[str, Tensor]
     for row, segment, count in zip(routes, segments, counts):
         if segment.routes is not None:
             row[:count] = segment.routes
-    return {ROUTES: routes, ROUTED: torch.tensor(counts)}
+    versions = torch.tensor([segment.routes_version for segment in segments])
+    return {ROUTES: routes, ROUTED: torch.tensor(counts), ROUTES_VERSION: versions}
 
 
 def lengthened(batch: Batch) -> Batch:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.statistics import first_rows
-from rlflow.batching import lengthened, make_batch, rows_with_advantage, split_minibatches
+from rlflow.batching import (
+    ROUTED,
+    ROUTES,
+    lengthened,
+    make_batch,
+    rows_with_advantage,
+    split_minibatches,
+)
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.report.reductions import update_metrics
@@ -22,6 +29,7 @@ from rlflow.run.directory import run_path
 from rlflow.run.open import open_run
 from rlflow.run.resume import finished_summary
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.routing import routing_metrics
 from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
@@ -81,6 +89,7 @@ def training_step(
         batch = score_step(batch, trainer, algorithm.needs)
         if algorithm.teacher is not None and batch.teacher_logprobs is None:
             batch = algorithm.teacher.fill(batch, tasks)
+        of_routers = routing_metrics(batch, trainer, step)
     batch = algorithm.credit(batch)
     if observe is not None:
         observe(batch, groups)
@@ -111,7 +120,7 @@ def training_step(
             "once; train/updates_skipped counts them"
         )
         logger.warning(told, step, idle, len(updates))
-    return step_metrics(batch, updates, algorithm)
+    return {**step_metrics(batch, updates, algorithm), **of_routers}
 
 
 def shuffle_seed(seed: int, step: int, epoch: int) -> int:
@@ -123,10 +132,16 @@ def shuffle_seed(seed: int, step: int, epoch: int) -> int:
 
 def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
     """The batch with what some component needs of the models before the step's first update:
-    log-probs of the policy and of frozen ones, values of the critic."""
+    log-probs of the policy and of frozen ones, values of the critic; with router_replay=recompute
+    the experts that the policy chooses now, which the updates replay."""
     asked = batch.replace(wanted=batch.trained)
-    if "proximal" in needs:
-        batch = batch.replace(proximal_logprobs=trainer.score(asked)["logprobs"])
+    records = trainer.routing is not None and trainer.routing.replay == "recompute"
+    if "proximal" in needs or records:
+        scores = trainer.score(asked, want=("logprobs", ROUTES) if records else ("logprobs",))
+        if records:
+            batch = batch.replace(extras={ROUTES: scores[ROUTES], ROUTED: batch.lengths})
+        if "proximal" in needs:
+            batch = batch.replace(proximal_logprobs=scores["logprobs"])
     if "reference" in needs and batch.reference_logprobs is None:
         batch = batch.replace(
             reference_logprobs=trainer.score(asked, model="reference")["logprobs"]

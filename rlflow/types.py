@@ -90,6 +90,7 @@ class Segment:
     logprobs: Tensor | None  # float32, nats, of the behaviour policy; 0 elsewhere; None: unknown
     versions: Tensor  # int64: weight version that sampled the token; -1 elsewhere
     routes: Tensor | None = None  # (N, layers, k): experts of the first N tokens, where known
+    routes_version: int = -1  # the oldest weights that chose one of them; -1: not known
 
     def __len__(self) -> int:
         return int(self.tokens.numel())
@@ -205,8 +206,7 @@ class Batch:
     lengths: Tensor  # (B,) int64, tokens without padding
     temperatures: Tensor  # (B,) at which the row was sampled
 
-    # From the trajectories, by `make_batch`. A group's statistics are those of its usable attempts
-    # while it was whole; its size is 0 where it was never stamped.
+    # By `make_batch`; of a group its usable attempts' while it was whole, size 0 where not stamped.
     logprobs_known: Tensor | None = None  # (B,) bool: `logprobs` are those of who sampled the row
     versions: Tensor | None = None  # (B, T) int64: weights that sampled the token, -1 elsewhere
     rewards: Tensor | None = None  # (B,) float64: return of the row's trajectory

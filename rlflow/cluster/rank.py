@@ -19,6 +19,7 @@ from rlflow.cluster.wire import pack, receive
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.timer import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer
+from rlflow.trainer.options import Routing
 
 SAVING = ("save", "begin_save")
 
@@ -104,8 +105,9 @@ class TrainerRank:
             device_id=torch.device("cuda", 0) if self.gpu else None,
         )
 
-    def build(self, backend: str, path: str, options: dict[str, Any]) -> None:
+    def build(self, backend: str, path: str, options: dict[str, Any]) -> Routing | None:
         self.trainer = Trainer.from_pretrained(path, backend, **options)
+        return self._from_first(self.trainer.routing)
 
     def score(
         self, batch: dict[str, Any], model: str, want: tuple[str, ...], top_k: int

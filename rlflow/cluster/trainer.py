@@ -96,7 +96,7 @@ class RayTrainer(Trainer):
             held = start_ranks(places, ranks, threads_per_rank, gpus_per_rank, connected)
             self._actors = held
             self._meet(ranks)
-            self._call("build", backend, str(path), options)
+            self.routing = self._call("build", backend, str(path), options)
         except BaseException:  # Ctrl-C included: no process may be left behind
             self.close()
             raise

@@ -28,6 +28,11 @@ UNPROVEN_SHARE, CUT_SHARE = 0.2, 0.5
 NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
 NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
 DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
+COLLAPSED, FREE = "a router has collapsed", "engine and trainer route apart"
+SPREAD_LEAST = 0.02
+"""Of an even load: below it all tokens go to the same experts."""
+FREE_GAP = 0.02
+"""Nats per token, as GAP, of a model with experts whose trainer routes tokens itself."""
 _WORD = re.compile(r"\w+")
 
 
@@ -68,6 +73,8 @@ class Watch:
         texts = {
             DRIFT: drift(recent, self._first_gaps),
             LOSING: episodes_lost(recent),
+            COLLAPSED: router_collapse(recent),
+            FREE: routed_apart(recent),
             NEVER_STOPPING: all_cut(recent),
             ALL_SOLVED: all_solved(recent, known),
             NO_DIFFERENCE: no_difference(recent, known),
@@ -179,6 +186,32 @@ def drift(recent: Records, first_gaps: Sequence[float]) -> str:
         "weights, or sample from another distribution than the trainer computes (precision, "
         "kernels, temperature). Check the weight sync first; a correction such as "
         "algorithm.transforms=[tis] bounds what is left."
+    )
+
+
+def router_collapse(recent: Records) -> str:
+    """The router of a layer sends all tokens to the same experts."""
+    spread = _lasting(recent, "train/expert_spread")
+    if not spread or max(spread) > SPREAD_LEAST:
+        return ""
+    return (
+        f"A router has collapsed: in some layer nearly all tokens go to the same experts, for "
+        f"{LASTING} steps, and the others learn nothing (train/expert_spread {spread[-1]:.2g}). "
+        "Lower trainer.lr, and go on from an earlier checkpoint (run.resume_step)."
+    )
+
+
+def routed_apart(recent: Records) -> str:
+    """Log-probs differ where the trainer routes tokens itself, without the engine's routes."""
+    gaps = _lasting(recent, "train/logprob_gap")
+    free = _lasting(recent, "train/expert_spread") and not values_of(recent, "train/routes_differ")
+    stale = values_of(recent[-LASTING:], "rollout/staleness")
+    if not free or not gaps or min(gaps) < FREE_GAP or max(stale, default=0.0) > 0:
+        return ""
+    return (
+        f"Engine and trainer differ by {gaps[-1]:.2g} nats per token in a model with experts, each "
+        "with routes of its own: some tokens may go to other experts in training than when they "
+        "were sampled. Set trainer.router_replay=rollout; what is left then has another reason."
     )
 
 

@@ -162,6 +162,27 @@ METRICS: Metrics = {
         "mean absolute difference of engine and trainer log-probs of sampled tokens, before the "
         "update",
     ),
+    "train/expert_load_max": Metric(
+        "1",
+        "tokens of the busiest expert of any layer, in shares of an even load, by the routes that "
+        "are replayed; without replay by the trainer's own, of four rows",
+    ),
+    "train/expert_spread": Metric(
+        "share",
+        "of the way from all tokens at the same experts (0) to an even load (1), in the layer that "
+        "spreads least: exp(entropy of the load), less the experts of a token",
+    ),
+    "train/routes_differ": Metric(
+        "share",
+        "of the rollout's routes that the trainer chooses otherwise, over four rows "
+        "(router_replay=rollout)",
+    ),
+    "train/logprob_gap_free": Metric(
+        "nats", "as train/logprob_gap, of these rows with the trainer's own routes"
+    ),
+    "train/logprob_gap_replayed": Metric(
+        "nats", "the same with the rollout's routes, as updates have them"
+    ),
     "train/advantage_zero": Metric(
         "share",
         "of episodes without any advantage (where a group is compared: of groups that score "

@@ -29,7 +29,7 @@ class Continued:
     ) -> Completion:
         """The whole completion; see `Engine.generate`."""
         whole = Completion([], [], [], "paused")
-        seed = None if self._engine.slow_seeds else sampling.seed
+        seed, parts = None if self._engine.slow_seeds else sampling.seed, list[int]()
         while whole.stop == "paused":
             before = len(whole.tokens)
             room = sampling.max_tokens - before
@@ -42,11 +42,13 @@ class Continued:
             whole.versions += part.versions
             most = len(tokens) + len(whole.tokens) - 1
             whole.routes = joined_routes(whole.routes, part.routes, most)
+            parts.append(part.routes_version)
             whole.stop = part.stop
             if cut and self._ended(whole, before, sampling.stop):
                 whole.stop = "stop"
             elif part.stop == "length" and len(part.tokens) == limit < room:
                 whole.stop = "paused"
+        whole.routes_version = min(parts)
         return whole
 
     def _ended(self, whole: Completion, before: int, stops: Sequence[str]) -> bool:

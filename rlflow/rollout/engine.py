@@ -40,13 +40,15 @@ class Completion:
     """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the
     distribution sampled from (after temperature). versions: weight version that sampled each
     token. routes: (N, layers with experts, experts of a token) of the first N tokens of prompt and
-    completion, which are all but the last; None where the engine does not say."""
+    completion, which are all but the last; None where the engine does not say. routes_version: the
+    oldest weights that chose one of them; -1 where it does not say."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     stop: Stop
     routes: Tensor | None = None
+    routes_version: int = -1
 
     @property
     def interrupted(self) -> bool:

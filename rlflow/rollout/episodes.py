@@ -374,12 +374,14 @@ def make_segment(spans: Sequence[TokenSpan]) -> Segment:
         versions += sampled.versions if sampled else [-1] * count
         if sampled:
             routes = joined_routes(routes, sampled.routes, len(tokens) - 1)
+    named = [span.completion.routes_version for span in spans if span.completion]
     return Segment(
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(mask, dtype=torch.bool),
         torch.tensor(logprobs, dtype=torch.float32),
         torch.tensor(versions, dtype=torch.int64),
         routes,
+        min(named, default=-1),
     )
 
 

@@ -85,6 +85,7 @@ class StreamingEngine(Engine):
             whole.versions + piece.versions[:kept],
             ended,
             piece.routes,
+            piece.routes_version,
         )
 
     def _text(self, tokens: list[int], ended: bool) -> str:

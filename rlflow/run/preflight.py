@@ -4,6 +4,7 @@ first problem that files and installed packages show, `examine` opens everything
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 from rlflow.addresses import unreachable
 from rlflow.algorithms.algorithm import check_parts
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
+from rlflow.components import ENGINE
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -67,6 +69,7 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
     yield lambda: check_gpus(config)
+    yield lambda: _check_router_replay(config, model)
     yield lambda: _check_offload(config)
     yield lambda: _check_engine_device(config)
     yield lambda: _check_workers(config)
@@ -87,6 +90,21 @@ def policy_architecture(config: RunConfig) -> Architecture:
 def _check_weights(config: RunConfig) -> None:
     policy_architecture(config)  # the families of its error are those that can be trained; more can be read
     check_loadable(config.model.path)
+
+
+def _check_router_replay(config: RunConfig, model: bool) -> None:
+    """Whether there are routers, and an engine that says what they chose. Raises ConfigError."""
+    asked, engine = config.trainer.router_replay, config.rollout.engine
+    if asked != "off" and model and policy_architecture(config).experts is None:
+        raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+    if asked == "rollout":
+        target = ENGINE.resolve(engine["name"], "rollout.engine")
+        if "routes" not in inspect.signature(target).parameters:
+            raise ConfigError(
+                f"trainer.router_replay: the engine '{engine['name']}' cannot say to which experts "
+                "tokens went; expected one that takes `routes` (embedded, vllm, vllm_server) for "
+                "rollout; or set it to recompute."
+            )
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -124,7 +142,8 @@ def _check_vllm(config: RunConfig) -> None:
     section = config.cluster
     if is_vllm(config) and not (section.rollout_workers and section.address):  # workers elsewhere have interpreters of their own
         options = config.rollout.engine
-        check_python(find_python(options.get("python")))
+        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        check_python(find_python(options.get("python")), triton=named)
         check_engine_devices(options, section.ranks, section.rollout_workers)
 
 

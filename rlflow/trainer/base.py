@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlflow.components import TRAINER
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
-from rlflow.trainer.options import CriticOptions, TrainerOptions
+from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
 CRITIC = "critic"
@@ -29,6 +29,9 @@ class Trainer(ABC):
 
     exports: bool = True
     """Whether `weights` are what was learned, so that a run writes them at its end."""
+
+    routing: Routing | None = None
+    """Of a policy with experts, where `score` can be asked for them (`routes`)."""
 
     @staticmethod
     def from_pretrained(
@@ -69,7 +72,8 @@ class Trainer(ABC):
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the
         row's temperature; of tokens that are not `Batch.wanted`, 0 where that saves work. model:
         policy, or the name of a snapshot or of a frozen model. want:
-        logprobs, entropy; with a critic values (of the state before the token). top_k: `top_ids`
+        logprobs, entropy; with a critic values (of the state before the token); with `routing`
+        routes (B, T, layers, k), the experts that the policy chooses itself. top_k: `top_ids`
         (B, T, k) too, the likeliest tokens in the place of each, and `top_logprobs`. Raises
         ConfigError for a k above the vocabulary."""
 
@@ -164,7 +168,7 @@ class ActorCritic(Trainer):
 
     def __init__(self, policy: Trainer, critic: Trainer, warmup_updates: int = 0) -> None:
         self.policy, self.critic, self.warmup_updates = policy, critic, warmup_updates
-        self.critic_updates = 0
+        self.critic_updates, self.routing = 0, policy.routing
 
     def score(
         self,

@@ -24,6 +24,15 @@ Module = Literal["core_attn", "mlp"]
 
 
 @dataclass(frozen=True)
+class Routing:
+    """What a policy with experts does: `replay` as `TrainerOptions.router_replay`, over so many
+    `experts` of a layer."""
+
+    replay: str
+    experts: int
+
+
+@dataclass(frozen=True)
 class CriticOptions:
     """What can be said about a critic (`algorithm.critic`). In everything else it is trained as the policy is."""
 
@@ -89,7 +98,7 @@ class TrainerOptions:
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
     expert_parallel: PositiveInt = 1  # ranks of a stage that deal a layer's experts out, each expert whole
     distributed_optimizer: bool = False  # the optimizer's state split over the data- and context-parallel ranks
-    router_replay: Literal["off", "rollout"] = "off"  # experts: the trainer's choice, or those of when it was sampled
+    router_replay: Literal["off", "rollout", "recompute"] = "off"  # experts: anew, sampled, scored
     recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # activations: or parts of layers
     lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})

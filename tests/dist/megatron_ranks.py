@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.batching import ROUTED, ROUTES
 from rlflow.models.huggingface import digest
 from rlflow.types import Batch, Loss, PolicyOutput
 
@@ -110,6 +111,9 @@ def train(
         "logits": gathered_logits(trainer, batch),
         "score": trainer.score(batch, want=("logprobs", "entropy")),
     }
+    if trainer.routing is not None and trainer.routing.replay == "recompute":
+        result["routes"] = trainer.score(batch, want=("logprobs", ROUTES))[ROUTES]
+        batch = batch.replace(extras={ROUTES: result["routes"], ROUTED: batch.lengths})
     trainer.snapshot("reference")
     result["metrics"] = [trainer.update(batch, loss) for _ in range(UPDATES)]
     result["weights"] = dict(trainer.weights())

@@ -54,6 +54,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "chunked": {"logits_chunk_mib": 0.01},  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
     "bf16": {"dtype": "bfloat16"},
     "replayed": {"router_replay": "rollout"},  # and a batch that names random experts
+    "recorded": {"router_replay": "recompute"},  # routes of the first weights in all updates
     # Other batches:
     "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
     "observed": {},  # the last token of every row is an observation, not trained
@@ -94,6 +95,7 @@ LOADED = [
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
 REPLAYED = ["qwen3_moe TP2 PP2 SP EP2 packed replayed full", "qwen3_moe CP2 EP4 replayed"]
+RECORDED = ["qwen3_moe TP2 PP2 SP EP2 packed recorded full", "qwen3_moe PP2 VPP2 CP2 recorded selective"]
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""
@@ -211,7 +213,7 @@ def lora(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, An
 @pytest.fixture(scope="module")
 def fast(directory: Path, single: Any, critic: Any, lora: Any) -> dict[str, dict[str, Any]]:
     observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
-    cases = [*FAST, *FEW_ROWS, *ROUNDED, *REPLAYED, *observations]
+    cases = [*FAST, *FEW_ROWS, *ROUNDED, *REPLAYED, *RECORDED, *observations]
     return run(directory, cases, limit_s=900, others=[critic[0], *lora[0].values()])
 
 
@@ -336,6 +338,22 @@ def test_named_experts_are_taken_on_all_ranks(case: str, fast: Any, directory: P
     for got, wanted in zip(fast[case]["metrics"], expected["metrics"], strict=True):
         check_metrics(got, wanted)
     check_weights(fast[case]["weights"], expected["weights"])
+
+
+@pytest.fixture(scope="module")
+def recorded(directory: Path) -> dict[str, Any]:
+    """One process that replays what its first weights chose."""
+    return train(directory / "qwen3_moe", make_batch(VOCAB), options=WORDS["recorded"])
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_experts_are_recorded_and_replayed_on_all_ranks(case: str, fast: Any, recorded: Any) -> None:
+    valid = real(batch_of(case))
+    found, expected = (result["routes"].sort(-1).values[valid] for result in (fast[case], recorded))
+    assert torch.equal(found, expected) and len(found.unique()) == 4
+    for got, wanted in zip(fast[case]["metrics"], recorded["metrics"], strict=True):
+        check_metrics(got, wanted)
+    check_weights(fast[case]["weights"], recorded["weights"])
 
 
 def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -58,15 +59,15 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def write_thinking_model(path: Path) -> Path:
-    """A random Qwen3 whose tokens are WORDS; returns its directory."""
+def write_thinking_model(path: Path, family: str = "qwen3", **others: Any) -> Path:
+    """A random Qwen3, or one of another family, whose tokens are WORDS; returns its directory."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(WORDS)}, []))
     tokenizer.decoder = decoders.Fuse()
     sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    tiny_model(path, "qwen3", tokenizer=False, eos_token_id=1, pad_token_id=0, **sizes)
+    tiny_model(path, family, tokenizer=False, eos_token_id=1, pad_token_id=0, **{**sizes, **others})
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<user>", "<assistant>"]
     )

@@ -23,6 +23,8 @@ from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 class RememberingTrainer:
     """Its policy gives every token the log-prob -1 - 0.1 x updates so far."""
 
+    routing = None
+
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.scored = 0

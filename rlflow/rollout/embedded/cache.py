@@ -58,6 +58,7 @@ class KeyValueCache:
             shape = (sum(experts.sparse), experts.top_k)
             kind = torch.uint8 if experts.count <= 256 else torch.int16
         self._routes = _zeros((blocks * BLOCK_SIZE, *shape), kind, device)
+        self._route_versions = _zeros((blocks * BLOCK_SIZE,), torch.int64, device)
 
     def free(self) -> None:
         """Gives the memory back, and forgets what is in it."""
@@ -77,8 +78,9 @@ class KeyValueCache:
     def copy(self, source: int, target: int) -> None:
         """Copies a block."""
         self._pool[:, target] = self._pool[:, source]
-        both = self._routes.unflatten(0, (-1, BLOCK_SIZE))
-        both[target] = both[source]
+        for kept in (self._routes, self._route_versions):
+            both = kept.unflatten(0, (-1, BLOCK_SIZE))
+            both[target] = both[source]
 
     @torch.inference_mode()
     def clear(self, blocks: int) -> None:
@@ -87,19 +89,25 @@ class KeyValueCache:
         self._pool[:, :blocks] = 0
 
     @torch.inference_mode()
-    def keep_routes(self, tables: Tensor, positions: Tensor, routes: Tensor | None) -> None:
+    def keep_routes(
+        self, tables: Tensor, positions: Tensor, routes: Tensor | None, version: Tensor
+    ) -> None:
         """Keeps which experts the tokens (N,) at `positions` went to, beside their keys and values,
-        so that who finds those finds these. tables: (N, n) blocks of each token's sequence."""
+        so that who finds those finds these. tables: (N, n) blocks of each token's sequence.
+        version: of the weights."""
         if routes is not None:
-            self._routes[_places(tables, positions)] = routes.to(self._routes.dtype)
+            places = _places(tables, positions)
+            self._routes[places] = routes.to(self._routes.dtype)
+            self._route_versions[places] = version
 
-    def routes(self, table: Tensor, count: int) -> Tensor | None:
-        """(count, layers, k) of the first tokens of a sequence, whose blocks are table (n,); None of
-        a model without experts."""
-        if self._model.experts is None:
-            return None
+    def routes(self, table: Tensor, count: int) -> tuple[Tensor | None, int]:
+        """(count, layers, k) of the first tokens of a sequence, whose blocks are table (n,), and
+        the oldest version among them; None, -1 of a model without experts."""
+        if self._model.experts is None or not count:
+            return None, -1
         positions = torch.arange(count, device=table.device)
-        return self._routes[_places(table.expand(count, -1), positions)].cpu()
+        places = _places(table.expand(count, -1), positions)
+        return self._routes[places].cpu(), int(self._route_versions[places].min())
 
     def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
         """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where

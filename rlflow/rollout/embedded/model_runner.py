@@ -95,7 +95,10 @@ class ModelRunner:
         )
         sizes = torch.tensor([chunk.stop - chunk.start for chunk in chunks], device=device)
         self._cache.keep_routes(
-            tables.repeat_interleave(sizes, 0), positions.to(device), self._model.routes
+            tables.repeat_interleave(sizes, 0),
+            positions.to(device),
+            self._model.routes,
+            self._version,
         )
         if not complete:
             return []
@@ -134,7 +137,7 @@ class ModelRunner:
         tables = slots.block_tables[batch]
         attend = attention(tables, positions)
         logits = self._model.forward(slots.tokens[batch, positions], positions, attend)
-        self._cache.keep_routes(tables, positions, self._model.routes)
+        self._cache.keep_routes(tables, positions, self._model.routes, self._version)
         return self._sample(batch, logits)
 
     def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

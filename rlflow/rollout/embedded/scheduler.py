@@ -122,16 +122,16 @@ class Scheduler:
         tokens, logprobs, versions = (
             self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
         )
-        routes = self._routes(sequence) if self._says_routes else None
+        routes = self._routes(sequence) if self._says_routes and sequence.slot >= 0 else (None, -1)
         if not sequence.future.done():
-            sequence.future.set_result(Completion(tokens, logprobs, versions, stop, routes))
+            sequence.future.set_result(Completion(tokens, logprobs, versions, stop, *routes))
         self.remove(sequence)
 
-    def _routes(self, sequence: SequenceState) -> Tensor | None:
+    def _routes(self, sequence: SequenceState) -> tuple[Tensor | None, int]:
         """The experts of the tokens whose keys and values are there: all but the last, unless it
         was interrupted."""
         table, slots = self._slots.block_tables[sequence.slot], self._slots
-        return self._cache.routes(table, slots.cached[sequence.slot]) if sequence.slot >= 0 else None
+        return self._cache.routes(table, slots.cached[sequence.slot])
 
     def remove(self, sequence: SequenceState) -> None:
         """Forgets a sequence; what its slot holds stays for its owner's next one."""

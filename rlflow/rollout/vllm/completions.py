@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from rlflow.errors import RolloutError
+from rlflow.models.entries import Experts
 from rlflow.rollout.engine import Completion, Sampling, Stop
 
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -51,12 +58,20 @@ def sampling_arguments(
     }
 
 
-def answered(answer: Mapping[str, Any], known: Mapping[str, int], wanted: int, name: str) -> Sampled:
+def answered(
+    answer: Mapping[str, Any],
+    known: Mapping[str, int],
+    wanted: int,
+    name: str,
+    experts: Experts | None = None,
+    prompt: int = 0,
+) -> Sampled:
     """The completion that a server sent. known: versions by the server's names. wanted: the version
-    that was loaded when it was asked. name: of the server.
+    that was loaded when it was asked. name: of the server. experts: those that it names to each
+    token. prompt: tokens of the request's.
 
     Raises RolloutError for an answer that is none, tokens of other weights than those of `wanted` or
-    of a later version, and an end that is none."""
+    of a later version, an end that is none, and routes that are not those of all tokens."""
     try:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"] or ()]
@@ -84,4 +99,32 @@ def answered(answer: Mapping[str, Any], known: Mapping[str, int], wanted: int, n
         )
     if stop not in STOPS:
         raise RolloutError(f"{name} ended a request with '{stop}'; expected {', '.join(STOPS)}.")
-    return Sampled(Completion(tokens, logprobs, versions, STOPS[stop]), cached)
+    done = Completion(tokens, logprobs, versions, STOPS[stop])
+    if experts is not None and not done.interrupted:  # what goes on has all in its next answer
+        sent, count = choice.get("routed_experts"), prompt + len(tokens) - 1
+        done.routes = decoded_routes(sent, experts, count, f"{name}: {cached} tokens were cached")
+    return Sampled(done, cached)
+
+
+def decoded_routes(sent: Any, experts: Experts, tokens: int, name: str) -> Tensor:
+    """(tokens, layers with experts, k) of vLLM's `routed_experts`: an array (tokens, layers, k) in
+    numpy's format and base64. Raises RolloutError for anything else, and for fewer tokens."""
+    if sent is None:
+        raise RolloutError(
+            f"{name}; it did not say to which experts tokens went: start it with "
+            "--enable-return-routed-experts, or set trainer.router_replay=recompute."
+        )
+    expected = (tokens, len(experts.sparse), experts.top_k)
+    try:
+        stream = io.BytesIO(base64.b64decode(sent, validate=True))
+        np.lib.format.read_magic(stream)
+        shape, _, kind = np.lib.format.read_array_header_1_0(stream)
+        if shape == expected and kind.kind in "ui":  # before anything of that size is made
+            values = np.frombuffer(stream.read(), kind).reshape(shape)[:, list(experts.sparse)]
+            return torch.from_numpy(values if kind == np.uint8 else values.astype(np.int32))
+    except (ValueError, TypeError, EOFError) as error:
+        raise RolloutError(f"{name}; it sent what are no routes ({error}).") from None
+    raise RolloutError(
+        f"{name}; expected routes of (tokens, layers, experts of a token) {expected}, found "
+        f"{shape}: those of a cached prefix, or of some layers, are not there."
+    )

@@ -16,7 +16,9 @@ import torch
 from rlflow.components import takes
 from rlflow.errors import ConfigError
 from rlflow.gpu_plan import Bundle
-from rlflow.models.huggingface import iterate_weights
+from rlflow.models.architecture import stored_architecture
+from rlflow.models.entries import Experts
+from rlflow.models.huggingface import iterate_weights, read_config
 from rlflow.rollout.engine import Engine, check_sizes
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
@@ -34,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 RESERVED = frozenset({"model", "dtype", "seed", "max_model_len", "max_num_seqs", "uds", "host",
                       "tensor_parallel_size", "trust_remote_code", "weight_transfer_config",
-                      "enable_sleep_mode", *FIXED}) - {"disable_log_stats"}  # fmt: skip
+                      "enable_sleep_mode", "enable_return_routed_experts",
+                      *FIXED}) - {"disable_log_stats"}  # fmt: skip
 """Arguments of vLLM that rlflow gives itself."""
 
 
@@ -99,11 +102,12 @@ class VLLMOptions:
         gpus: Sequence[Bundle] | None,
         number: int | None,
         files: SharedFiles,
+        experts: Experts | None = None,
         **options: Any,
     ) -> VLLMEngine:
         """An engine, whose server has yet to load its model. flags: beside those of the options.
-        number: of the engine, where there are several. options: of VLLMEngine, which are no
-        options of these."""
+        number: of the engine, where there are several. experts: whose tokens it names. options: of
+        VLLMEngine, which are no options of these."""
         ipc, at_once = self.transfer == "ipc", self.max_concurrency
         launch = Launch(
             find_python(self.python),
@@ -112,11 +116,16 @@ class VLLMOptions:
             devices=None if gpus is None else [gpu.gpu for gpu in gpus],
             sleep=self.sleeps,
             number=number,
-            # Handles of GPU memory come pickled, from here alone.
-            variables={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if ipc else {},
+            variables={
+                # Handles of GPU memory come pickled, from here alone.
+                **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if ipc else {}),
+                **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if experts else {}),  # it alone names experts
+            },
         )
         init = {"packed": True} if ipc else {}
-        server = VLLMServer("buckets", connections=at_once, launch=launch, init_info=init)
+        server = VLLMServer(
+            "buckets", connections=at_once, launch=launch, init_info=init, experts=experts
+        )
         shared = [gpu.number for gpu in gpus or ()]
         return VLLMEngine(
             path,
@@ -145,6 +154,7 @@ def make_vllm_engines(
     seed: int = 0,
     deterministic: bool = False,
     trust_remote_code: bool = False,
+    routes: bool = False,
     **options: Any,
 ) -> list[Engine]:
     """`engines` engines over the same model, each a `vllm serve` of its own, a child of this
@@ -153,7 +163,8 @@ def make_vllm_engines(
 
     devices: the GPUs of each engine, as CUDA_VISIBLE_DEVICES names them; none: engine i has those
     from i * tensor_parallel on. max_tokens: of a prompt and its completion together; none: the
-    model's positions. seed: of the random numbers; every process and engine has others.
+    model's positions. seed: of the random numbers; every process and engine has others. routes:
+    completions say which experts their tokens went to.
 
     Raises ConfigError, RolloutError where one of them does not start; no process is left then."""
     _check_deterministic(deterministic)
@@ -166,7 +177,9 @@ def make_vllm_engines(
         "dtype": dtype,
         "max_model_len": most_tokens(path, max_tokens),
         "trust_remote_code": trust_remote_code,
+        **({"enable_return_routed_experts": True} if routes else {}),
     }
+    experts = experts_named(path) if routes else None
     files = SharedFiles()
 
     def start(number: int) -> VLLMEngine:
@@ -174,7 +187,7 @@ def make_vllm_engines(
         own = {**flags, "seed": own_seed(seed, number)}
         several = number if engines > 1 else None
         options = {"max_tokens": max_tokens, "dtype": dtype}
-        return given.start(path, tokenizer, own, gpus, several, files, **options)
+        return given.start(path, tokenizer, own, gpus, several, files, experts, **options)
 
     logger.info(
         "starting vLLM for %s, %d process(es); this takes half a minute or more", path, engines
@@ -198,6 +211,7 @@ def make_vllm_server_engines(
     start_s: float = 60.0,
     answer_s: float = 1800.0,
     retry_s: float = 60.0,
+    routes: bool = False,
 ) -> list[Engine]:
     """An engine for each URL, over the model directory `path`, which the servers serve: its config
     and tokenizer are read here.
@@ -206,7 +220,8 @@ def make_vllm_server_engines(
     their key; none is sent where it is not set. weights_folder: a folder that rlflow and the
     servers see under the same path, for new weights; they begin with those of `path` then. None:
     they keep those that they have, which are compared with `path`, and cannot be trained with.
-    retry_s: how long a request is sent again while nobody answers.
+    retry_s: how long a request is sent again while nobody answers. routes: completions say which
+    experts their tokens went to.
 
     Raises ConfigError, RolloutError where a server does not answer, is none that can be used, or
     serves another model."""
@@ -221,6 +236,7 @@ def make_vllm_server_engines(
     urls = check_urls([url] if isinstance(url, str) else list(url))
     folder = check_folder(weights_folder)
     files = None if folder is None else SharedFiles(folder, keep=True)
+    experts = experts_named(path) if routes else None
 
     def connect(one: str) -> VLLMEngine:
         server = VLLMServer(
@@ -230,11 +246,20 @@ def make_vllm_server_engines(
             key=os.environ.get(api_key_variable),
             model=model,
             retry_s=retry_s,
+            experts=experts,
         )
         carrier = None if files is None else files.carrier
         return VLLMEngine(path, tokenizer, server, carrier, dtype=dtype, **sizes, **waits)
 
     return _all_ready(map(connect, urls), _begin)
+
+
+def experts_named(path: str | Path) -> Experts:
+    """The experts of the model, to be named with each token. Raises ConfigError without any."""
+    experts = stored_architecture(read_config(path)).experts
+    if experts is None:
+        raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+    return experts
 
 
 def own_seed(seed: int, number: int) -> int:

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import RolloutError
+from rlflow.models.entries import Experts
+from rlflow.rollout.vllm.completions import decoded_routes
 from rlflow.rollout.vllm.routes import GENERATE, Routes
 
 PROBE = {"max_tokens": 1, "logprobs": 4, "seed": 1, "ignore_eos": True, "detokenize": False}
+ROUTED = {**PROBE, "max_tokens": 4, "temperature": 1.0}
+ROUTED_TOKENS = 300
+"""Of a prompt that has more than one of the blocks that vLLM caches."""
 TELLING = 0.05  # nats between tokens, from which on two temperatures can be told apart
 HOW_TO = "vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
 
@@ -29,9 +34,11 @@ class ServerFacts:
     sleeps: bool
 
 
-async def facts_of(routes: Routes, name: str, model: str | None, ours: bool) -> ServerFacts:
+async def facts_of(
+    routes: Routes, name: str, model: str | None, ours: bool, experts: Experts | None = None
+) -> ServerFacts:
     """What the server `name` is. model: its name there; none: the only one. ours: whether it has
-    rlflow's plug-in.
+    rlflow's plug-in. experts: those that it must name to each token.
 
     Raises RolloutError for one that cannot be used, Refused, Retryable, KeyError, TypeError for one
     that is no such server."""
@@ -41,7 +48,7 @@ async def facts_of(routes: Routes, name: str, model: str | None, ours: bool) -> 
     paused = await routes.ask("GET", "/is_paused", missing={"is_paused": None})
     if paused["is_paused"]:
         raise RolloutError(f"{name} is paused; resume it (POST /resume), or start it anew.")
-    return ServerFacts(
+    facts = ServerFacts(
         version=version,
         model=served["id"],
         weights=weights,
@@ -50,6 +57,25 @@ async def facts_of(routes: Routes, name: str, model: str | None, ours: bool) -> 
         development=paused["is_paused"] is not None,
         sleeps=ours and set(await of_workers(routes, "can_sleep")) == {"True"},
     )
+    if experts is not None:
+        await _check_experts(routes, name, facts, experts)
+    return facts
+
+
+async def _check_experts(routes: Routes, name: str, facts: ServerFacts, experts: Experts) -> None:
+    """Whether the server says to which experts tokens go: those of a prompt, of the same one out of
+    its cache, and of one that goes on. Raises RolloutError."""
+    prompt = [1 + place % 7 for place in range(min(ROUTED_TOKENS, facts.max_tokens - 8))]
+    for what in ("a prompt", "a prompt that it has in its cache", "a request that goes on"):
+        body = {"token_ids": prompt, "sampling_params": ROUTED, "model": facts.model}
+        choice = (await routes.ask("POST", GENERATE, body))["choices"][0]
+        sampled, named = [int(token) for token in choice["token_ids"]], f"{name}, asked for {what}"
+        sent, count = choice.get("routed_experts"), len(prompt) + len(sampled) - 1
+        found = decoded_routes(sent, experts, count, named)
+        if experts.top_k > 1 and bool((found[..., 0] == found[..., 1]).any()):
+            raise RolloutError(f"{named}, sent routes that name an expert twice: it has not all.")
+        if "cache" in what:
+            prompt = [*prompt, *sampled]
 
 
 async def of_workers(routes: Routes, method: str) -> list[str]:

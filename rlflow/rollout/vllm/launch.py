@@ -62,10 +62,12 @@ def find_python(python: str | None) -> str:
     return str(path)
 
 
-def check_python(python: str) -> None:
+def check_python(python: str, triton: bool = False) -> None:
     """Raises MissingPackageError where the interpreter has no vLLM, ConfigError where it does not
-    run; vLLM is not imported."""
-    asking = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    run, or has no Triton that compiles for CPUs where that is needed; vLLM is not imported."""
+    asking = "from importlib.util import find_spec; import sys; "
+    backend = "2 * (find_spec('triton') is None or find_spec('triton.backends.cpu') is None)"
+    asking += f"sys.exit(find_spec('vllm') is None or {backend if triton else 0})"
     try:
         code = subprocess.run(
             [python, "-c", asking],
@@ -77,6 +79,12 @@ def check_python(python: str) -> None:
         ).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"rollout.engine.python: {python} cannot be started ({error}).") from None
+    if code == 2:
+        raise ConfigError(
+            "trainer.router_replay: without a GPU vLLM says to which experts tokens went with a "
+            f"Triton that compiles for CPUs alone, which {python} has not; set it to recompute, or "
+            "take rollout.engine.name=embedded."
+        )
     if code:
         raise MissingPackageError(
             f"rollout.engine.python: {python} has no vLLM. Install it there: {HOW_TO}."

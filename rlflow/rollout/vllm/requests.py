@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlflow.errors import RolloutError
 from rlflow.models.huggingface import read_config
-from rlflow.rollout.engine import Completion, Sampling, Stop
+from rlflow.rollout.engine import Completion, Sampling, Stop, joined_routes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.completions import Sent
 
@@ -46,6 +46,8 @@ class EngineRequest:
         done.tokens += part.tokens
         done.logprobs += part.logprobs
         done.versions += part.versions
+        most = len(self.tokens) + len(done.tokens) - 1
+        done.routes = joined_routes(done.routes, part.routes, most)
         done.stop = (self.ended_as or part.stop) if part.stop == "aborted" else part.stop
         return done
 

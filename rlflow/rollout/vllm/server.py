@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from rlflow.errors import RolloutError
 from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
+from rlflow.models.entries import Experts
 from rlflow.rollout.calls import deadline
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
 from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, facts_of, of_workers
@@ -55,7 +56,7 @@ class VLLMServer:
     takes: new weights, `buckets` by its transfer engine, which init_info sets up, or at the end a
     `folder` that this machine sees under the same path; none: it keeps those that it has. model:
     its name there; none: the only one. retry_s: how long a request that generates is sent again
-    while nobody answers; whatever changes the server's state is sent once."""
+    while nobody answers; what changes the server's state is sent once. experts: those it names."""
 
     def __init__(
         self,
@@ -68,8 +69,9 @@ class VLLMServer:
         key: str | None = None,
         model: str | None = None,
         retry_s: float = 0.0,
+        experts: Experts | None = None,
     ) -> None:
-        self._takes, self._init_info = takes, dict(init_info or {})
+        self._takes, self._init_info, self._experts = takes, dict(init_info or {}), experts
         self._model, self._retry_s = model, retry_s
         self._launch, self._connections = launch, connections + BESIDE
         self._numbers = itertools.count()
@@ -220,7 +222,7 @@ class VLLMServer:
         ours = self.served is not None
         try:
             await self._wait_for_health(limit_s)
-            facts = await facts_of(self._routes, self.name, self._model, ours)
+            facts = await facts_of(self._routes, self.name, self._model, ours, self._experts)
             if self._takes == "buckets" and facts.development:
                 body = {"init_info": self._init_info}
                 await self._routes.ask("POST", "/init_weight_transfer_engine", body)
@@ -283,7 +285,8 @@ class VLLMServer:
         while True:
             try:
                 answer = await self._routes.ask("POST", GENERATE, body, limit_s=None)
-                return answered(answer, self._versions, version, self.name)
+                routed = self._experts, len(body["token_ids"])
+                return answered(answer, self._versions, version, self.name, *routed)
             except Retryable as failure:
                 if self.served is not None:
                     raise

@@ -75,8 +75,8 @@ class MegatronTrainer(Trainer):
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
         check_layers(given.adapters, self._architecture)
-        router_replay.check_model(given.router_replay, self._architecture)
-        self._replays = given.router_replay == "rollout" and not values  # a critic is another model
+        self.routing = router_replay.routing_of(given.router_replay, self._architecture)
+        self._replays = given.router_replay != "off" and not values  # a critic is another model
         # Any number is a size, 1e308 too
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)
         weights = WeightFiles(path)
@@ -137,8 +137,9 @@ class MegatronTrainer(Trainer):
             if self._release_gradients:
                 offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
+            routing = router_replay.Replaying(self._world) if self._replays else None
             metrics = step.forward_backward(
-                self._model, self._world, microbatches, loss, tokens, self._replays
+                self._model, self._world, microbatches, loss, tokens, routing
             )
             check_loss(metrics["loss"], self._updates)  # all ranks know it: they raise together
             norm = optimizer.step(self._optimizer, rate)
@@ -161,6 +162,7 @@ class MegatronTrainer(Trainer):
         want: Sequence[str] = ("logprobs",),
         top_k: int = 0,
     ) -> dict[str, Tensor]:
+        recorded, want = ROUTES in want, [name for name in want if name != ROUTES]
         check_wanted(want, self._values)
         vocab = self._architecture.vocab
         check_top_k(top_k, vocab)
@@ -181,10 +183,15 @@ class MegatronTrainer(Trainer):
                 )
         with self._swapped(model), cpu.adapted():
             self._set_training(False)
-            replay = self._replays and model == "policy" and ROUTES in batch.extras
-            return step.score(
-                self._model, self._world, batch, self._limits, want, top_k, vocab, replay
+            if recorded:
+                routing = router_replay.Recording(self._world, self._architecture, batch)
+            else:
+                replay = self._replays and model == "policy" and ROUTES in batch.extras
+                routing = router_replay.Replaying(self._world) if replay else None
+            scores = step.score(
+                self._model, self._world, batch, self._limits, want, top_k, vocab, routing
             )
+            return {**scores, ROUTES: routing.routes.cpu()} if recorded else scores
 
     def snapshot(self, name: str) -> None:
         if name == "policy":

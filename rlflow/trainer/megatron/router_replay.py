@@ -1,4 +1,4 @@
-"""Router replay: tokens go to the experts that they went to when they were sampled.
+"""Router replay: tokens go to the experts that they went to when they were sampled, or scored.
 
 Engine and trainer round differently, and a router that is nearly undecided then sends a token
 elsewhere: its log-prob is another model's (Ma et al. 2025, arXiv 2510.11370). The weights of the chosen
@@ -7,69 +7,125 @@ experts are the trainer's own, and get gradients."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from rlflow.batching import ROUTED, ROUTES
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.models.architecture import Architecture
+from rlflow.trainer import routing
+from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.packing import Feed
 from rlflow.trainer.megatron.world import World
+from rlflow.trainer.options import Routing
 from rlflow.types import Batch
 
 
-def check_model(asked: str, model: Architecture) -> None:
-    """Raises ConfigError for a model without routers."""
+def routing_of(asked: str, model: Architecture) -> Routing | None:
+    """What a policy does that has experts. Raises ConfigError for another one that is to replay."""
     if asked != "off" and model.experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+    return None if model.experts is None else Routing(asked, model.experts.count)
 
 
 def check_routes(batch: Batch, model: Architecture) -> None:
-    """Raises DataError unless all tokens that a trained one depends on have routes of the model's
-    shape."""
-    if ROUTES not in batch.extras:
-        raise DataError(
-            "batch: expected the experts of its tokens for trainer.router_replay=rollout, found none; "
-            "sample with an engine that says them (rollout.engine.name=embedded)."
-        )
+    """Raises DataError as `routing.check_routes`, for routes that are not the model's."""
     experts = model.experts
     assert experts is not None, "refused when the trainer was made"
-    routes, routed = batch.extras[ROUTES], batch.extras[ROUTED]
-    shape = (sum(experts.sparse), experts.top_k)
-    if tuple(routes.shape[2:]) != shape:
-        raise DataError(
-            f"batch: expected routes of (layers, experts of a token) {shape}, found "
-            f"{tuple(routes.shape[2:])}; was another model sampled?"
-        )
-    last = (batch.trained * torch.arange(batch.tokens.shape[1])).amax(1)
-    for row in (routed < last).nonzero().flatten().tolist():
-        raise DataError(
-            f"batch: row {row}: expected routes of {int(last[row])} tokens, which come before its "
-            f"last trained one, found {int(routed[row])}."
-        )
-    if int(routes.min()) < 0 or int(routes.max()) >= experts.count:
-        raise DataError(f"batch: expected routes of 0 to {experts.count - 1}.")
+    routing.check_routes(batch, (sum(experts.sparse), experts.top_k), experts.count)
 
 
-def begin(chunk: GPTModel, batch: Batch, feed: Feed, world: World) -> None:
-    """Tells the chunk's routers where the tokens of its next forward pass go."""
-    routes = _of_rank(batch, feed, world)
-    for place, router in _routers(chunk):
-        router.set_target_indices(routes[:, place])
-        router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+class ExpertChoice(Protocol):
+    """Who chooses the experts of tokens in the passes over a batch."""
+
+    def begin(self, chunk: GPTModel, batch: Batch, feed: Feed) -> None:
+        """Before the chunk's forward pass over a micro-batch."""
+
+    def end(self, chunk: GPTModel, rows: list[int], feed: Feed) -> None:
+        """After it; rows: of the whole batch."""
+
+    def finish(self, chunks: Sequence[GPTModel], microbatches: int) -> None:
+        """After the last backward pass."""
 
 
-def end(chunk: GPTModel) -> None:
-    """After the forward pass: what is computed again goes where it went, in the same order."""
-    for _, router in _routers(chunk):
-        router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+class Replaying:
+    """The batch names the experts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def begin(self, chunk: GPTModel, batch: Batch, feed: Feed) -> None:
+        """Tells the routers where the tokens go."""
+        routes = _of_rank(batch, feed, self._world)
+        for place, router in _routers(chunk):
+            router.set_target_indices(routes[:, place])
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def end(self, chunk: GPTModel, rows: list[int], feed: Feed) -> None:
+        """What is computed again goes where it went, in the same order."""
+        for _, router in _routers(chunk):
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    def finish(self, chunks: Sequence[GPTModel], microbatches: int) -> None:
+        """Lets the routers choose again. Raises RLFlowError where the backward passes took the
+        routes of some micro-batches again and not of others: those of one went to another."""
+        left = {
+            len(router.replay_backward_list) for chunk in chunks for _, router in _routers(chunk)
+        }
+        _forget(chunks)
+        if not left <= {0, microbatches}:
+            raise RLFlowError(
+                f"router replay: of {microbatches} micro-batches the routes of {sorted(left)} were "
+                "left after the backward pass; expected none of them, or all."
+            )
 
 
-def forget(chunks: Sequence[GPTModel]) -> None:
-    """Lets the routers choose again."""
+class Recording:
+    """The routers choose, and what they chose is kept.
+
+    routes: (B, T, layers, k) of the whole batch, once finished, the same on all ranks."""
+
+    def __init__(self, world: World, model: Architecture, batch: Batch) -> None:
+        experts = model.experts
+        if experts is None:
+            raise ConfigError("trainer.score: the model has no experts, and so no routes.")
+        kind = torch.uint8 if experts.count <= 256 else torch.int32
+        shape = (*batch.tokens.shape, sum(experts.sparse), experts.top_k)
+        self._world, self.routes = world, torch.zeros(shape, dtype=kind, device=device())
+
+    def begin(self, chunk: GPTModel, batch: Batch, feed: Feed) -> None:
+        """Tells the routers to keep what they choose."""
+        for _, router in _routers(chunk):
+            router.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def end(self, chunk: GPTModel, rows: list[int], feed: Feed) -> None:
+        """Takes what they chose for the rank's tokens."""
+        here = feed.places >= 0
+        for place, router in _routers(chunk):
+            chosen = router.get_recorded_indices().to(self.routes.dtype)
+            if self._world.layout.sequence_parallel:
+                parts = [torch.empty_like(chosen) for _ in range(self._world.tensor_parallel)]
+                dist.all_gather(parts, chosen.contiguous(), group=self._world.tensor_group)
+                chosen = torch.cat(parts)
+            if rows:
+                found = chosen[feed.places.clamp(min=0)] * here[..., None]
+                self.routes[rows, : found.shape[1], place] = found
+
+    def finish(self, chunks: Sequence[GPTModel], microbatches: int) -> None:
+        """Puts together what context-parallel ranks, stages and data-parallel ranks have."""
+        _forget(chunks)
+        world = self._world
+        for group in (world.context_group, world.pipeline_group, world.data_group):
+            if group.size() > 1:
+                dist.all_reduce(self.routes, group=group)
+
+
+def _forget(chunks: Sequence[GPTModel]) -> None:
     for chunk in chunks:
         for _, router in _routers(chunk):
             router.clear_indices()

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
-from rlflow.trainer.megatron import router_replay
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
+from rlflow.trainer.megatron.router_replay import ExpertChoice
 from rlflow.trainer.megatron.value_head import ValueHead, token_values
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.reducing import reduce_tokens
@@ -87,11 +87,11 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     loss: Loss,
     total_tokens: int,
-    replay: bool = False,
+    routing: ExpertChoice | None = None,
 ) -> dict[str, float]:
     """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and
-    the metrics as they stand before `finish_metrics`. replay: tokens go to the experts that the
-    batch names.
+    the metrics as they stand before `finish_metrics`. routing: who chooses the experts of tokens;
+    none: the routers, as always.
 
     The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own
     tokens' number; Megatron divides the gradients by the all-reduced number, which is N
@@ -117,7 +117,7 @@ def forward_backward(
         counted = torch.tensor(tokens, dtype=torch.int, device=hidden.device)
         return share * total_tokens, counted, sums
 
-    parts = _run(model, microbatches, reduce, False, world if replay else None)
+    parts = _run(model, microbatches, reduce, False, routing)
     return _combined(parts, world, loss.reductions)
 
 
@@ -130,7 +130,7 @@ def score(
     want: Sequence[str],
     top_k: int = 0,
     below: int = 0,
-    replay: bool = False,
+    routing: ExpertChoice | None = None,
 ) -> dict[str, Tensor]:
     """{name: (B, T) float32 on the CPU} for what is wanted, the same on all ranks; with `top_k`
     also `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
@@ -152,7 +152,7 @@ def score(
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
 
-    parts = _run(model, microbatches, collect, True, world if replay else None)
+    parts = _run(model, microbatches, collect, True, routing)
     answers = {}
     for name, empty in empty_scores(batch, want, top_k).items():
         whole = empty.to(device())
@@ -245,22 +245,22 @@ def _run(
     microbatches: Sequence[Microbatch],
     reduce: Callable[[Microbatch, Tensor, Head], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
-    replayed: World | None = None,
+    routing: ExpertChoice | None = None,
 ) -> list[Any]:
     """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline
-    stage. replayed: where the experts that the batch names are taken, the rank's place."""
+    stage."""
 
     @native
     def forward(iterator: Iterator[Microbatch], module: MegatronModule) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
         feed = microbatch.feed
-        if replayed is not None:
-            router_replay.begin(unwrap_model(module), microbatch.batch, feed, replayed)
+        if routing is not None:
+            routing.begin(unwrap_model(module), microbatch.batch, feed)
         output = module(
             feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments
         )
-        if replayed is not None:
-            router_replay.end(unwrap_model(module))
+        if routing is not None:
+            routing.end(unwrap_model(module), microbatch.rows, feed)
         return output, native(
             lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head())
         )
@@ -276,8 +276,8 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    if replayed is not None:
-        router_replay.forget([unwrap_model(module) for module in model])
+    if routing is not None:
+        routing.finish([unwrap_model(module) for module in model], len(microbatches))
     return parts
 
 

@@ -37,6 +37,10 @@ def test_a_healthy_run_is_warned_of_nothing() -> None:
             {"train/logprob_gap": 0.3},
             "Engine and trainer drift apart: their log-probs of the same tokens differ by 0.3 nats",
         ),
+        (
+            {"train/expert_spread": 0.01, "train/routes_differ": 0.0},
+            "A router has collapsed: in some layer nearly all tokens go to the same experts, for 3 steps",
+        ),
         ({"rollout/aborted": 0.1}, "Tool errors rise: 10% of the episodes of a step are lost"),
         ({"rollout/unfounded": 0.25}, "Unfounded 25% (of answers without evidence), for 3 steps. Ask for evidence."),
         ({"tool/empty": 0.75}, "Empty 0.75 per call (empty answers), for 3 steps."),
@@ -46,6 +50,14 @@ def test_a_sign_that_lasts_three_steps_is_told_once(sign: dict[str, float], word
     found = told([{}, {}, {}, sign, sign, {}, sign, sign, sign, sign, sign])
     assert [len(texts) for texts in found] == [0] * 8 + [1, 0, 0]
     assert words in found[8][0]
+
+
+def test_a_gap_with_experts_names_router_replay_where_it_is_not_on() -> None:
+    sign = {"train/logprob_gap": 0.05, "train/expert_spread": 0.8}
+    words = "Engine and trainer differ by 0.05 nats per token in a model with experts, each with routes of its own"
+    assert any(words in text for text in told([sign] * 3)[2])
+    assert not told([{**sign, "train/routes_differ": 0.01}] * 3)[2]
+    assert not told([{**sign, "rollout/staleness": 1.0}] * 3)[2]
 
 
 @pytest.mark.parametrize(

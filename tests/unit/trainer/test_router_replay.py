@@ -10,7 +10,8 @@ import torch
 from fixtures import tiny_model
 
 from rlflow.batching import ROUTED, ROUTES, make_batch
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, RLFlowError
+from rlflow.trainer.megatron import router_replay
 from rlflow.types import Batch, Segment, StopReason, Trajectory
 from tests.unit.trainer import batches
 from tests.unit.trainer.batches import VOCAB, policy_gradient
@@ -32,6 +33,25 @@ def routed(batch: Batch, seed: int = 0) -> Batch:
     """With random experts, two of four, in both layers that have some; the last token of a row has none."""
     order = torch.rand(*batch.tokens.shape, 2, 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     return batch.replace(extras={ROUTES: order[..., :2].to(torch.uint8), ROUTED: batch.lengths - 1})
+
+
+def chosen(path: Path, batch: Batch) -> torch.Tensor:
+    """(B, T, layers with experts, k) of transformers, in the order of the experts."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = oracle(batch.tokens, output_router_logits=True).router_logits
+    found = torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1)
+    return found.unflatten(0, batch.tokens.shape)
+
+
+def save_weights(weights: Any, model: Path, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.mkdir()
+    (path / "config.json").write_bytes((model / "config.json").read_bytes())
+    save_file({name: weight.clone() for name, weight in weights}, path / "model.safetensors", {"format": "pt"})
 
 
 def overruled(path: Path, batch: Batch) -> tuple[float, float]:
@@ -66,6 +86,52 @@ def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, opti
     loss, norm = overruled(model, batch)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True, "recompute": "full"}], ids=str)
+def test_recorded_experts_are_those_of_transformers_and_replayed_after_the_weights_changed(
+    make: Any, model: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = make(tokens_per_microbatch=50, **{**options, "router_replay": "recompute", "lr": 0.05})
+    batch = batches.make_batch()
+    scores = trainer.score(batch, want=("logprobs", ROUTES))
+    assert torch.equal(scores["logprobs"], trainer.score(batch)["logprobs"])
+    real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    expected = chosen(model, batch)
+    assert torch.equal(scores[ROUTES].sort(-1).values[real].long(), expected[real])
+    batch = batch.replace(extras={ROUTES: scores[ROUTES], ROUTED: batch.lengths})
+    trainer.update(batch, policy_gradient)
+    save_weights(trainer.weights(), model, tmp_path / "changed")
+    assert not torch.equal(chosen(tmp_path / "changed", batch)[real], expected[real]), "the step changed no route"
+    metrics = trainer.update(batch, policy_gradient)
+    loss, norm = overruled(tmp_path / "changed", batch)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_without_recorded_experts_an_update_is_refused(make: Any) -> None:
+    with pytest.raises(DataError, match=r"found none; .* trainer\.score \(recompute\)"):
+        make(router_replay="recompute").update(batches.make_batch(), policy_gradient)
+
+
+def test_a_backward_pass_that_takes_the_routes_of_some_microbatches_is_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = router_replay.Replaying.finish
+
+    def lose(self: Any, chunks: Any, microbatches: int) -> None:
+        next(router_replay._routers(chunks[0]))[1].replay_backward_list.pop()
+        finish(self, chunks, microbatches)
+
+    monkeypatch.setattr(router_replay.Replaying, "finish", lose)
+    with pytest.raises(RLFlowError, match=r"of 3 micro-batches the routes of \[2, 3\] were left"):
+        make(tokens_per_microbatch=50).update(routed(batches.make_batch()), policy_gradient)
+
+
+def test_a_dense_model_has_no_routes_to_score(make: Any, tmp_path: Path) -> None:
+    dense = tiny_model(tmp_path, "qwen2", tokenizer=False, vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="the model has no experts, and so no routes"):
+        make(dense, router_replay="off").score(batches.make_batch(), want=("logprobs", ROUTES))
 
 
 def test_afterwards_routers_choose_again(make: Any) -> None:

@@ -8,6 +8,8 @@ vLLM (`launch.PROGRAM`); a flag --fault of `arguments` names its fault then."""
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import random
@@ -19,12 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 STEP_S = 0.001
 LONGEST = 4096
 FAULTS = ("disabled", "raw", "undeveloped", "paused", "garbage", "no_versions", "keeps_cache",
-          "hangs", "dies", "dies_at_start", "not_a_stop", "core_dies")  # fmt: skip
+          "hangs", "dies", "dies_at_start", "not_a_stop", "core_dies", "no_routes",
+          "drops_cached_routes", "zeroes_cached_routes", "wild_routes")  # fmt: skip
 DEVELOPMENT = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_weight_version",
                "/reset_prefix_cache")  # fmt: skip
 
@@ -43,7 +47,10 @@ class FakeServer:
     ) -> None:
         self.path, self.fault, self.key, self.scores, self.drops = path, fault, key, scores, 0
         self.longest = LONGEST
-        self.vocab = min(300, json.loads((path / "config.json").read_text())["vocab_size"])
+        self.seen: set[tuple[int, ...]] = set()  # prompts whose keys and values are kept
+        self.config = json.loads((path / "config.json").read_text())
+        self.experts = int(self.config.get("num_experts") or self.config.get("num_local_experts") or 0)
+        self.vocab = min(300, self.config["vocab_size"])
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.restart()
@@ -94,7 +101,7 @@ class FakeServer:
             told = "Scale-out endpoints are disabled. Restart with --enable-scale-out"
             return web.json_response({"error": {"message": told}}, status=403)
         sampling = body["sampling_params"]
-        if sampling.get("logprobs") == 4:  # the check of log-probs
+        if sampling.get("logprobs") == 4 and sampling["max_tokens"] == 1:  # the check of log-probs
             raw = self.fault == "raw"
             return self._choice([9], [0.0], "length", 1.0 if raw else sampling["temperature"])
         self.bodies.append(body)
@@ -122,7 +129,7 @@ class FakeServer:
         seed = id(body) if sampling["seed"] is None else sampling["seed"]
         key = str(first if sampling["temperature"] == 0 else seed)
         while not stop:
-            if body["request_id"] in self.aborted:
+            if body.get("request_id") in self.aborted:
                 stop = "abort"
                 break
             if not (self.paused or self.asleep):
@@ -136,7 +143,24 @@ class FakeServer:
         if self.scores is not None:
             row = [*body["token_ids"], *tokens]
             logprobs = self.scores(row, sampling["temperature"])[-len(tokens) :]
-        return self._choice(tokens, logprobs, stop, 1.0, names)
+        answer = self._choice(tokens, logprobs, stop, 1.0, names)
+        if self.experts and self.fault != "no_routes":
+            answer["choices"][0]["routed_experts"] = self._routes(body["token_ids"], tokens)
+        return answer
+
+    def _routes(self, prompt: list[int], tokens: list[int]) -> str:
+        """Two experts by each token's id, in each of the layers, but for the last token."""
+        fed, known = [*prompt, *tokens][:-1], tuple(prompt) in self.seen
+        self.seen.add(tuple(prompt))
+        layers, experts = self.config["num_hidden_layers"], self.experts
+        found = np.array([[[t % experts, (t + 1) % experts]] * layers for t in fed], np.uint8)
+        if known and self.fault == "drops_cached_routes":
+            found = found[len(prompt) - 1 :]
+        if known and self.fault == "zeroes_cached_routes":
+            found[: len(prompt) - 1] = 0
+        file = io.BytesIO()
+        np.save(file, found.astype("O" if self.fault == "wild_routes" else np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
     def _choice(
         self,
@@ -163,9 +187,9 @@ class FakeServer:
         return {"choices": [choice], "usage": {"prompt_tokens": 1}}
 
     def _ended(self, prompt: list[int], tokens: list[int], sampling: dict[str, Any]) -> str:
-        if tokens[-1] in sampling["stop_token_ids"]:
+        if tokens[-1] in sampling.get("stop_token_ids", ()):
             return "stop"
-        if sampling["stop"]:
+        if sampling.get("stop"):
             if self._tokenizer is None:
                 from tokenizers import Tokenizer
 

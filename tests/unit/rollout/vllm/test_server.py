@@ -4,6 +4,9 @@ it is asked, and what goes wrong. The contract is that of `test_engine`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +17,16 @@ import torch
 
 from rlflow.components import ENGINE
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.entries import Experts
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
-from rlflow.rollout.engine import Sampling
+from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.vllm import served_model
+from rlflow.rollout.vllm.completions import decoded_routes
 from rlflow.rollout.vllm.engines import make_vllm_server_engines
+from rlflow.rollout.vllm.launch import VARIABLE, check_python
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine
+from tests.fixtures import tiny_model
 from tests.unit.rollout.engine_contract import PROMPT, Make, Pairs, run, some_steps, start
 from tests.unit.rollout.vllm.fake_server import FakeServed
 from tests.unit.rollout.vllm.real import scorer
@@ -115,6 +122,74 @@ def test_closing_leaves_the_server_as_it_was_found(make: Make, serve: Serve) -> 
 
     run(play(make(served=served)))
     assert not served.paused
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", **sizes)
+
+
+def over_experts(path: Path, fault: str = "", **options: Any) -> Completion:
+    served = FakeServed(path, fault, scores=lambda row, temperature: [-1.0] * (len(row) - 1))
+    try:
+        given = {"weights_folder": str(path / "weights"), "start_s": 2.0, "routes": True, **options}
+        (engine,) = make_vllm_server_engines(path, url=served.url, **given)
+        assert isinstance(engine, VLLMEngine)
+        done = run(engine.generate(PROMPT, Sampling(5, seed=1)))
+        engine.kill()
+        return done
+    finally:
+        served.close()
+
+
+def test_routes_come_from_the_layers_that_have_experts(experts: Path) -> None:
+    done = over_experts(experts)
+    fed = torch.tensor([*PROMPT, *done.tokens][:-1])
+    expected = torch.stack([fed % 8, (fed + 1) % 8], -1)[:, None].expand(-1, 2, -1)
+    assert done.routes is not None and torch.equal(done.routes.long(), expected)
+    assert done.routes_version == -1  # it says the versions of sampled tokens alone
+    assert over_experts(experts, "no_routes", routes=False).routes is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no_routes", "asked for a prompt; .* start it with --enable-return-routed-experts"),
+        ("drops_cached_routes", r"asked for a prompt that it has in its cache; .* \(303, 3, 2\), found \(4, 3, 2\)"),
+        ("zeroes_cached_routes", "a prompt that it has in its cache, sent routes that name an expert twice"),
+        ("wild_routes", "asked for a prompt; expected routes of .* found"),
+    ],
+)
+def test_a_server_that_does_not_say_all_routes_is_refused_at_the_start(
+    experts: Path, fault: str, words: str
+) -> None:
+    with pytest.raises(RolloutError, match=words):
+        over_experts(experts, fault)
+
+
+VLLM_S_OWN = (
+    "import numpy, vllm.utils.serial_utils as utils; "
+    "print(utils.numpy2base64(numpy.arange(24, dtype=numpy.uint8).reshape(4, 3, 2)))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no interpreter with vLLM")
+def test_real_vllm_writes_routes_as_they_are_read_and_needs_a_triton_for_cpus() -> None:
+    python = os.environ[VARIABLE]
+    said = subprocess.run([python, "-c", VLLM_S_OWN], capture_output=True, text=True, check=True).stdout.split()[-1]
+    found = decoded_routes(said, Experts(8, 1, 0, (True, False, True), 2), 4, "vLLM")
+    assert torch.equal(found, torch.arange(24, dtype=torch.uint8).view(4, 3, 2)[:, [0, 2]])
+    check_python(python)
+    has = subprocess.run([python, "-c", "import triton.backends.cpu"], capture_output=True).returncode == 0
+    with contextlib.nullcontext() if has else pytest.raises(ConfigError, match="Triton that compiles for CPUs"):
+        check_python(python, triton=True)
+
+
+def test_routes_of_a_dense_model_are_refused(qwen: Path) -> None:
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        make_vllm_server_engines(qwen, url="http://127.0.0.1:1", routes=True)
 
 
 def test_each_url_is_an_engine(qwen: Path, tokenizer: Tokenizer, serve: Serve) -> None:

@@ -1,0 +1,206 @@
+"""The experts of a batch's tokens, as a training step sees them: whether what an engine named can
+be believed, and how evenly routers use their experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlflow.batching import ROUTED, ROUTES, ROUTES_VERSION
+from rlflow.errors import DataError
+from rlflow.trainer.base import Trainer
+from rlflow.types import SOURCES, Batch
+
+SAMPLE = 4
+"""Rows of each step whose experts the trainer chooses anew."""
+LEAST = 0.5
+"""Of the choices of a row or of a layer that must be the trainer's own, beyond those that any other
+token's would be. Rounding changes some hundredths, in large models up to a tenth (arXiv 2510.11370,
+section 3)."""
+CHOICES = 64
+"""Of a row or layer, below which it is not judged by itself."""
+ALIKE = 0.05
+"""Where any token's experts agree with any other's but for this share, nothing can be told."""
+
+
+def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
+    """Raises DataError unless all tokens that a trained one depends on have routes of this shape
+    (layers, k) among so many experts, of no older weights than sampled the row."""
+    if ROUTES not in batch.extras:
+        raise DataError(
+            "batch: expected the experts of its tokens for trainer.router_replay, found none; "
+            "sample with an engine that says them (rollout), or take those of trainer.score "
+            "(recompute)."
+        )
+    routes, routed = batch.extras[ROUTES], batch.extras[ROUTED]
+    last = (batch.trained * torch.arange(batch.tokens.shape[1])).amax(1)
+    for row in (routed < last).nonzero().flatten().tolist():
+        raise DataError(
+            f"batch: row {row}: expected routes of {int(last[row])} tokens, which come before its "
+            f"last trained one, found {int(routed[row])}: an engine that leaves out those of a "
+            "cached prefix says too few."
+        )
+    version = batch.extras.get(ROUTES_VERSION)
+    if version is not None and batch.versions is not None:
+        sampled = batch.versions >= 0
+        oldest = batch.versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(1)
+        older = (version >= 0) & (version < oldest) & sampled.any(1)
+        for row in older.nonzero().flatten().tolist():
+            raise DataError(
+                f"batch: row {row}: its routes are of weight version {int(version[row])}, though "
+                f"version {int(oldest[row])} or later sampled it: what the engine keeps of a "
+                "prefix outlived its weights."
+            )
+    if tuple(routes.shape[2:]) != shape:
+        raise DataError(
+            f"batch: expected routes of (layers, experts of a token) {shape}, found "
+            f"{tuple(routes.shape[2:])}; was another model sampled?"
+        )
+    if int(routes.min()) < 0 or int(routes.max()) >= experts:
+        raise DataError(f"batch: expected routes of 0 to {experts - 1}.")
+
+
+def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, float]:
+    """`train/` metrics of a step's routers, before its first update; none of a dense policy's.
+
+    The trainer routes a few rows anew (SAMPLE, others in each step), for what is not known without;
+    with routes of the rollout once more as they say. Raises DataError where those are not the
+    routes of their tokens."""
+    routing = trainer.routing
+    if routing is None:
+        return {}
+    if routing.replay == "recompute":
+        return _loads(batch.extras[ROUTES], _first(batch, batch.lengths), routing.experts)
+    rows = _sample(batch, step)
+    if not len(rows):
+        return {}
+    part = batch.replace(wanted=batch.trained).select(rows)
+    free = trainer.score(part, want=("logprobs", ROUTES))
+    if routing.replay == "off":
+        return _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
+    own = free[ROUTES].long()
+    check_routes(batch, tuple(own.shape[2:]), routing.experts)
+    metrics = _loads(batch.extras[ROUTES], _first(batch, batch.extras[ROUTED]), routing.experts)
+    known, given = _first(part, part.extras[ROUTED]), part.extras[ROUTES].long()
+    differ = 1 - float(_same(given, own)[known].mean())
+    check_agreement(given, own, known, routing.experts, rows.tolist())
+    sampled = part.loss_mask & part.require("logprobs_known", "routing_metrics")[:, None]
+    fixed = trainer.score(part)["logprobs"]
+    for name, found in (("free", free["logprobs"]), ("replayed", fixed)):
+        if bool(sampled.any()):
+            gap = (found - part.logprobs)[sampled].abs().mean()
+            metrics[f"train/logprob_gap_{name}"] = float(gap)
+    return {**metrics, "train/routes_differ": differ}
+
+
+def check_agreement(
+    given: Tensor, own: Tensor, known: Tensor, experts: int, rows: list[int]
+) -> None:
+    """Raises DataError where the routes that an engine named (B, T, layers, k) are not those of the
+    tokens, with what they seem to be; own: what the trainer chooses; known (B, T): which have some.
+
+    A legitimate route cannot be told from another one by itself, but many can: the share of equal
+    choices, less what two tokens of the layer agree by chance, over what they could agree beyond it
+    (Cohen's kappa), must be LEAST in each row and layer. rows: numbers of the rows."""
+    if given.shape[-1] > 1:
+        twice = known & (given[..., 0] == given[..., 1]).any(-1)
+        for row in twice.any(1).nonzero().flatten().tolist():
+            token = int(twice[row].nonzero()[0])
+            raise DataError(
+                f"batch: row {rows[row]}, token {token}: its routes name an expert twice, as zeros "
+                "do that stand for routes which an engine has not."
+            )
+    load = _load(own, known, experts)
+    whole = Agreement(given, own, known, load)
+    by_row, by_layer = whole.along(0), whole.along(2)
+    if bool((by_row >= LEAST).all()) and bool((by_layer >= LEAST).all()):
+        return
+    where = (
+        f"row {rows[int(by_row.argmin())]}"
+        if float(by_row.min()) <= float(by_layer.min())
+        else f"layer {int(by_layer.argmin())} of those with experts"
+    )
+    lowest = min(float(by_row.min()), float(by_layer.min()))
+    raise DataError(
+        f"batch: {where}: {lowest:.0%} of the experts that the engine named are the trainer's own "
+        f"choice, beyond chance; expected {LEAST:.0%} or more. "
+        f"{_seeming(given, own, known, load, by_layer)} Replayed, they would train another model; "
+        "mend the engine, or set trainer.router_replay=recompute."
+    )
+
+
+class Agreement:
+    """Of two choices of experts (B, T, layers, k), in its tokens `known` (B, T), one of which has
+    that `load` (layers, experts)."""
+
+    def __init__(self, given: Tensor, own: Tensor, known: Tensor, load: Tensor) -> None:
+        layers = torch.arange(given.shape[2])[:, None]
+        chance = load[layers, given].mean(-1)
+        self._known = known[..., None].expand(chance.shape)
+        self._beyond = (_same(given, own) - chance) * self._known
+        self._possible = (1 - chance) * self._known
+        self._each = given.shape[3]
+
+    def along(self, dim: int | None, untold: float = 1.0) -> Tensor:
+        """Kappa of each row (0) or layer (2), or of all together; `untold` where nothing can be
+        told."""
+        others = tuple(range(3)) if dim is None else tuple(one for one in range(3) if one != dim)
+        count, possible = self._known.sum(others), self._possible.sum(others)
+        found = self._beyond.sum(others) / possible.clamp(min=1e-9)
+        told = (count * self._each >= CHOICES) & (possible >= ALIKE * count)
+        return torch.where(told, found, untold)
+
+
+def _seeming(given: Tensor, own: Tensor, known: Tensor, load: Tensor, by_layer: Tensor) -> str:
+    """What wrong routes are, in a sentence."""
+    both = known[:, 1:] & known[:, :-1]
+    for ahead, first, second in (
+        ("before", given[:, 1:], own[:, :-1]),
+        ("behind", given[:, :-1], own[:, 1:]),
+    ):
+        if float(Agreement(first, second, both, load).along(None, untold=0.0)) >= LEAST:
+            return f"They are shifted by one token: each has those of the token {ahead} it."
+    for layer in (by_layer < LEAST).nonzero().flatten().tolist():
+        for other in range(own.shape[2]):
+            pair = given[:, :, layer, None], own[:, :, other, None]
+            found = Agreement(*pair, known, load[other, None]).along(None, untold=0.0)
+            if other != layer and float(found) >= LEAST:
+                return f"Layer {layer} has those of another layer, {other}."
+    return "They may be of older weights, of another model, or of other tokens."
+
+
+def _same(given: Tensor, own: Tensor) -> Tensor:
+    """(B, T, layers): the share of a token's experts that are in both."""
+    return (given[..., :, None] == own[..., None, :]).any(-1).float().mean(-1)
+
+
+def _load(routes: Tensor, known: Tensor, experts: int) -> Tensor:
+    """(layers, experts): the share of the tokens that go to each expert."""
+    flat = routes[known].long()
+    counts = [layer.flatten().bincount(minlength=experts) for layer in flat.unbind(1)]
+    return torch.stack(counts) / max(1, len(flat))
+
+
+def _loads(routes: Tensor, known: Tensor, experts: int) -> dict[str, float]:
+    most = routes.shape[3]
+    shares = _load(routes, known, experts).double() / most
+    used = torch.special.entr(shares).sum(1).exp().min()
+    possible = min(experts, most * int(known.sum()))
+    spread = (used - most) / (possible - most) if possible > most else 1.0
+    return {
+        "train/expert_load_max": float(shares.max()) * experts,
+        "train/expert_spread": float(spread),
+    }
+
+
+def _first(batch: Batch, counts: Tensor) -> Tensor:
+    """(B, T) bool: so many first tokens of each row."""
+    return torch.arange(batch.tokens.shape[1]) < counts[:, None]
+
+
+def _sample(batch: Batch, step: int) -> Tensor:
+    """Rows of the run's own rollout; those of peers and earlier steps are of other weights."""
+    source = batch.require("source", "routing_metrics")
+    own = (source == SOURCES.index("local")).nonzero().flatten()
+    draw = torch.Generator().manual_seed(step)
+    return own[torch.randperm(len(own), generator=draw)[:SAMPLE]].sort().values
