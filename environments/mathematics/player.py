@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from rlflow_environments.mathematics.problems import FAMILIES, text_of
 
-RIGHT = 0.3  # chance that a clumsy player writes a step's own value
+SLIPS, CHANCES = (0, 1, -1, 2), (0.3, 0.4, 0.2, 0.1)
+"""How far a clumsy player's values are off: most often by one, so that the likeliest is wrong."""
 
 
 def play(
@@ -21,8 +22,7 @@ def play(
     lines: list[str] = []
 
     def say(text: str, value: Fraction) -> Fraction:
-        if clumsy and generator.random() >= RIGHT:
-            value += generator.choice((-2, -1, 1, 2))
+        value += generator.choices(SLIPS, CHANCES)[0] if clumsy else 0
         lines.append(f"{text} = {text_of(value)}")
         return value
 
