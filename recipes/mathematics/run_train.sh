@@ -62,7 +62,7 @@ fi
 if [ -z "$model" ]; then
     model=runs/mathematics-policy-$seed
     [ -f "$model/config.json" ] || "$RLFLOW_PYTHON" -m rlflow env policy mathematics rlflow_environments.mathematics.player:play \
-        --config "$here/config/made.yaml" --out "$model" --turns 1 --seed "$seed" >/dev/null
+        --config "$here/config/made.yaml" --out "$model" --turns 1 --steps 800 --seed "$seed" >/dev/null
 fi
 exec "$RLFLOW_PYTHON" -m rlflow train --config "$here/config/made.yaml" --model "$model" ${arguments[@]+"${arguments[@]}"} \
     ${overrides[@]+"${overrides[@]}"}
