@@ -45,6 +45,7 @@ EXTRAS = {
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
+    "mathematics": ["math-verify>=0.9"],  # answers that are more than plain numbers
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "ray": ["ray>=2.40"],
     # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
@@ -97,6 +98,7 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
+            "mathematics = rlflow_environments.mathematics.environment:Mathematics",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries

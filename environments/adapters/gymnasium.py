@@ -1,9 +1,10 @@
-"""Any environment of gymnasium whose actions can be written: text, or a number of a discrete
-space."""
+"""Any environment of gymnasium whose actions can be written: text, a number of a discrete space,
+JSON for several numbers or named parts, or whatever a reader of the user's own understands."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,17 @@ from rlflow.errors import ConfigError, needing
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
-from rlflow_environments.adapters.text import beginning_with, formatted, seeded_tasks
+from rlflow_environments.adapters.actions import action_of, described, readable
+from rlflow_environments.adapters.text import READER, beginning_with, formatted, seeded_tasks
+
+logger = logging.getLogger(__name__)
 
 
 class GymnasiumEnvironment(Environment):
     """id: as for `gymnasium.make`, options: its further keywords. prompt: what stands before the
     first observation; {actions} says what can be done. formatter: `file.py:function` of an
-    observation, which gives its text. tasks_per_split: seeds of `reset`."""
+    observation, which gives its text. reader: `file.py:function` of a response, which gives the
+    action; without it numbers, text and JSON are read. tasks_per_split: seeds of `reset`."""
 
     shorthand = "id"
     stop = ("\n",)
@@ -34,6 +39,7 @@ class GymnasiumEnvironment(Environment):
         id: str,
         prompt: str = "Answer with one action per line. Actions: {actions}.\n",
         formatter: str | None = None,
+        reader: str | None = None,
         tasks_per_split: PositiveInt = 256,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -45,21 +51,18 @@ class GymnasiumEnvironment(Environment):
             game = self._gymnasium.make(id, **self._options)
         except Exception as error:  # noqa: BLE001 -- gymnasium's errors share no other parent
             raise ConfigError(f"environment.id: gymnasium cannot make '{id}': {error}") from None
-        space = game.action_space
+        self._space = game.action_space
         game.close()
-        spaces = self._gymnasium.spaces
-        if not isinstance(space, spaces.Text | spaces.Discrete):
+        self._read = READER.resolve(reader, "environment.reader") if reader else None
+        if self._read is None and not readable(self._space):
             raise ConfigError(
-                f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a "
-                "discrete space."
+                f"environment.id: '{id}' has actions of {self._space}; expected text, numbers, or "
+                "parts of these. Set environment.reader=file.py:function, which makes an action of "
+                "a response."
             )
-        numbers = isinstance(space, spaces.Discrete)
-        self._actions = f"{space.start} to {space.start + space.n - 1}" if numbers else "text"
-        self._space, self._numbers, self._prompt = (
-            space,
-            numbers,
-            prompt.replace("{actions}", self._actions),
-        )
+        self._actions = described(self._space)
+        self._prompt = prompt.replace("{actions}", self._actions)
+        self._look_at_seeds()
 
     def tasks(self, split: str) -> Sequence[Task]:
         return seeded_tasks(split, self._prompt, self._count)
@@ -73,11 +76,12 @@ class GymnasiumEnvironment(Environment):
         )
 
     def step(self, episode: Episode, response: str) -> Step:
-        said, state = response.strip(), episode.scratch
-        action = (
-            int(said) if self._numbers and said.lstrip("-").isdecimal() and len(said) < 10 else said
-        )
-        if not self._space.contains(action):
+        state = episode.scratch
+        try:
+            action = (self._read or self._plain)(response.strip())
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            action = None
+        if action is None or not self._space.contains(action):
             state["invalid"] += 1
             metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
             return Step(f"Not an action; one of: {self._actions}.\n", metrics=metrics)
@@ -87,3 +91,21 @@ class GymnasiumEnvironment(Environment):
 
     def close(self, episode: Episode) -> None:
         episode.scratch["game"].close()
+
+    def _plain(self, said: str) -> Any:
+        return action_of(self._space, said)
+
+    def _look_at_seeds(self) -> None:
+        """Says so where a seed gives another beginning each time: the attempts of a group would
+        face other problems each."""
+        shown = []
+        for _ in range(2):
+            game = self._gymnasium.make(self._id, **self._options)
+            shown.append(self._text(game.reset(seed=0)[0]))
+            game.close()
+        if shown[0] != shown[1]:
+            logger.warning(
+                "environment.id: '%s' begins differently each time it is reset with the same seed: "
+                "the attempts of a group face different problems, and no run can be repeated.",
+                self._id,
+            )

@@ -11,16 +11,16 @@ from rlflow.errors import ConfigError, did_you_mean, needing
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
+from rlflow_environments.common.blocks import blocks
 
 
 class ReasoningGym(Environment):
     """dataset: its name in reasoning_gym, options: its further keywords. prompt: around {question};
-    the answer is the response, up to a line break. tasks_per_split: problems of each split, from
-    other seeds."""
+    the answer is the response, up to a line break; with `tag` what the last such tags hold, after
+    whatever reasoning. tasks_per_split: problems of each split, from other seeds."""
 
     shorthand = "dataset"
     harmless_options = ("dataset", "tasks_per_split", "seed")
-    stop = ("\n",)
     metrics = {
         "score": Metric("share", "what the data set's own rule gives", score=True),
         "solved": Metric("share", "of answers with the full score"),
@@ -33,7 +33,9 @@ class ReasoningGym(Environment):
         tasks_per_split: PositiveInt = 512,
         seed: int = 0,
         options: dict[str, Any] | None = None,
+        tag: str | None = None,
     ) -> None:
+        self.stop, self._tag = ((f"</{tag}>",) if tag else ("\n",)), tag
         with needing("environment reasoning_gym", "pip install reasoning-gym"):
             library = importlib.import_module("reasoning_gym")
             factory = importlib.import_module("reasoning_gym.factory")
@@ -62,7 +64,9 @@ class ReasoningGym(Environment):
 
     def step(self, episode: Episode, response: str) -> Step:
         data, number = self._data[episode.task.metadata["split"]], episode.task.metadata["number"]
-        score = float(data.score_answer(response.strip(), data[number]))
+        answers = blocks(self._tag, response) if self._tag else [response]
+        answer = answers[-1].strip() if answers else None  # which the rules know as no answer
+        score = float(data.score_answer(answer, data[number]))
         return Step(
             reward=score, terminated=True, metrics={"score": score, "solved": float(score >= 1)}
         )

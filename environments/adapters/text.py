@@ -12,6 +12,9 @@ from rlflow.types import Task
 FORMATTER = Kind("formatter", call=1)
 """`file.py:function` of an observation, which gives its text."""
 
+READER = Kind("reader", call=1)
+"""`file.py:function` of a response, which gives the action. Raises ValueError for none."""
+
 VALIDATION = 1_000_000  # the first seed of the validation tasks
 
 

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 WORD_S, LIMIT_S = 10, 60
 """Seconds without the end of a call after which the check says so, and after which it ends."""
 FOREVER_S = 1e6  # the check ends before
+TOGETHER_S = 5.0  # for a second episode beside the first, where there is a place for it
 BLOCKED_S = 0.05  # median of an async method that is said to hold up all other episodes
 
 
@@ -239,11 +240,7 @@ class _Audit:
         chosen = [tasks[generator.randrange(len(tasks))] for _ in range(self.episodes)]
         before = copy.deepcopy(chosen)
         words = random_agent(self.environment, self.seed)
-        agents = [
-            words,
-            scripted_agent(self.environment),
-            answering_agent(self.environment),
-        ]
+        agents = [words, scripted_agent(self.environment), answering_agent(self.environment)]
         await self.check_reset(chosen[0])
         plays: list[Play] = []
         for agent in agents:
@@ -260,9 +257,7 @@ class _Audit:
         describe(self.report, self.environment, plays, self.max_turns, self.sets_stop)
 
     async def play_player(self, agent: Agent, tasks: Sequence[Task]) -> list[Play]:
-        plays: list[Play] = await asyncio.gather(
-            *(self.play(task, agent) for task in tasks)
-        )
+        plays: list[Play] = await asyncio.gather(*(self.play(task, agent) for task in tasks))
         rewards = [play.reward for play in plays if not play.failed]
         if rewards:
             mean, ended = (
@@ -285,14 +280,24 @@ class _Audit:
                 )
 
     async def check_reset(self, task: Task) -> None:
-        """Two episodes of one task must not share state."""
-        calls = [
-            await self.call("reset", self.environment.reset, task) for _ in range(2)
+        """Two episodes of one task must not share state. The second may have to wait for the
+        first's place."""
+        resets = [
+            asyncio.create_task(self.call("reset", self.environment.reset, task))
+            for _ in range(2)
         ]
-        for worked, episode in calls:
+        _, waiting = await asyncio.wait(resets, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=TOGETHER_S)
+        if waiting:
+            self.report.note(
+                f"a second reset waits for the first episode's end, or takes over {TOGETHER_S:g} s"
+            )
+        for reset in sorted(resets, key=lambda one: not one.done()):
+            worked, episode = await reset
             if worked and self.accept_episode(episode):
                 await self.call("close", self.environment.close, episode)
-        first, second = (episode for _, episode in calls)
+        first, second = (reset.result()[1] for reset in resets)
         both = isinstance(first, Episode) and isinstance(second, Episode)
         if both and (first is second or first.scratch is second.scratch):
             advice = "return a new Episode(task, scratch={...}) each time"

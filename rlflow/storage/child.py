@@ -174,6 +174,18 @@ def start_listener(
     )
 
 
+def start_answering(*arguments: str) -> subprocess.Popen[bytes]:
+    """An interpreter with these arguments that reads what it is asked from a pipe, and ends with
+    it; it answers through another. With site packages, quiet, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-I", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 def telling_line(lines: Sequence[str]) -> str:
     """The last line that tells of an error, else the last one."""
     telling = [line for line in lines if "Error" in line] or lines

@@ -66,7 +66,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "faiss": ("environments/retrieval/",),
     "qdrant_client": ("environments/retrieval/indices/",),
     "bm25s": ("environments/retrieval/indices/",),
-    "pyarrow": ("environments/search/questions/",),
+    "pyarrow": ("environments/common/",),
     "bs4": ("environments/search/own_documents/",),
     "markdown_it": ("environments/search/own_documents/",),
     "huggingface_hub": ("environments/retrieval/", "recipes/searchr1/", "rlflow/models/"),

@@ -23,8 +23,9 @@ from rlflow.components import check_options
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.types import Task
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, refuse, text_of
+from rlflow_environments.common.rows import read_rows
 from rlflow_environments.search.protocols.text import render_prompt
-from rlflow_environments.search.questions.files import find_sets, read_rows, set_name
+from rlflow_environments.search.questions.files import find_sets, set_name
 
 logger = logging.getLogger(__name__)
 

@@ -262,15 +262,19 @@ class FewPlaces(Good):
         self.places.release()
 
 
-def test_a_reset_that_waits_for_one_of_few_places_gets_it() -> None:
-    report = check_environment(FewPlaces(), episodes=40)
-    assert report.passed and any(fact.startswith("120 episodes") for fact in report.facts)
+@pytest.mark.parametrize("places", [1, 2, 8])
+def test_a_reset_that_waits_for_one_of_few_places_gets_it(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "TOGETHER_S", 0.2)
+    monkeypatch.setattr(environments, "LIMIT_S", 5)
+    report = check_environment(FewPlaces(places), episodes=40)
+    assert report.passed and any(fact.startswith("120 episodes") for fact in report.facts), str(report)
+    assert (places == 1) == any("a second reset waits for the first episode's end" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (FewPlaces(places=1), "no call has ended for 2 s: reset (1 calls)"),  # `check` opens two at a time
+        (FewPlaces(places=1), "no call has ended for 2 s: reset (2 calls)"),  # its one place is taken
         (broken(step=blocking(itertools.chain([6.0], itertools.repeat(0.0)))), "step (1 calls); step ("),
         (broken(tasks=lambda self, split: time.sleep(6.0)), "tasks('train') (1 calls)"),
     ],

@@ -136,6 +136,82 @@ def test_a_text_space_and_a_formatter(tmp_path: Path) -> None:
     assert (second.reward, second.terminated, second.metrics["finished"]) == (0.0, True, 1.0)
 
 
+SPACES = """
+import gymnasium, numpy
+from gymnasium import spaces
+
+PARTS = {"move": spaces.MultiDiscrete([3, 2]), "say": spaces.Text(5), "by": spaces.Box(0.0, 1.0, (2,))}
+
+class Echo(gymnasium.Env):
+    observation_space = spaces.Text(1000)
+
+    def __init__(self, kind="Dict", repeats=True):
+        self.action_space = spaces.Dict(PARTS) if kind == "Dict" else getattr(spaces, kind)(*KINDS[kind])
+        self.repeats = repeats
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed if self.repeats else None)
+        return str(self.np_random.integers(10**9)), {}
+
+    def step(self, action):
+        return repr(action), 1.0, False, False, {}
+
+KINDS = {"MultiDiscrete": [[3, 2]], "MultiBinary": [2], "Sequence": [spaces.Discrete(2)],
+         "Tuple": [(spaces.Discrete(3), spaces.Text(2))]}
+
+def pair(said):
+    return tuple(int(one) for one in said.split("+"))
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> str:
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    (tmp_path / "echo_game.py").write_text(SPACES)
+    gymnasium.register("rlflow/Echo-v0", ENVIRONMENT.resolve(f"{tmp_path / 'echo_game.py'}:Echo"), max_episode_steps=99,
+                       disable_env_checker=True)  # fmt: skip
+    return "gymnasium:rlflow/Echo-v0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "actions", "right", "wrong"),
+    [
+        ("Dict", '{"by": [(2,) of 0 to 1], "move": [0 to 2, 0 to 1], "say": text} as JSON',
+         '{"move": [2, 1], "say": "hi", "by": [0, 0.5]}',
+         ('{"move": [2, 2], "say": "hi", "by": [0, 0.5]}', '{"move": [2, 1], "say": "hi"}', "[2, 1]", "[" * 5_000, "hi",
+          '{"move": [2, 0.5], "say": "hi", "by": [0, 0.5]}', '{"move": [2, [1]], "say": 3, "by": []}')),
+        ("MultiDiscrete", "[0 to 2, 0 to 1] as JSON", "[2, 1]", ("2 1", "[1.0, 1]", "[true, true]", "[2]", "9" * 9_999)),
+        ("MultiBinary", "[(2,) of 0 and 1] as JSON", "[1, 0]", ("[1, 2]", "null")),
+        ("Tuple", "[0 to 2, text] as JSON", '[1, "a"]', ('[3, "a"]', '[1]', '{"0": 1, "1": "a"}', '[true, "a"]')),
+    ],
+)  # fmt: skip
+def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, wrong: tuple[str, ...], echo: str) -> None:
+    environment = made(echo, options={"kind": kind}, tasks_per_split=2)
+    episode = environment.reset(environment.tasks("train")[0])
+    assert f"Actions: {actions}." in episode.task.prompt
+    assert environment.step(episode, right).reward == 1.0
+    for said in wrong:
+        assert environment.step(episode, said).observation.startswith("Not an action"), said
+    assert environment.step(episode, "").metrics["invalid_actions"] == len(wrong) + 1
+    keeps_the_contract(environment)
+
+
+def test_a_reader_makes_the_actions_of_any_space(echo: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has actions of Sequence\(Discrete\(2\), stack=False\).*environment\.reader"):
+        made(echo, options={"kind": "Sequence"})
+    environment = made(echo, options={"kind": "Sequence"}, reader=f"{tmp_path}/echo_game.py:pair")
+    episode = environment.reset(environment.tasks("train")[0])
+    assert environment.step(episode, "1+0+1\n").observation == "(1, 0, 1)\n"
+    assert environment.step(episode, "1+2\n").reward == environment.step(episode, "one").reward == 0.0
+
+
+def test_a_game_whose_seeds_do_not_repeat_is_told_of(echo: str, caplog: pytest.LogCaptureFixture) -> None:
+    made(echo)
+    assert "same seed" not in caplog.text
+    made(echo, options={"repeats": False})
+    assert "begins differently each time it is reset with the same seed" in caplog.text
+
+
 # --------------------------------------------------------------------------------------------------------- reasoning_gym
 
 

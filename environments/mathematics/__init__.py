@@ -1,0 +1,1 @@
+"""Problems of mathematics: made by rule or out of files, with answers that are checked."""

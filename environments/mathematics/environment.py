@@ -1,0 +1,159 @@
+"""Problems of mathematics with an answer in a box, which is checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.report.metrics import Metric
+from rlflow.types import Episode, Step, Task
+from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.mathematics.answers import boxed, number, on_last_line
+from rlflow_environments.mathematics.files import read_tasks
+from rlflow_environments.mathematics.problems import FAMILIES, made_tasks
+from rlflow_environments.mathematics.verifier import Verifier, VerifierError
+
+NO_ANSWER = "No \\boxed{} with an answer.\n"
+SHARE_OF_VAL = 10  # every tenth problem of a file without one for validation
+PROMPTS = {
+    "made": "Find {question}. Answer in \\boxed{}.\n",
+    "file": "{question}\nReason step by step, and put the final answer in \\boxed{}.\n",
+}
+
+
+class Mathematics(Environment):
+    r"""One response per problem; the reward is 1 where the last `\boxed{}` holds an answer that
+    equals the problem's, else 0. An answer that cannot be checked (too long, or its check takes too
+    much time or memory) aborts the episode, or counts as wrong.
+
+    Plain numbers are compared exactly; whatever else by math-verify, in processes of their own."""
+
+    harmless_options = ("families", "highest", "tasks_per_split", "seed", "unchecked")
+    metrics = {
+        "solved": Metric("share", "of problems answered right", score=True, shown="solved {:.2f}"),
+        "answered": Metric("share", "of responses with an answer in a box"),
+        "mathematics/checks": Metric("count", "of answers by math-verify", "sum"),
+        "mathematics/unchecked": Metric(
+            "count",
+            "of answers that could not be checked",
+            "sum",
+        ),
+    }
+
+    def __init__(
+        self,
+        train: str | None = None,
+        val: str | None = None,
+        families: Sequence[str] = ("sum", "difference", "product", "equation", "sequence"),
+        highest: PositiveInt = 9,
+        tasks_per_split: PositiveInt = 512,
+        *,
+        prompt: str | None = None,
+        stop: Sequence[str] | None = None,
+        checks: Literal["numbers", "math-verify"] | None = None,
+        unchecked: Literal["abort", "wrong"] = "abort",
+        timeout_s: PositiveFloat = 5.0,
+        memory_mb: PositiveInt = 2048,
+        at_once: PositiveInt | None = None,
+        seed: int = 0,
+    ) -> None:
+        """train, val: files of problems; without val every tenth of train's; without both, problems
+        are made. families, highest, tasks_per_split, seed: of made ones. prompt: around {question}.
+        stop: stop strings; none: a line break where problems are made. checks: none: `numbers`
+        where they are made, which takes no other answer. unchecked: what an answer is that cannot
+        be checked. timeout_s, memory_mb: of a check. at_once: checks at the same time; none: one
+        per processor. Raises ConfigError, DataError, MissingPackageError."""
+        known = [family.name for family in FAMILIES]
+        for name in families:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ConfigError(
+                    f"environment.families: expected some of {', '.join(known)}, found '{name}'."
+                    f"{hint}"
+                )
+        made = train is None and val is None
+        self.stop = tuple(stop) if stop is not None else (("\n",) if made else ())
+        self._prompt = prompt or PROMPTS["made" if made else "file"]
+        if "{question}" not in self._prompt:
+            raise ConfigError(
+                f"environment.prompt: expected a text with {{question}}, found '{self._prompt}'."
+            )
+        if made:
+            options = (families, highest, seed, self._prompt)
+            self._tasks = {
+                split: made_tasks(split, tasks_per_split, *options) for split in ("train", "val")
+            }
+        else:
+            self._tasks = _out_of_files(train, val, self._prompt)
+        at_once = at_once or len(os.sched_getaffinity(0))
+        numbers = checks == "numbers" or (made and checks is None)
+        self._verifier = None if numbers else Verifier(at_once, timeout_s, memory_mb)
+        self._unchecked = unchecked
+        self._told = (0, 0)
+
+    @classmethod
+    def evaluation_options(cls, path: str) -> dict[str, Any]:
+        return {"val": path}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._tasks.get(split, [])
+
+    def task_from_text(self, text: str) -> Task:
+        return Task("asked", self._prompt.replace("{question}", text))
+
+    def step(self, episode: Episode, response: str) -> Step:
+        task = episode.task
+        found = boxed(response)
+        if found is None and (task.metadata or {}).get("line"):
+            found = on_last_line(response)
+        if not found:
+            return Step(NO_ANSWER, terminated=True, metrics={"solved": 0.0, "answered": 0.0})
+        solved = task.answer is not None and self._equal(str(task.answer), found)
+        said = "Right.\n" if solved else f"Wrong: it is {task.answer}.\n"
+        return Step(said, float(solved), True, {"solved": float(solved), "answered": 1.0})
+
+    def report(self) -> dict[str, float]:
+        verifier, before = self._verifier, self._told
+        if verifier is None:
+            return {}
+        self._told = (verifier.checked, verifier.unchecked)
+        names = ("mathematics/checks", "mathematics/unchecked")
+        counts = zip(names, self._told, before, strict=True)
+        return {name: float(now - earlier) for name, now, earlier in counts}
+
+    def shutdown(self) -> None:
+        if self._verifier is not None:
+            self._verifier.close()
+
+    def _equal(self, wanted: str, found: str) -> bool:
+        if wanted == found:
+            return True
+        values = number(wanted), number(found)
+        if None not in values and values[0] == values[1]:
+            return True
+        whole = all(value is not None and value.denominator == 1 for value in values)
+        if self._verifier is None or whole:
+            return False
+        try:
+            return self._verifier.same(wanted, found)
+        except VerifierError:
+            if self._unchecked == "abort":
+                raise
+            return False
+
+
+def _out_of_files(train: str | None, val: str | None, prompt: str) -> dict[str, list[Task]]:
+    tasks = {
+        split: read_tasks(path, split, prompt)
+        for split, path in (("train", train), ("val", val))
+        if path is not None
+    }
+    if val is None:
+        every = tasks["train"]
+        tasks["val"] = every[::SHARE_OF_VAL]
+        held_out = {task.id for task in tasks["val"]}
+        tasks["train"] = [task for task in every if task.id not in held_out]
+    return tasks

@@ -1,0 +1,80 @@
+"""Problems out of files: GSM8K's and DAPO-Math's, by their fields.
+
+gsm8k   question, and answer: working that ends with `#### 42` (openai/gsm8k)
+dapo    prompt, messages or text, and reward_model.ground_truth (BytedTsinghua-SIA/DAPO-Math-17k,
+        which holds each problem about a hundred times; open-r1's processed one; verl's others)
+plain   problem or question, and answer or solution that is the answer alone"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlflow.types import Task
+from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
+from rlflow_environments.common.rows import Row, read_rows
+from rlflow_environments.mathematics.answers import LAST_LINE, boxed
+
+MARK = "####"
+
+
+def read_tasks(path: str, split: str, prompt: str) -> list[Task]:
+    """The tasks of a file, a problem that is there twice once. Raises DataError."""
+    what, bad = "problems", []
+    found: dict[str, Task] = {}
+    for name, row in read_rows(path, what):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            question, answer = _problem(row)
+        except BadRow as problem:
+            bad.append((name, str(problem)))
+            continue
+        task_id = f"{split}-{len(found)}"
+        found.setdefault(_key(question), _task(task_id, question, answer, prompt))
+    refuse(Path(path), what, bad, len(found))
+    return list(found.values())
+
+
+def _problem(row: Row) -> tuple[Any, str]:
+    """(messages or text, answer) of a row. Raises BadRow."""
+    if isinstance(row.get("reward_model"), Mapping):
+        answer = text_of(dict(row["reward_model"]), "ground_truth")
+        return _messages(row.get("prompt")), boxed(answer) or answer.strip()
+    question = text_of(row, "problem" if "problem" in row else "question")
+    answer = text_of(row, "answer" if "answer" in row else "solution")
+    if MARK in answer:
+        answer = answer.rsplit(MARK, 1)[1].strip().replace(",", "")
+        if not answer:
+            raise BadRow(f"'answer': expected '{MARK} NUMBER' at its end, found nothing behind it")
+    return question, boxed(answer) or answer.strip()
+
+
+def _messages(prompt: Any) -> Any:
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    fine = (
+        isinstance(prompt, list)
+        and prompt
+        and all(
+            isinstance(one, Mapping) and isinstance(one.get("content"), str) and "role" in one
+            for one in prompt
+        )
+    )
+    if not fine:
+        raise BadRow(f"'prompt': expected text or messages, found {kind_of(prompt)}")
+    return [{"role": one["role"], "content": one["content"]} for one in prompt]
+
+
+def _key(question: Any) -> str:
+    if isinstance(question, str):
+        return question
+    return "\n".join(message["content"] for message in question)
+
+
+def _task(name: str, question: Any, answer: str, prompt: str) -> Task:
+    """Messages stay as they are; those that ask for a last line `Answer: ...` take one."""
+    text = isinstance(question, str)
+    shown = prompt.replace("{question}", question) if text else question
+    return Task(name, shown, answer, {"line": not text and LAST_LINE in _key(question).lower()})

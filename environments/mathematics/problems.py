@@ -1,0 +1,151 @@
+"""Problems made by rule: families of questions, each with the working that solves it."""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlflow.types import Task
+
+Say = Callable[[str, Fraction], Fraction]
+"""Writes `3 + 4` and its value as a line of the working; returns the value that was written."""
+Numbers = Sequence[int]
+SHARE_OF_VAL = 4  # every fourth question is for validation
+
+
+@dataclass(frozen=True)
+class Family:
+    """Questions of one form. words: with {} for each number. draw: the numbers, of at most that
+    size. work: says the steps, and returns the answer."""
+
+    name: str
+    words: str
+    draw: Callable[[random.Random, int], Numbers]
+    work: Callable[..., Fraction]
+
+    def numbers(self, text: str) -> list[int] | None:
+        """Those of the first question of this family in a text; None without one."""
+        pattern = re.escape(self.words).replace(re.escape("{}"), r"(-?\d{1,9})")
+        match = re.search(pattern, text)
+        return [int(one) for one in match.groups()] if match else None
+
+
+def _three(drawn: random.Random, top: int) -> Numbers:
+    return [drawn.randint(1, top) for _ in range(3)]
+
+
+def _sum(say: Say, a: int, b: int, c: int) -> Fraction:
+    first = say(f"{a} + {b}", Fraction(a + b))
+    return say(f"{first} + {c}", first + c)
+
+
+def _difference(say: Say, a: int, b: int, c: int) -> Fraction:
+    first = say(f"{a} + {b}", Fraction(a + b))
+    return say(f"{first} - {c}", first - c)
+
+
+def _product(say: Say, a: int, b: int, c: int) -> Fraction:
+    first = say(f"{a} * {b}", Fraction(a * b))
+    return say(f"{first} + {c}", first + c)
+
+
+def _remainder_numbers(drawn: random.Random, top: int) -> Numbers:
+    by = drawn.randint(5, max(5, top))  # below, an answer would be guessed too often
+    return [drawn.randint(1, top) * by + drawn.randrange(by), by]
+
+
+def _remainder(say: Say, a: int, b: int) -> Fraction:
+    nearest = say(f"{a // b} * {b}", Fraction(a // b * b))
+    return say(f"{a} - {nearest}", a - nearest)
+
+
+def _equation_numbers(drawn: random.Random, top: int) -> Numbers:
+    a, b, x = drawn.randint(2, max(2, top)), drawn.randint(1, top), drawn.randint(1, top)
+    return [a, b, a * x + b]
+
+
+def _equation(say: Say, a: int, b: int, c: int) -> Fraction:
+    left = say(f"{c} - {b}", Fraction(c - b))
+    return say(f"{left} / {a}", left / a)
+
+
+def _sequence_numbers(drawn: random.Random, top: int) -> Numbers:
+    first, step = drawn.randint(1, top), drawn.randint(1, top)
+    return [first + number * step for number in range(3)]
+
+
+def _sequence(say: Say, a: int, b: int, c: int) -> Fraction:
+    step = say(f"{b} - {a}", Fraction(b - a))
+    return say(f"{c} + {step}", c + step)
+
+
+def _percent_numbers(drawn: random.Random, top: int) -> Numbers:
+    return [10 * drawn.randint(1, 9), 10 * drawn.randint(1, top)]
+
+
+def _percent(say: Say, a: int, b: int) -> Fraction:
+    hundredth = say(f"{b} / 10", Fraction(b, 10))
+    return say(f"{hundredth} * {a // 10}", hundredth * (a // 10))
+
+
+def _fraction_numbers(drawn: random.Random, top: int) -> Numbers:
+    return [drawn.randint(1, top), drawn.randint(1, top), drawn.randint(2, max(2, top))]
+
+
+def _fraction(say: Say, a: int, b: int, c: int) -> Fraction:
+    over = say(f"{a} + {b}", Fraction(a + b))
+    return say(f"{over} / {c}", over / c)
+
+
+FAMILIES = (
+    Family("sum", "{} + {} + {}", _three, _sum),
+    Family("difference", "{} + {} - {}", _three, _difference),
+    Family("product", "{} * {} + {}", _three, _product),
+    Family("remainder", "{} mod {}", _remainder_numbers, _remainder),
+    Family("equation", "x with {}x + {} = {}", _equation_numbers, _equation),
+    Family("sequence", "the number after {}, {}, {}", _sequence_numbers, _sequence),
+    Family("percent", "{}% of {}", _percent_numbers, _percent),
+    Family("fraction", "({} + {}) / {}", _fraction_numbers, _fraction),
+)
+
+
+def text_of(value: Fraction) -> str:
+    r"""`-3`, or `\frac{3}{4}`."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    sign = "-" if value < 0 else ""
+    return f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def silent(text: str, value: Fraction) -> Fraction:
+    """A `Say` that writes nothing."""
+    return value
+
+
+def made_tasks(
+    split: str, count: int, families: Sequence[str], highest: int, seed: int, prompt: str
+) -> list[Task]:
+    """Tasks of these families in turn; no question is in both splits."""
+    named = {family.name: family for family in FAMILIES}
+    chosen = [named[name] for name in families]
+    return [
+        _made_task(f"{split}-{number}", chosen[number % len(chosen)], split, highest, seed, prompt)
+        for number in range(count)
+    ]
+
+
+def _made_task(
+    name: str, family: Family, split: str, highest: int, seed: int, prompt: str
+) -> Task:
+    drawn = random.Random(f"{seed}/{name}")
+    while True:
+        numbers = family.draw(drawn, highest)
+        question = family.words.format(*numbers)
+        if (zlib.crc32(question.encode()) % SHARE_OF_VAL == 0) == (split == "val"):
+            break
+    answer = text_of(family.work(silent, *numbers))
+    return Task(name, prompt.replace("{question}", question), answer, {"family": family.name})

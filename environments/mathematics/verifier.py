@@ -1,0 +1,143 @@
+"""Checks of answers in processes of their own, each with a deadline and a memory limit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import RLFlowError, install_command, needing
+from rlflow.storage.child import start_answering
+
+WORKER = Path(__file__).with_name("worker.py")
+START_S, GRACE_S = 60.0, 2.0
+MOST_CHARACTERS = 2_000  # of an answer that is looked at
+
+
+class VerifierError(RLFlowError):
+    """An answer could not be checked: neither right nor wrong."""
+
+
+class Verifier:
+    """At most `at_once` processes of math-verify, started when they are needed and again after one
+    that ended. Its methods may be called from many threads.
+
+    timeout_s, memory_mb: of a check. Raises MissingPackageError."""
+
+    def __init__(
+        self, at_once: int, timeout_s: float, memory_mb: int, program: Path = WORKER
+    ) -> None:
+        with needing("environment mathematics", install_command("mathematics")):
+            if importlib.util.find_spec("math_verify") is None:
+                raise ImportError(name="math-verify")
+        self.checked = self.unchecked = 0
+        self._timeout_s, self._command = timeout_s, (str(program), str(memory_mb))
+        self._places = threading.Semaphore(at_once)
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+
+    def same(self, wanted: str, found: str) -> bool:
+        """Whether the answers are equal. Raises VerifierError where that cannot be found out."""
+        try:
+            if len(found) > MOST_CHARACTERS:
+                raise VerifierError(
+                    f"mathematics: an answer of {len(found):,} characters is not checked; at most "
+                    f"{MOST_CHARACTERS:,}."
+                )
+            with self._places:
+                same = self._asked({"wanted": wanted, "found": found, "limit_s": self._timeout_s})
+        except VerifierError:
+            with self._lock:
+                self.unchecked += 1
+            raise
+        with self._lock:
+            self.checked += 1
+        return same
+
+    def close(self) -> None:
+        """Ends the processes, those that are busy when their check is over."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for process in idle:
+            _end(process)
+
+    def _asked(self, question: dict[str, Any]) -> bool:
+        process = self._taken()
+        try:
+            answer = _exchange(process, question, self._timeout_s + GRACE_S)
+        except BaseException:
+            _end(process)
+            raise
+        with self._lock:
+            kept = not self._closed
+            if kept:
+                self._idle.append(process)
+        if not kept:
+            _end(process)
+        if "same" not in answer:
+            raise VerifierError(f"mathematics: a check failed: {answer.get('failed', answer)}.")
+        return bool(answer["same"])
+
+    def _taken(self) -> subprocess.Popen[bytes]:
+        """A process that waits for a question; a new one where none does."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            self._closed = False
+        process = start_answering(*self._command)
+        try:
+            _exchange(process, None, START_S)
+        except BaseException:
+            _end(process)
+            raise
+        return process
+
+
+def _exchange(
+    process: subprocess.Popen[bytes], question: dict[str, Any] | None, limit_s: float
+) -> dict[str, Any]:
+    """The next line of a process, after a question. Raises VerifierError."""
+    assert process.stdin is not None and process.stdout is not None
+    until, data = time.monotonic() + limit_s, b""
+    try:
+        if question is not None:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not data.endswith(b"\n"):
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise VerifierError(f"mathematics: a check did not end within {limit_s:g} s.")
+                more = os.read(process.stdout.fileno(), 1 << 16)
+                if not more:
+                    raise VerifierError(f"mathematics: {_how_it_ended(process, limit_s)}.")
+                data += more
+        answer: dict[str, Any] = json.loads(data)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
+        raise VerifierError(f"mathematics: a check's process failed: {problem}.") from None
+    return answer
+
+
+def _how_it_ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    code = process.wait(GRACE_S)
+    if code == -signal.SIGALRM:
+        return f"a check did not end within {limit_s - GRACE_S:g} s"
+    return f"the process of a check ended with code {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    process.wait()
