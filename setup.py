@@ -46,6 +46,7 @@ EXTRAS = {
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
+    "mcp": ["mcp>=2.0,<3"],
     "ray": ["ray>=2.40"],
     # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
     "vllm": ["vllm>=0.32,<0.34"],
@@ -97,10 +98,13 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
+            "bash = rlflow_environments.sandboxed.shell:ShellTasks",
+            "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "mcp = rlflow_environments.adapters.mcp:McpTools",
             "openenv = rlflow_environments.adapters.openenv:OpenEnv",
             "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
             "verifiers = rlflow_environments.adapters.verifiers:make",
