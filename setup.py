@@ -47,6 +47,7 @@ EXTRAS = {
     "gymnasium": ["gymnasium>=1.0"],
     "mathematics": ["math-verify>=0.9"],  # answers that are more than plain numbers
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
+    "mcp": ["mcp>=2.0,<3"],
     "ray": ["ray>=2.40"],
     # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
     "vllm": ["vllm>=0.32,<0.34"],
@@ -99,10 +100,13 @@ setup(
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
             "mathematics = rlflow_environments.mathematics.environment:Mathematics",
+            "bash = rlflow_environments.sandboxed.shell:ShellTasks",
+            "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "mcp = rlflow_environments.adapters.mcp:McpTools",
             "openenv = rlflow_environments.adapters.openenv:OpenEnv",
             "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
             "verifiers = rlflow_environments.adapters.verifiers:make",

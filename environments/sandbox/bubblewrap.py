@@ -37,12 +37,14 @@ class SandboxError(RLFlowError):
 @dataclass(frozen=True)
 class Confines:
     """What surrounds programs. readable: folders and files that they may read, beside the system's
-    and this interpreter's. network: whether they reach it."""
+    and this interpreter's. network: whether they reach it. places: further writable folders, as
+    programs of an image expect them; bubblewrap alone has them."""
 
     limits: Limits = field(default_factory=Limits)
     confinement: Confinement = "bubblewrap"
     readable: tuple[str, ...] = ()
     network: bool = False
+    places: tuple[str, ...] = ()
 
 
 def command(confines: Confines, folder: str, filter_fd: int) -> list[str]:
@@ -56,6 +58,7 @@ def command(confines: Confines, folder: str, filter_fd: int) -> list[str]:
         "limits": asdict(confines.limits),
         "confined": confined,
         "folder": folder,
+        "places": confines.places if confined else (),
         "uid": uid,
     }
     own = [sys.executable, "-I", "-S", "-B"]
@@ -100,6 +103,9 @@ def _file_system(confines: Confines) -> list[str]:
     """Mounts: the system and Python read-only, and two small file systems in memory."""
     space = ["--perms", "1777", "--size", str(confines.limits.disk_mb << 20), "--tmpfs"]
     words = ["--proc", "/proc", "--dev", "/dev", *space, "/dev/shm", *space, FOLDER]
+    words += _parents(confines.places)
+    for place in confines.places:
+        words += [*space, place]
     words += ["--perms", "1777", "--dir", f"{FOLDER}/tmp", "--symlink", f"{FOLDER[1:]}/tmp", "/tmp"]
     words += ["--ro-bind", "/usr", "/usr"]
     for path in (Path("/", name) for name in SYSTEM):
@@ -108,9 +114,7 @@ def _file_system(confines: Confines) -> list[str]:
         elif path.is_dir():
             words += ["--ro-bind", str(path), str(path)]
     folders = _outermost([*_python_folders(), *confines.readable])
-    above = {str(parent) for folder in folders for parent in Path(folder).parents} - {"/"}
-    for folder in ["/etc", "/run", *sorted(above)]:  # which bubblewrap makes for root alone
-        words += ["--perms", "0755", "--dir", folder]
+    words += _parents(["/etc/x", "/run/x", *folders])
     for name in SETTINGS + (NETWORK_SETTINGS if confines.network else ()):
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for folder in folders:
@@ -118,6 +122,12 @@ def _file_system(confines: Confines) -> list[str]:
     for name in ("supervisor.py", "kept.py"):
         words += ["--ro-bind", str(HERE / name), f"/run/{name}"]
     return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+
+def _parents(paths: Sequence[str]) -> list[str]:
+    """The folders above them, which bubblewrap would make for root alone."""
+    above = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    return [word for folder in sorted(above) for word in ("--perms", "0755", "--dir", folder)]
 
 
 def _python_folders() -> list[str]:

@@ -136,7 +136,7 @@ def become(request: dict[str, Any], limits: dict[str, Any], descriptors: list[in
 class Supervisor:
     """Plays programs one after another.
 
-    limits: as limits.Limits has them. confined: this is process 1 of a namespace."""
+    limits: as limits.Limits has them, with the places. confined: process 1 of a namespace."""
 
     def __init__(self, limits: dict[str, Any], confined: bool) -> None:
         memory = limits["memory_mb"] << 20
@@ -231,7 +231,7 @@ class Supervisor:
             used["processes"] += int(fields[17])  # threads
             used["memory"] += int(fields[21]) * page
             used["cpu_s"] += sum(map(int, fields[11:15])) / ticks
-        for folder in (".", "/dev/shm") if self._confined else ():
+        for folder in (".", "/dev/shm", *self._limits["places"]) if self._confined else ():
             disk = os.statvfs(folder)
             used["memory"] += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
             used["files"] += disk.f_files - disk.f_ffree
@@ -303,7 +303,8 @@ def main() -> None:
     os.chdir(settings["folder"])
     prepare(settings["uid"], settings["confined"])
     os.makedirs("tmp", exist_ok=True)
-    supervisor = Supervisor(settings["limits"], settings["confined"])
+    limits = {**settings["limits"], "places": settings["places"]}
+    supervisor = Supervisor(limits, settings["confined"])
     requests, answers = os.fdopen(0, "rb", closefd=False), os.fdopen(1, "wb", closefd=False)
     answers.write(b"ready\n")
     answers.flush()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
 from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.threads import Places
 from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
 from rlflow_environments.sandboxed.tasks import TRANSFORMATIONS, made_tasks
@@ -77,8 +76,7 @@ class PythonPrograms(Environment):
             for split in ("train", "val")
         }
         self._tries, self._kept = tries, kept
-        self._at_once = at_once or 2 * len(os.sched_getaffinity(0))
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places = Places(at_once)
         self._judged: OrderedDict[tuple[str, str], tuple[list[bool], ProgramResult]] = OrderedDict()
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -105,7 +103,7 @@ class PythonPrograms(Environment):
 
     async def _try(self, episode: Episode, source: str) -> ProgramResult:
         """What came of a program in the episode's own sandbox."""
-        async with self._place():
+        async with self._places.here():
             box = episode.scratch["box"]
             if box is None or box.ended:
                 box = episode.scratch["box"] = Sandbox(self._confines)
@@ -137,7 +135,7 @@ class PythonPrograms(Environment):
         cases = task.metadata["cases"]
         asked = [task.metadata["function"], [arguments for arguments, _ in cases]]
         files = {"answer.py": source, "harness.py": HARNESS}
-        async with self._place(), Sandbox(self._confines) as box:
+        async with self._places.here(), Sandbox(self._confines) as box:
             result = await box.run(
                 [sys.executable, "-I", "harness.py"], json.dumps(asked), files=files
             )
@@ -149,13 +147,6 @@ class PythonPrograms(Environment):
         counts["program_s"] += result.duration_s
         counts["failed_programs"] += not result.succeeded
         counts["limits_reached"] += bool(result.limit)
-
-    def _place(self) -> asyncio.Semaphore:
-        """A place among the programs that run; of this loop, as checks have another one."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = (loop, asyncio.Semaphore(self._at_once))
-        return self._places[1]
 
 
 def source_of(text: str) -> str:

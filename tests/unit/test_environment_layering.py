@@ -19,11 +19,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment"}, {"common"}),
     # Programs of others, confined; and environments whose policies write some.
     "sandbox": ({"errors", "values"}, set()),
-    "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox"}),
+    "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox", "tool_use"}),
+    # The turns of environments whose policies call tools.
+    "tool_use": ({"errors", "types", "components", "values", "report", "environment"}, {"common"}),
     # Answers are compared in child processes.
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Environments of other libraries.
-    "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common"}),
+    "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common", "tool_use"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "report", "environment", "commands"},

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
-from rlflow_environments.common.blocks import blocks
-from rlflow_environments.common.text import load_json
+from rlflow_environments.common.tool_calls import ToolCall, read_calls, tool_message, tool_schema
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
 from rlflow_environments.search.protocols.text import neutralize_tags
@@ -27,10 +26,7 @@ PROMPT = (
 
 def _schema(name: str, description: str, parameter: str, kind: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {parameter: dict(kind)}, "required": [parameter]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
+    return tool_schema(name, description, parameters)
 
 
 _SCHEMAS = {
@@ -63,9 +59,7 @@ class Native(Protocol):
         return tuple(_SCHEMAS[tool] for tool in self.enabled)
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        found = [
-            self._call(block) for block in blocks("tool_call", response) or _bare_call(response)
-        ]
+        found = [self._call(call) for call in read_calls(response)]
         calls = tuple(call for call in found if isinstance(call, Call))
         if calls or not found:
             return Reading(calls=calls, ends=not found and not cut)
@@ -74,23 +68,13 @@ class Native(Protocol):
             invalid=True,
         )
 
-    def _call(self, block: str) -> Call | str:
-        """The call of a block, or what is wrong with it, for the model to read."""
-        try:
-            call = load_json(block.encode(errors="replace"))
-            # Llama 3.1 writes "parameters"
-            name, arguments = call["name"], call.get("arguments", call.get("parameters"))
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ):  # the last: a thousand brackets
-            return "Error: a tool call is one JSON object with 'name' and 'arguments'."
+    def _call(self, found: ToolCall | str) -> Call | str:
+        """The call of a tool here, or what is wrong with it, for the model to read."""
+        if isinstance(found, str):
+            return found
+        name, arguments = found.name, found.arguments
         if name not in self.enabled:
             return f"Error: the tools are {', '.join(self.enabled)}."
-        arguments = arguments if isinstance(arguments, dict) else {}
         given = (
             arguments.get("query_list", arguments.get("query"))
             if name == "search"
@@ -131,10 +115,4 @@ class Native(Protocol):
 
 
 def _message(text: str) -> dict[str, str]:
-    return {"role": "tool", "content": json.dumps({"result": text}, ensure_ascii=False)}
-
-
-def _bare_call(response: str) -> list[str]:
-    """The response if it is one JSON object that names a function, as Llama writes calls."""
-    text = response.strip()
-    return [text] if text.startswith("{") and text.endswith("}") and '"name"' in text else []
+    return tool_message(json.dumps({"result": text}, ensure_ascii=False))

@@ -1,0 +1,255 @@
+"""Task folders of Harbor (Terminal-Bench 2), read: instruction, times, and what their Dockerfile
+lays out, as far as no image is needed for it.
+
+Source: harbor 0.25, `models/task/config.py`, `models/task/paths.py`, `verifier/verifier.py`."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlflow.errors import DataError
+
+PLAIN = ("ubuntu", "debian", "python", "buildpack-deps", "scratch")
+"""Base images for which this machine's system stands in."""
+SAYING_NOTHING = ("LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "ARG", "SHELL", "USER")
+INSTALLS = re.compile(
+    r"\b(apt|apt-get|apk|yum|dnf|pip|pip3|uv|uvx|pipx|npm|conda|curl|wget|git clone)\b"
+)
+CLOSED = ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "run", "sys", "box")
+TESTS, LOGS = "/tests", "/logs"
+
+
+@dataclass
+class TaskFolder:
+    """What a folder asks for. files: (path in the folder, path in the sandbox). runs: (where, shell
+    script) of its RUN lines. agent_s, tests_s: limits."""
+
+    name: str
+    path: Path
+    instruction: str
+    agent_s: float
+    tests_s: float
+    workdir: str = "/app"
+    files: list[tuple[Path, str]] = field(default_factory=list)
+    runs: list[tuple[str, str]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    tests_variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The outermost folders that must be writable."""
+        tops = {str(Path("/", *Path(name).parts[1:2])) for _, name in self.files}
+        tops |= {str(Path("/", *Path(self.workdir).parts[1:2])), TESTS, LOGS, "/app"}
+        return tuple(sorted(tops - {"/", "/tmp"}))
+
+
+def read_folders(path: str, installed: bool, own_tests: bool) -> list[TaskFolder]:
+    """The folders with a task.toml at or below a path. installed: lines of a Dockerfile that
+    install something are left out. own_tests: tests/test.sh decides. Raises DataError."""
+    root = Path(path).expanduser()
+    found = sorted(file.parent for file in root.rglob("task.toml"))
+    if not found:
+        old = (
+            " (task.yaml is Terminal-Bench 1: harbor task migrate)"
+            if any(root.rglob("task.yaml"))
+            else ""
+        )
+        raise DataError(f"{root}: expected folders with a task.toml, found none{old}.")
+    return [_read(folder, installed, own_tests) for folder in found]
+
+
+def packed(files: list[tuple[Path, str]]) -> bytes:
+    """An archive of the files under their paths in the sandbox."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for file, name in files:
+            archive.add(file, name.lstrip("/"), recursive=False)
+    return buffer.getvalue()
+
+
+def files_below(folder: Path, target: str) -> list[tuple[Path, str]]:
+    """Every file below a folder, with its path below the target. Raises DataError for a link that
+    leads out of the folder."""
+    found = []
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"{file}: expected a file of the task, found a link out of it.")
+        found.append(
+            (file.resolve(), f"{target.rstrip('/')}/{file.relative_to(folder).as_posix()}")
+        )
+    return found
+
+
+def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
+    toml, instruction = folder / "task.toml", folder / "instruction.md"
+    try:
+        config = tomllib.loads(toml.read_text(encoding="utf-8"))
+        text = instruction.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{folder}: expected a task of Harbor: {problem}.") from None
+    agent, tests, world = (
+        _table(config, name, toml) for name in ("agent", "verifier", "environment")
+    )
+    for asked, what in (
+        (config.get("steps"), "several steps"),
+        (world.get("docker_image"), "an image (docker_image)"),
+        (world.get("gpus"), "GPUs"),
+        (world.get("mcp_servers"), "MCP servers"),
+        (world.get("healthcheck"), "a service (healthcheck)"),
+        (str(world.get("os", "linux")).lower() != "linux", "another system (os)"),
+        (
+            tests.get("environment") or tests.get("environment_mode") == "separate",
+            "tests in an image",
+        ),
+        (world.get("network_mode") == "allowlist", "a network (network_mode)"),
+    ):
+        if asked:
+            raise _needs(toml, what)
+    task = TaskFolder(
+        folder.name, folder, text, _seconds(agent, 900.0, toml), _seconds(tests, 600.0, toml)
+    )
+    task.variables = _plain_variables(world, toml)
+    task.tests_variables = _plain_variables(tests, toml)
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if (folder / "environment" / name).exists():
+            raise _needs(folder / "environment" / name, "services")
+    _lay_out(task, installed)
+    task.workdir = str(world.get("workdir") or task.workdir)
+    if own_tests:
+        _check_tests(folder / "tests" / "test.sh")
+    for name in (task.workdir, *(name for _, name in task.files)):
+        if PurePosixPath(name).parts[1:2] and PurePosixPath(name).parts[1] in CLOSED:
+            raise _needs(folder / "environment" / "Dockerfile", f"an image ({name})")
+    return task
+
+
+def _lay_out(task: TaskFolder, installed: bool) -> None:
+    """Reads environment/Dockerfile; without one, the folder's files are in the working folder."""
+    context = task.path / "environment"
+    file = context / "Dockerfile"
+    if not file.exists():
+        task.files = files_below(context, task.workdir) if context.is_dir() else []
+        return
+    stages, task.workdir = 0, "/"
+    for number, kind, rest in _instructions(file.read_text(encoding="utf-8", errors="replace")):
+        where = f"{file}:{number}"
+        if kind == "FROM":
+            base = rest.split()[0].rpartition("/")[2].partition(":")[0].partition("@")[0]
+            stages += 1
+            if stages > 1 or base not in PLAIN:
+                raise _needs(where, f"an image ({rest})")
+        elif kind == "WORKDIR":
+            task.workdir = str(PurePosixPath(task.workdir, rest.strip('"')))
+        elif kind == "ENV":
+            task.variables |= _assignments(rest, where)
+        elif kind in ("COPY", "ADD"):
+            task.files += _copied(rest, context, task.workdir, where)
+        elif kind == "RUN" and not INSTALLS.search(rest):
+            task.runs.append(
+                (where, f"mkdir -p {shlex.quote(task.workdir)}; {_entered(task)}{rest}")
+            )
+        elif kind == "RUN" and not installed:
+            raise _needs(where, f"an image ({rest[:60]}); installed=true says that it is here")
+        elif kind not in ("RUN", *SAYING_NOTHING):
+            raise _needs(where, f"an image ({kind})")
+
+
+def _entered(task: TaskFolder) -> str:
+    exports = "".join(f"export {key}={shlex.quote(text)}; " for key, text in task.variables.items())
+    return f"{exports}cd {shlex.quote(task.workdir)}; "
+
+
+def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, instruction, the rest) of a Dockerfile."""
+    said, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("#") or not (line.strip() or said):
+            continue
+        first = first if said else number
+        said += line
+        if said.rstrip().endswith("\\"):
+            said = said.rstrip()[:-1] + " "
+            continue
+        kind, _, rest = said.strip().partition(" ")
+        yield first, kind.upper(), rest.strip()
+        said = ""
+
+
+def _copied(rest: str, context: Path, workdir: str, where: str) -> list[tuple[Path, str]]:
+    try:
+        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    except ValueError as problem:
+        raise DataError(f"{where}: {problem}.") from None
+    if any(word.startswith("--from") or "://" in word or "$" in word for word in words):
+        raise _needs(where, f"an image ({rest})")
+    *sources, target = [word for word in words if not word.startswith("--")]
+    into = target.endswith("/") or target == "." or len(sources) > 1
+    target = str(PurePosixPath(workdir, target))
+    found: list[tuple[Path, str]] = []
+    for source in sources:
+        paths = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/")))
+        if not paths:
+            raise DataError(f"{where}: {source}: expected a file below {context}, found none.")
+        for path in paths:
+            if path.is_dir():
+                found += files_below(path, target)
+            else:
+                found.append((path, f"{target}/{path.name}" if into or len(paths) > 1 else target))
+    return [
+        (path, name) for path, name in found if path.name != "Dockerfile" or path.parent != context
+    ]
+
+
+def _assignments(rest: str, where: str) -> dict[str, str]:
+    words = shlex.split(rest)
+    if words and "=" not in words[0]:
+        return {words[0]: rest.partition(" ")[2]}
+    pairs = [word.partition("=") for word in words]
+    if any("$" in value for _, _, value in pairs):
+        raise _needs(where, f"an image (ENV {rest})")
+    return {name: value for name, _, value in pairs}
+
+
+def _check_tests(script: Path) -> None:
+    if not script.is_file():
+        raise DataError(f"{script}: expected the tests of the task, found nothing.")
+    for number, line in enumerate(
+        script.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+    ):
+        if INSTALLS.search(line.partition("#")[0]):
+            told = f"an image or a network ({line.strip()[:60]}); tests=COMMAND runs what is here"
+            raise _needs(f"{script}:{number}", told)
+
+
+def _table(config: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
+    table = config.get(name, {})
+    if not isinstance(table, dict):
+        raise DataError(f"{file}: [{name}]: expected a table, found {table!r}.")
+    return table
+
+
+def _seconds(table: dict[str, Any], default: float, file: Path) -> float:
+    value = table.get("timeout_sec", default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise DataError(f"{file}: timeout_sec: expected seconds, found {value!r}.")
+    return float(value)
+
+
+def _plain_variables(table: dict[str, Any], file: Path) -> dict[str, str]:
+    found = table.get("env", {})
+    if not isinstance(found, dict) or any("${" in str(text) for text in found.values()):
+        raise _needs(file, "variables of yours (env)")
+    return {str(name): str(text) for name, text in found.items()}
+
+
+def _needs(where: Path | str, what: str) -> DataError:
+    return DataError(f"{where}: the task needs {what}, which the sandbox does not have.")

@@ -1,0 +1,1 @@
+"""Environments whose policies call tools in the form of their chat template."""

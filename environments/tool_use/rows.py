@@ -1,0 +1,103 @@
+"""Tasks of JSON Lines, and the rules by which their episodes are scored."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rlflow.components import Kind
+from rlflow.environment import awaited
+from rlflow.errors import RolloutError, described
+from rlflow.types import Message, Task
+from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.jsonl import (
+    BadRow,
+    existing,
+    kind_of,
+    parse_object,
+    records,
+    refuse,
+    text_of,
+)
+from rlflow_environments.tool_use.environment import as_messages, held_out
+
+BUILT_IN = {"match": "rlflow_environments.tool_use.rows:match"}
+TASK_REWARD = Kind("task_reward", "rlflow_environments.tool_use.rows", call=2)
+"""A rule, (task, messages, **options) -> number; plain or async."""
+Rule = Callable[[Task, Sequence[Message]], Awaitable[float]]
+
+
+def make_rule(component: Any, where: str = "environment.reward") -> Rule:
+    """A rule by name: `match`, `file.py:reward`, or a mapping with its options. A plain function
+    runs in a thread. Raises ConfigError."""
+    made = TASK_REWARD.build(component, where)
+    function = made.func if isinstance(made, functools.partial) else made
+    plain = not inspect.iscoroutinefunction(function)
+
+    async def rule(task: Task, messages: Sequence[Message]) -> float:
+        answer = await asyncio.to_thread(made, task, messages) if plain else made(task, messages)
+        value = await awaited(answer)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as problem:
+            told = f"expected a number, found {described(problem)}"
+            raise RolloutError(f"{where}: {told} ({component}).") from None
+
+    return rule
+
+
+def match(task: Task, messages: Sequence[Message]) -> float:
+    """1 where the last response is the task's answer, or one of its answers: what stands in its
+    last `<answer>` block, else what follows its thinking; case and white space do not count."""
+    said = messages[-1]["content"].rpartition("</think>")[2]
+    said = (blocks("answer", said) or [said])[-1]
+    answers = task.answer if isinstance(task.answer, list) else [task.answer]
+    return float(_normal(said) in [_normal(str(answer)) for answer in answers])
+
+
+def read_tasks(
+    data: str, val_data: str | None, needed: Sequence[str] = (), system: str | None = None
+) -> dict[str, list[Task]]:
+    """Split -> tasks of rows {"prompt": text or messages, "id", "answer", ...}; the rest of a row
+    is the task's metadata. Without val_data every tenth is for validation. needed: what each row
+    must have. Raises DataError."""
+    training = _tasks_of(data, "train", needed, system)
+    if val_data is None:
+        return held_out(training)
+    return {"train": training, "val": _tasks_of(val_data, "val", needed, system)}
+
+
+def _tasks_of(path: str, split: str, needed: Sequence[str], system: str | None) -> list[Task]:
+    file, tasks, bad = existing(path, "tasks"), [], []
+    for line, _, record in records(file.read_bytes()):
+        try:
+            tasks.append(_task(parse_object(record), f"{split}-{line}", needed, system))
+        except BadRow as problem:
+            bad.append((f"line {line}", str(problem)))
+    refuse(file, "tasks", bad, len(tasks))
+    return tasks
+
+
+def _task(row: dict[str, Any], name: str, needed: Sequence[str], system: str | None) -> Task:
+    prompt = row.pop("prompt", None)
+    if not isinstance(prompt, list):
+        prompt = text_of({"prompt": prompt}, "prompt")
+    elif not prompt or not all(_is_message(message) for message in prompt):
+        raise BadRow("'prompt': expected text, or messages with a role and a content")
+    if missing := [key for key in needed if row.get(key) is None]:
+        raise BadRow(f"'{missing[0]}': expected a value, found {kind_of(None)}")
+    answer, name = row.pop("answer", None), str(row.pop("id", name))
+    return Task(name, as_messages(prompt, system), answer, row)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
