@@ -70,7 +70,8 @@ class Step:
     episode's return. rewards: by name, each added to the episode's return of that name, for methods
     that weigh several; `reward` is what all others see. metrics: numbers about the episode; a later
     step's value replaces an earlier one's. stop: stop strings of the next turn (None keeps the
-    environment's default). replace: an earlier observation to rewrite (starts a new segment)."""
+    environment's default). replace: an earlier observation to rewrite (starts a new segment). picture:
+    what the response was about, as a data URL, for who looks at the episode; no policy sees it."""
 
     observation: Observation = ""
     reward: float = 0.0
@@ -79,6 +80,7 @@ class Step:
     replace: dict[int, str] | None = None
     stop: tuple[str, ...] | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    picture: str = ""
 
 
 @dataclass
@@ -109,6 +111,7 @@ class Turn:
     duration_s: float  # of the response and the environment's answer
     response: str = ""
     observation: str = ""
+    picture: str = ""
 
 
 @dataclass

@@ -20,6 +20,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # Programs of others, confined; and environments whose policies write some.
     "sandbox": ({"errors", "values"}, set()),
     "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox"}),
+    # Web pages in a real browser.
+    "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
     # Environments of other libraries.
     "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
