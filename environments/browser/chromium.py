@@ -86,9 +86,7 @@ class Chromium:
             raise
         self._reading = asyncio.create_task(self._read(self._socket))
 
-    async def ask(
-        self, method: str, timeout_s: float, session: str = "", **parameters: Any
-    ) -> dict[str, Any]:
+    async def ask(self, method: str, timeout_s: float, session: str = "", **parameters: Any) -> dict[str, Any]:
         """The result of a command, of a page's session where one is named. Raises BrowserError,
         also where there is none in time."""
         if self.ended or self._socket is None:

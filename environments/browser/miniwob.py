@@ -160,8 +160,7 @@ def _pages_folder() -> Path:
     found = find_spec("miniwob")
     if found is None or not found.submodule_search_locations:
         raise MissingPackageError(
-            "environment browser: the package 'miniwob' is not installed: "
-            f"{install_command('miniwob')}"
+            f"environment browser: the package 'miniwob' is not installed: {install_command('miniwob')}"
         )
     return Path(found.submodule_search_locations[0]).resolve() / "html" / "miniwob"
 

@@ -7,7 +7,7 @@ var rlflow = (() => {
   const CLEAR = ["rgba(0, 0, 0, 0)", "transparent", "none"];
   const LONGEST_TEXT = 80, MOST_LINES = 60, ROW_PIXELS = 8, QUIET_MS = 20, SETTLED_MS = 500, READY_MS = 5000;
   const NO_TIME_LIMIT_MS = 1e9;  // of the page's own clock: how long a policy takes says nothing
-  let listed = [];
+  let listed = [], pointed = null;
 
   const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const tidy = (text) => text.replace(/\s+/g, " ").trim().slice(0, LONGEST_TEXT);
@@ -69,8 +69,9 @@ var rlflow = (() => {
     if (element.matches(CONTROLS)) return `${tag} ${quoted(element.textContent)}`;
     const text = ownText(element);
     if (tidy(text)) return `${tag} ${quoted(text)}`;
-    const shown = element.matches(SHAPES) || !element.firstElementChild;
-    return shown && !CLEAR.includes(color(element)) ? `${tag} ${color(element).replace(/, /g, ",")}` : "";
+    if (!element.matches(SHAPES) && element.firstElementChild) return "";
+    if (!CLEAR.includes(color(element))) return `${tag} ${color(element).replace(/, /g, ",")}`;
+    return element.matches("div, span, td") && getComputedStyle(element).borderTopWidth !== "0px" ? `${tag} ""` : "";
   }
 
   // {goal, lines, done, reward}; elements are numbered as they are read, row by row.
@@ -108,6 +109,8 @@ var rlflow = (() => {
       element.selected = !(element.parentElement.multiple && element.selected);
       changed(element.closest("select"));
     }
+    if (pointed) fire(pointed, MouseEvent, "mouseout");
+    pointed = element;
     for (const kind of ["mouseover", "mousemove", "mousedown"]) fire(element, MouseEvent, kind);
     if (element.focus) element.focus();
     fire(element, MouseEvent, "mouseup");
@@ -158,6 +161,9 @@ var rlflow = (() => {
   async function start(seed) {
     if (document.readyState !== "complete") await new Promise((resolve) => addEventListener("load", () => setTimeout(resolve, 0)));
     for (const element of document.querySelectorAll("body *")) if (element.scrollTop) element.scrollTop = 0;
+    if (pointed) fire(pointed, MouseEvent, "mouseout");
+    pointed = null;
+    document.activeElement.blur();
     if (window.jQuery) jQuery.fx.off = true;
     core.EPISODE_MAX_TIME = NO_TIME_LIMIT_MS;
     Math.seedrandom(seed);

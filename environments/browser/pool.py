@@ -18,15 +18,16 @@ ALIVE_S = 5.0  # for a browser to say that it is
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """browsers: processes. pages: at the most, of all of them. size: of a page, in pixels.
-    timeout_s: of one call of a page. start_s: of a browser, and of a new page."""
+    """browsers: processes. pages: at the most, of all of them. timeout_s: of one call of a page.
+    start_s: of a browser, and of a new page. window, picture: in pixels."""
 
     program: str
     browsers: int
     pages: int
     timeout_s: float
     start_s: float
-    size: tuple[int, int] = (160, 210)
+    window: tuple[int, int] = (340, 210)  # what lies beside a task is not to be scrolled away
+    picture: tuple[int, int] = (160, 210)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Page:
     browser: Chromium
     target: str
     session: str
-    timeout_s: float
+    options: PoolOptions
     url: str = ""
     failed: bool = False
 
@@ -51,9 +52,7 @@ class Page:
 
     async def call(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited. Raises BrowserError."""
-        found = await self._ask(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-        )
+        found = await self._ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             self.failed = True
             said = found["exceptionDetails"].get("exception", {}).get("description", "")
@@ -62,12 +61,15 @@ class Page:
 
     async def picture(self) -> str:
         """A screenshot as a data URL. Raises BrowserError."""
-        found = await self._ask("Page.captureScreenshot", format="jpeg", quality=60)
+        width, height = self.options.picture
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        found = await self._ask("Page.captureScreenshot", format="jpeg", quality=60, clip=clip)
         return f"data:image/jpeg;base64,{found['data']}"
 
     async def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         try:
-            return await self.browser.ask(method, self.timeout_s, self.session, **parameters)
+            limit_s = self.options.timeout_s
+            return await self.browser.ask(method, limit_s, self.session, **parameters)
         except BaseException:  # cancelled: what it was at may still be going on
             self.failed = True
             raise
@@ -165,22 +167,16 @@ class Pool:
             return place.browser
 
     async def _tab(self, browser: Chromium) -> Page:
-        limit_s, (width, height) = self._options.start_s, self._options.size
-        made = await browser.ask(
-            "Target.createTarget", limit_s, url="about:blank", newWindow=True, background=False
-        )
+        limit_s, (width, height) = self._options.start_s, self._options.window
+        made = await browser.ask("Target.createTarget", limit_s, url="about:blank", newWindow=True, background=False)
         target = made["targetId"]
-        joined = await browser.ask(
-            "Target.attachToTarget", limit_s, targetId=target, flatten=True
-        )
+        joined = await browser.ask("Target.attachToTarget", limit_s, targetId=target, flatten=True)
         session = joined["sessionId"]
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await browser.ask("Page.enable", limit_s, session)
         await browser.ask("Emulation.setDeviceMetricsOverride", limit_s, session, **metrics)
-        await browser.ask(
-            "Page.addScriptToEvaluateOnNewDocument", limit_s, session, source=SCRIPT
-        )
-        return Page(browser, target, session, self._options.timeout_s)
+        await browser.ask("Page.addScriptToEvaluateOnNewDocument", limit_s, session, source=SCRIPT)
+        return Page(browser, target, session, self._options)
 
     async def _discard(self, page: Page) -> None:
         """Closes a page, and its browser where that cannot."""

@@ -112,6 +112,8 @@ def _add_limits(
     option(policy, "--steps", "N", "optimizer steps", default=LESSONS)
     option(policy, "--turns", "N", "turn limit of an episode", default=TURNS)
     option(policy, "--seed", "N", "of the episodes and the model", default=0)
+    again = "play so many of each manner once, where an episode takes long; default: new ones"
+    option(policy, "--episodes", "N", again, type=int)
     option(policy, "--family", "NAME", "of the model: qwen2, qwen2_moe, qwen3_moe", default="qwen2")
     player = "file.py:function, as of `env policy`: a scripted player that plays too"
     option(check, "--player", "PLAYER", player)
@@ -169,8 +171,14 @@ def run_policy(args: argparse.Namespace) -> int:
     """Makes a tiny policy by imitation of a scripted player."""
     from rlflow.algorithms.imitation import Lessons
 
-    check_least(args, steps=1, turns=1)
-    lessons = Lessons(args.steps, turns=args.turns, seed=args.seed, family=args.family)
+    check_least(args, steps=1, turns=1, episodes=1)
+    lessons = Lessons(
+        args.steps,
+        turns=args.turns,
+        seed=args.seed,
+        family=args.family,
+        episodes=args.episodes,
+    )
     environment = _environment(args.name, args.config, args.overrides)
     _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
     words = ["--config", args.config] if args.config else []
