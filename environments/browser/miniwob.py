@@ -25,6 +25,8 @@ from rlflow_environments.browser.chromium import find_chromium
 from rlflow_environments.browser.pool import Page, Pool, PoolOptions
 
 FIRST = ("click-test-2", "click-button-sequence", "enter-text")
+KEEPING = ("choose-date", "choose-date-easy", "choose-date-medium", "click-pie", "stock-market")
+"""Pages that show something of the episode before: they are loaded anew for each."""
 PROMPT = "Actions on a web page, one per line: {expected}.\n"
 NO_ACTION = f"No action: expected {EXPECTED}.\n"
 NEXT = "Action:\n"
@@ -43,8 +45,8 @@ class MiniWob(Environment):
         "solved": Metric("share", "of pages whose task was done wholly", score=True),
         "finished": Metric("share", "of pages whose task was ended, well or badly"),
         "invalid_actions": Metric("per episode", "responses that were no action on the page"),
-        "browser/restarts": Metric("since the last", "browsers that had to be replaced"),
-        "browser/lost_pages": Metric("since the last", "pages that had to be closed"),
+        "browser/restarts": Metric("count", "browsers that had to be replaced"),
+        "browser/lost_pages": Metric("count", "pages that were lost with a failure"),
     }
 
     def __init__(
@@ -111,7 +113,8 @@ class MiniWob(Environment):
 
     async def close(self, episode: Episode) -> None:
         if self._pool is not None:
-            await self._run(self._pool.give, episode.scratch["page"])
+            used_up = episode.task.metadata["page"] in KEEPING
+            await self._run(self._pool.give, episode.scratch["page"], used_up)
 
     def report(self) -> dict[str, float]:
         if self._pool is None:

@@ -110,12 +110,13 @@ class Pool:
             self._room.release()
             raise
 
-    async def give(self, page: Page) -> None:
-        """Takes a page back."""
+    async def give(self, page: Page, used_up: bool = False) -> None:
+        """Takes a page back. used_up: its document serves no other episode."""
         try:
             if page.failed or page.browser.ended:
                 await self._discard(page)
             else:
+                page.url = "" if used_up else page.url
                 self._idle.append(page)
         finally:
             self._room.release()
