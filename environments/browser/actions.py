@@ -12,7 +12,7 @@ _ACTION = re.compile(r"(click) (\d{1,4})|(type) (\d{1,4})(?: (.*))?|(scroll) (do
 
 
 @dataclass(frozen=True)
-class Action:
+class PageAction:
     """kind: click, type or scroll. number: of the element. text: what is typed, or where to
     scroll."""
 
@@ -26,7 +26,7 @@ class Action:
         return f"rlflow.act({json.dumps(self.kind)}, {self.number}, {json.dumps(self.text)})"
 
 
-def parse_action(response: str) -> Action | None:
+def parse_action(response: str) -> PageAction | None:
     """The action of a response's first line; None where it holds none."""
     line = response.strip("\n").split("\n")[0].strip()
     found = _ACTION.fullmatch(line)
@@ -34,7 +34,7 @@ def parse_action(response: str) -> Action | None:
         return None
     click, clicked, typed, number, text, scroll, where = found.groups()
     if click:
-        return Action("click", int(clicked))
+        return PageAction("click", int(clicked))
     if typed:
-        return Action("type", int(number), (text or "")[:LONGEST_TEXT])
-    return Action(scroll, text=where)
+        return PageAction("type", int(number), (text or "")[:LONGEST_TEXT])
+    return PageAction(scroll, text=where)

@@ -86,7 +86,9 @@ class Chromium:
             raise
         self._reading = asyncio.create_task(self._read(self._socket))
 
-    async def ask(self, method: str, timeout_s: float, session: str = "", **parameters: Any) -> dict[str, Any]:
+    async def ask(
+        self, method: str, timeout_s: float, session: str = "", **parameters: Any
+    ) -> dict[str, Any]:
         """The result of a command, of a page's session where one is named. Raises BrowserError,
         also where there is none in time."""
         if self.ended or self._socket is None:
@@ -151,7 +153,7 @@ def find_chromium(program: str | None) -> str:
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise MissingPackageError(
-            f"environment browser: {names[0]} is not installed: apt install chromium (or name "
+            f"environment miniwob: {names[0]} is not installed: apt install chromium (or name "
             "another Chromium in environment.program)"
         )
     return found

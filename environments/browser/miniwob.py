@@ -69,8 +69,8 @@ class MiniWob(Environment):
         self._folder = _pages_folder()
         names = self._names(pages)
         self._tasks = {
-            split: [_task(names[number % len(names)], split, number, seed) for number in range(count)]
-            for split, count in (("train", tasks_per_split), ("val", tasks_per_split))
+            split: [_task(names[at % len(names)], split, at, seed) for at in range(tasks_per_split)]
+            for split in ("train", "val")
         }
         processes = browsers or max(1, len(os.sched_getaffinity(0)) // 2)
         self._options = PoolOptions(find_chromium(program), processes, at_once, timeout_s, start_s)
@@ -84,7 +84,8 @@ class MiniWob(Environment):
 
     async def reset(self, task: Task) -> Episode:
         """A page of the task's kind and seed; what it shows ends the prompt."""
-        page = await self._run(self._take, (self._folder / f"{task.metadata['page']}.html").as_uri())
+        document = self._folder / f"{task.metadata['page']}.html"
+        page = await self._run(self._take, document.as_uri())
         episode = Episode(task, scratch={"page": page, "invalid": 0})
         try:
             seen = await self._run(page.call, f"rlflow.start({json.dumps(task.answer)})")
@@ -163,7 +164,8 @@ def _pages_folder() -> Path:
     found = find_spec("miniwob")
     if found is None or not found.submodule_search_locations:
         raise MissingPackageError(
-            f"environment browser: the package 'miniwob' is not installed: {install_command('miniwob')}"
+            "environment miniwob: the package 'miniwob' is not installed: "
+            f"{install_command('miniwob')}"
         )
     return Path(found.submodule_search_locations[0]).resolve() / "html" / "miniwob"
 

@@ -6,7 +6,8 @@ import random
 import re
 from collections.abc import Sequence
 
-RIGHT = 0.4  # chance of a clumsy player's action
+RIGHT = 0.3  # chance of a clumsy player's right action
+FIRST = 0.65  # else: of the first element
 FIELDS = ("input", "textarea")
 CLICKABLE = ("button", "a", "span", "checkbox", "radio", "h3", "div", "label")
 ENDS = ("submit", "login", "ok", "search")
@@ -15,7 +16,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 
 def play(prompt: str, turns: Sequence[tuple[str, str]], generator: random.Random, clumsy: bool) -> str:
-    """The next action of the task; a clumsy one acts on anything."""
+    """The next action of the task; a clumsy one mostly clicks the first element, or acts on any."""
     goal = re.findall(r"^Task: (.*)$", prompt, re.MULTILINE)[-1]
     page = turns[-1][1] if turns else prompt
     elements = [(int(number), *rest) for number, *rest in _LINE.findall(page)]
@@ -57,6 +58,8 @@ def _anything(elements: Sequence[Element], goal: str, generator: random.Random) 
     if not elements:
         return "scroll down\n"
     number, kind, *_ = generator.choice(elements)
+    if generator.random() < FIRST:
+        return f"click {elements[0][0]}\n"
     texts = _QUOTED.findall(goal)
     if kind in FIELDS and texts:
         return f"type {number} {generator.choice(texts)}\n"

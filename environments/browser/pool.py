@@ -52,7 +52,8 @@ class Page:
 
     async def call(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited. Raises BrowserError."""
-        found = await self._ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        how = {"awaitPromise": True, "returnByValue": True}
+        found = await self._ask("Runtime.evaluate", expression=expression, **how)
         if "exceptionDetails" in found:
             self.failed = True
             said = found["exceptionDetails"].get("exception", {}).get("description", "")
@@ -169,7 +170,9 @@ class Pool:
 
     async def _tab(self, browser: Chromium) -> Page:
         limit_s, (width, height) = self._options.start_s, self._options.window
-        made = await browser.ask("Target.createTarget", limit_s, url="about:blank", newWindow=True, background=False)
+        # In a window of its own: a tab behind another one is not drawn
+        how = {"url": "about:blank", "newWindow": True}
+        made = await browser.ask("Target.createTarget", limit_s, **how)
         target = made["targetId"]
         joined = await browser.ask("Target.attachToTarget", limit_s, targetId=target, flatten=True)
         session = joined["sessionId"]

@@ -38,6 +38,6 @@ rlflow_setup browser
 cd "$RLFLOW_ROOT"
 if [ ! -e runs/browser-policy/config.json ]; then
     "$RLFLOW_PYTHON" -m rlflow env policy miniwob rlflow_environments.browser.player:play --out runs/browser-policy \
-        --turns 3 --episodes 480 environment.pictures=false environment.tasks_per_split=510
+        --turns 3 --episodes 400 environment.pictures=false environment.tasks_per_split=510
 fi
 exec "$RLFLOW_PYTHON" -m rlflow train --config "$here/config/demo.yaml" --overwrite ${overrides[@]+"${overrides[@]}"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow_environments.browser import miniwob
-from rlflow_environments.browser.actions import LONGEST_TEXT, Action, parse_action
+from rlflow_environments.browser.actions import LONGEST_TEXT, PageAction, parse_action
 from rlflow_environments.browser.player import play
 
 PAGES = ("click-test-2", "enter-text", "use-slider")
@@ -37,12 +37,12 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
-        ("click 3\n", Action("click", 3)),
-        ("type 12 a  b \n", Action("type", 12, "a  b")),
-        ("type 1\n", Action("type", 1)),
-        ("type 1 \\\"); alert(1)\n", Action("type", 1, '\\"); alert(1)')),
-        ("scroll down", Action("scroll", text="down")),
-        ("\n click 2\nclick 3", Action("click", 2)),
+        ("click 3\n", PageAction("click", 3)),
+        ("type 12 a  b \n", PageAction("type", 12, "a  b")),
+        ("type 1\n", PageAction("type", 1)),
+        ('type 1 \\"); alert(1)\n', PageAction("type", 1, '\\"); alert(1)')),
+        ("scroll down", PageAction("scroll", text="down")),
+        ("\n click 2\nclick 3", PageAction("click", 2)),
         ("click", None),
         ("click 1 2", None),
         ("click -1", None),
@@ -52,7 +52,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
         ("", None),
     ],
 )
-def test_an_action_is_read_or_refused(response: str, expected: Action | None) -> None:
+def test_an_action_is_read_or_refused(response: str, expected: PageAction | None) -> None:
     assert parse_action(response) == expected
 
 
@@ -115,8 +115,8 @@ def test_the_player_does_what_the_page_asks(goal: str, pages: list[str], expecte
         turns.append((response, f"{page}Action:\n"))
 
 
-def test_the_clumsy_player_acts_on_anything() -> None:
+def test_the_clumsy_player_is_drawn_to_the_first_element() -> None:
     prompt = PROMPT.format(goal="Click button ONE.", lines='1 button "TWO"\n2 button "ONE"\n')
     said = [play(prompt, [], random.Random(seed), True) for seed in range(400)]
-    assert set(said) == {"click 1\n", "click 2\n"} and 0.6 < said.count("click 2\n") / 400 < 0.8
+    assert set(said) == {"click 1\n", "click 2\n"} and 0.3 < said.count("click 2\n") / 400 < 0.5
     assert all(parse_action(one) for one in said)
