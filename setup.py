@@ -58,6 +58,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.18"],
     "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4", "fastapi>=0.115"],  # of their rivals
     "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
+    "miniwob": ["miniwob>=1.0"],  # the pages of `environment: miniwob` (apt: chromium)
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
@@ -92,7 +93,7 @@ setup(
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
         "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "report/templates/*"],
-        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html"],
+        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,
@@ -103,6 +104,7 @@ setup(
             "bash = rlflow_environments.sandboxed.shell:ShellTasks",
             "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
+            "miniwob = rlflow_environments.browser.miniwob:MiniWob",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",

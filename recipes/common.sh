@@ -81,6 +81,7 @@ rlflow_export_defaults() {
 rlflow_extras() {
     case $1 in
         run) echo search ;;
+        browser) echo search,miniwob ;;
         cluster) echo search,ray ;;
         test) echo search,data,qdrant,ray,tensorboard,browser,dev ;;
     esac
@@ -101,6 +102,8 @@ def found(name):
 
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
 names += ["orjson", "faiss", "bm25s", "aiohttp", "uvicorn", "rlflow_environments"]
+if sys.argv[1] == "browser":
+    names += ["miniwob"]
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
@@ -249,7 +252,7 @@ rlflow_install() {
     rlflow_say "set-up finished in $((SECONDS - start)) s"
 }
 
-# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), cluster (more than one process) or test.
+# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), browser, cluster (more than one process) or test.
 rlflow_setup() {
     local profile=$1 venv=${RLFLOW_VENV:-$RLFLOW_ROOT/.venv} stamp
     rlflow_check_platform
@@ -260,6 +263,7 @@ rlflow_setup() {
     stamp=$({ echo "$RLFLOW_ROOT"; cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt"; } | sha256sum | cut -c1-64)
     local larger='run cluster test'
     larger=${larger#"${larger%%"$profile"*}"} # each of these has what the ones before it have
+    case $profile in run) larger="$larger browser" ;; browser) larger=browser ;; esac
     rlflow_ready() {
         local name
         [ -x "$RLFLOW_PYTHON" ] || return

@@ -132,6 +132,7 @@ def check_step(environment: Environment, step: Any, answered: int) -> None:
     that replaces anything but texts of the `answered` turns before."""
     check_answer(environment, "step", step, Step)
     where = f"{type(environment).__name__}.step"
+    check_answer(environment, "step: picture", step.picture, str)
     named = {f"rewards['{name}']": value for name, value in step.rewards.items()}
     for name, reward in {"reward": step.reward, **named}.items():
         if not abs(reward) <= MAX_REWARD:  # NaN included

@@ -35,9 +35,8 @@ class StopReason(str, enum.Enum):
 class Task:
     """One problem.
 
-    prompt: text used verbatim, or messages for the chat template. answer: for the environment's
-    scorer, never shown to the policy. metadata: facts for metrics (hops, source, ...).
-    most_attempts, most_turns: where this task gets fewer than the run gives."""
+    prompt: text used verbatim, or messages for the chat template. answer: for the scorer alone.
+    metadata: facts for metrics (hops, source). most_attempts, most_turns: fewer than the run's."""
 
     id: str
     prompt: Observation
@@ -67,10 +66,9 @@ class Step:
     """An environment's answer to one model turn.
 
     observation: text appended verbatim, or messages for the chat template. reward: added to the
-    episode's return. rewards: by name, each added to the episode's return of that name, for methods
-    that weigh several; `reward` is what all others see. metrics: numbers about the episode; a later
-    step's value replaces an earlier one's. stop: stop strings of the next turn (None keeps the
-    environment's default). replace: an earlier observation to rewrite (starts a new segment)."""
+    episode's return. rewards: the same by name, for methods that weigh several. metrics: a later
+    value replaces an earlier one. stop: of the next turn (None: the environment's). replace: an
+    earlier observation (starts a new segment). picture: a data URL for who looks at the episode."""
 
     observation: Observation = ""
     reward: float = 0.0
@@ -79,6 +77,7 @@ class Step:
     replace: dict[int, str] | None = None
     stop: tuple[str, ...] | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    picture: str = ""
 
 
 @dataclass
@@ -110,6 +109,7 @@ class Turn:
     duration_s: float  # of the response and the environment's answer
     response: str = ""
     observation: str = ""
+    picture: str = ""
 
 
 @dataclass

@@ -34,6 +34,7 @@ Player = Callable[[str, Sequence[tuple[str, str]], random.Random, bool], str]
 """(prompt, [(response, observation)] so far, generator, clumsy) -> the next response."""
 VOCABULARY = 512
 TEXTS = 400  # episodes that the tokenizer learns from
+AT_ONCE = 8  # episodes, where the environment waits for something
 REPEATED_WEIGHT = 0.5
 _READS_TEXT = "task '{}': a tiny policy reads text, found"
 
@@ -42,7 +43,8 @@ _READS_TEXT = "task '{}': a tiny policy reads text, found"
 class Lessons:
     """The imitation: optimizer steps of `rows` episodes of at most `turns` each. clumsy: share of
     the steps after which the player plays clumsily, which spoils behaviour, not skill. family: of
-    the model, one of `rlflow.models.tiny`'s."""
+    the model, one of `rlflow.models.tiny`'s. episodes: of each manner that are played, and learned
+    from again and again; None: new ones for every step."""
 
     steps: int = 300
     rows: int = 32
@@ -52,6 +54,7 @@ class Lessons:
     seed: int = 0
     backend: str = "megatron"
     family: str = "qwen2"
+    episodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,15 @@ class _Seat:
 async def _demonstrate_all(
     environment: Environment, seat: _Seat, tasks: Sequence[Task], seed: str
 ) -> list[PlayedEpisode]:
-    return [
-        await _demonstrate(environment, seat, task, random.Random(f"{seed}/{number}"))
-        for number, task in enumerate(tasks)
-    ]
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int, task: Task) -> PlayedEpisode:
+        async with room:
+            return await _demonstrate(
+                environment, seat, task, random.Random(f"{seed}/{number}")
+            )
+
+    return await asyncio.gather(*map(one, range(len(tasks)), tasks))
 
 
 async def _demonstrate(
@@ -204,12 +212,12 @@ def make_policy(
             "the environment has no tasks of the split 'train' to demonstrate."
         )
     drawn, place = (
-        [tasks[index % len(tasks)] for index in range(TEXTS)],
+        [tasks[index % len(tasks)] for index in range(lessons.episodes or TEXTS)],
         f"{lessons.seed}/texts",
     )
     clumsy = demonstrate(environment, player, drawn, lessons.turns, place, clumsy=True)
-    shown = [*demonstrate(environment, player, drawn, lessons.turns, place), *clumsy]
-    texts = ["".join(text for text, _ in one.parts) for one in shown]
+    careful = demonstrate(environment, player, drawn, lessons.turns, place)
+    texts = ["".join(text for text, _ in one.parts) for one in [*careful, *clumsy]]
     with tempfile.TemporaryDirectory(prefix="rlflow-") as folder:
         write_tokenizer(folder, texts, vocabulary=VOCABULARY)
         sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 160}
@@ -229,10 +237,13 @@ def make_policy(
                 random.Random(place),
                 step >= lessons.clumsy * lessons.steps,
             )
-            chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
-            played = demonstrate(
-                environment, player, chosen, lessons.turns, place, spoilt
-            )
+            if lessons.episodes is not None:
+                played = generator.choices(clumsy if spoilt else careful, k=lessons.rows)
+            else:
+                chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
+                played = demonstrate(
+                    environment, player, chosen, lessons.turns, place, spoilt
+                )
             return make_batch(
                 [
                     to_trajectory(one.parts, tokenizer.encode, encode_response)

@@ -6,6 +6,8 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +114,10 @@ def _add_limits(
     option(policy, "--steps", "N", "optimizer steps", default=LESSONS)
     option(policy, "--turns", "N", "turn limit of an episode", default=TURNS)
     option(policy, "--seed", "N", "of the episodes and the model", default=0)
-    option(policy, "--family", "NAME", "of the model: qwen2, qwen3_moe, glm4_moe, ...", default="qwen2")
+    again = "play so many of each manner once, where an episode takes long; default: new ones"
+    option(policy, "--episodes", "N", again, type=int)
+    of = "of the model: qwen2, qwen3_moe, glm4_moe, ..."
+    option(policy, "--family", "NAME", of, default="qwen2")
     player = "file.py:function, as of `env policy`: a scripted player that plays too"
     option(check, "--player", "PLAYER", player)
     option(check, "--episodes", "N", "episodes of each agent", default=32)
@@ -169,10 +174,17 @@ def run_policy(args: argparse.Namespace) -> int:
     """Makes a tiny policy by imitation of a scripted player."""
     from rlflow.algorithms.imitation import Lessons
 
-    check_least(args, steps=1, turns=1)
-    lessons = Lessons(args.steps, turns=args.turns, seed=args.seed, family=args.family)
+    check_least(args, steps=1, turns=1, episodes=1)
+    lessons = Lessons(
+        args.steps,
+        turns=args.turns,
+        seed=args.seed,
+        family=args.family,
+        episodes=args.episodes,
+    )
     environment = _environment(args.name, args.config, args.overrides)
-    _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
+    with _shut_down(environment):
+        _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
     words = ["--config", args.config] if args.config else []
     words += ["--model", args.out, "--env", args.name, f"run.name={Path(args.out).name}"]
     words += [f"rollout.max_turns={args.turns}", *LEARNING, *args.overrides]
@@ -190,7 +202,8 @@ def run_check(args: argparse.Namespace) -> int:
     check_least(args, episodes=1, turns=1)
     player = Kind("player").resolve(args.player) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
-    with InterpreterWatch(LIMIT_S, "env check waits no longer"):
+    watch = InterpreterWatch(LIMIT_S, "env check waits no longer")
+    with _shut_down(environment), watch:
         report = check_environment(
             environment, episodes=args.episodes, max_turns=args.turns, seed=args.seed, player=player
         )
@@ -203,7 +216,17 @@ def run_play(args: argparse.Namespace) -> int:
     from rlflow.commands.play import play
 
     environment = _environment(args.name, args.config, args.overrides)
-    return play(environment, split=args.split, task=args.task, max_turns=args.turns)
+    with _shut_down(environment):
+        return play(environment, split=args.split, task=args.task, max_turns=args.turns)
+
+
+@contextmanager
+def _shut_down(environment: Environment) -> Iterator[None]:
+    """Afterwards nothing that the environment started runs any longer."""
+    try:
+        yield
+    finally:
+        environment.shutdown()
 
 
 def _environment(

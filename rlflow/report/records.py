@@ -42,6 +42,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
             "reward": turn.reward,
             "tokens": turn.stop - turn.start,
             "duration_s": round(turn.duration_s, 4),
+            **({"picture": turn.picture} if turn.picture else {}),
         }
         for turn in trajectory.turns
     ]

@@ -270,6 +270,7 @@ class EpisodePlayer:
         check_step(self._environment, step, len(state.turns) - 1)
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
+        turn.picture = step.picture
         state.reward += turn.reward
         for name, value in step.rewards.items():
             state.rewards[name] = state.rewards.get(name, 0.0) + float(value)

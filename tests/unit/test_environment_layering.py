@@ -24,6 +24,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "tool_use": ({"errors", "types", "components", "values", "report", "environment"}, {"common"}),
     # Answers are compared in child processes.
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
+    # Web pages in a real browser.
+    "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
     # Environments of other libraries.
     "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common", "tool_use"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.

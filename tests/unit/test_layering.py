@@ -72,7 +72,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("environments/retrieval/", "recipes/searchr1/", "rlflow/models/"),
     "fastapi": (),
     "uvicorn": ("environments/retrieval/server/",),
-    "aiohttp": ("environments/adapters/", "rlflow/http.py"),
+    "aiohttp": ("environments/adapters/", "environments/browser/", "rlflow/http.py"),
     "httpx": (),
 }
 # What else parts of the core may know of a room than the table says: modules that know little themselves.

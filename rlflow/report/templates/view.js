@@ -204,7 +204,8 @@ function cards(attempt, gold) {
     const body = make("pre");
     if (place) body.append(...spans(whole[place[0]], place[1], place[2], gold));
     else body.append(...marked(turn.response, gold));
-    found.push(make("div", "card policy", make("h4", "", make("span", "", name), make("span", "", side)), body));
+    const heading = make("h4", "", make("span", "", name), make("span", "", side));
+    found.push(make("div", "card policy", heading, picture(turn.picture), body));
     const next = places[at + 1];
     const shown = place && next && next[0] === place[0] ? text(whole[place[0]], place[2], next[1]) : said(turn.observation);
     if (shown.trim()) {
@@ -216,6 +217,15 @@ function cards(attempt, gold) {
       found.push(folded(`rewritten before turn ${at + 2}`, text(whole[next[0]], 0, next[1]), gold));
   });
   return found;
+}
+
+// What a response was about; only ever an image within the page.
+function picture(url) {
+  if (!/^data:image\/(jpeg|png|webp);base64,[A-Za-z0-9+/=]+$/.test(url || "")) return null;
+  const element = make("img");
+  element.src = url;
+  element.alt = "what the response was about";
+  return element;
 }
 
 function folded(name, content, gold = null, open = false) {

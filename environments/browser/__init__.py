@@ -1,0 +1,1 @@
+"""Environments of web pages in a real browser."""
