@@ -42,6 +42,7 @@ EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
+    "agents": ["starlette>=0.46", *SERVER, "openai>=2"],  # agents that ask the policy through an endpoint
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
@@ -97,6 +98,7 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
+            "program = rlflow_environments.program.program:ProgramEnvironment",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries

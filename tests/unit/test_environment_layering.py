@@ -20,6 +20,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # Programs of others, confined; and environments whose policies write some.
     "sandbox": ({"errors", "values"}, set()),
     "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox"}),
+    # Agents of the user's own, in processes or in this one.
+    "program": (
+        {"errors", "types", "values", "report", "environment", "components", "storage", "endpoint"},
+        {"common"},
+    ),
     # Environments of other libraries.
     "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
