@@ -26,6 +26,8 @@ AGENT = Kind("agent", call=2)
 """`async def agent(task, client)`, the task a dict, the client an openai.AsyncOpenAI."""
 REWARD = Kind("reward", call=2)
 """`def reward(task, played)`, async or not: a number. played: `output`, `returned`, `messages`."""
+HELD_BACK = ("agent", "answer", "answers", "solution", "solutions")
+"""Keys of a row that the reward sees, and the agent does not."""
 PROMPTS = ("prompt", "question", "instruction", "problem")
 """Keys of a row whose text stands for the task in displays."""
 _BROKEN = (
@@ -210,7 +212,7 @@ class ProgramEnvironment(Environment):
 
     async def _start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
         row = task.metadata["row"]
-        given = {key: value for key, value in row.items() if key not in ("agent", "answer")}
+        given = {key: value for key, value in row.items() if key not in HELD_BACK}
         given = {"id": task.id, **given}
         agent: str = row.get("agent", self._agent)
         if agent in self._functions:
