@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.endpoint import chat
+from rlflow.endpoint import anthropic_messages, chat, openai_responses
 from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
 from rlflow.endpoint.session import AgentSession
 from rlflow.errors import RLFlowError, install_command, needing
@@ -25,6 +25,13 @@ UNKNOWN = (
     "unknown key: expected that of an episode under way, as a bearer token, as x-api-key, or in "
     "the address: http://HOST:PORT/episodes/KEY/v1."
 )
+
+
+def _kept(session: AgentSession, reply: ModelReply) -> ModelReply:
+    """The reply, whose conversation a later request may name."""
+    conversation = [*reply.request.messages, reply.message()]
+    session.conversations[openai_responses.name_of(reply)] = conversation
+    return reply
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,23 @@ CHAT = Interface(
     lambda session, reply: chat.stream(reply),
     chat.error,
 )
-INTERFACES: Mapping[str, Interface] = {"chat/completions": CHAT}
+MESSAGES = Interface(
+    lambda session, body: anthropic_messages.read(body),
+    lambda session, reply: anthropic_messages.write(reply),
+    lambda session, reply: anthropic_messages.stream(reply),
+    anthropic_messages.error,
+)
+RESPONSES = Interface(
+    lambda session, body: openai_responses.read(body, session.conversations),
+    lambda session, reply: openai_responses.write(_kept(session, reply)),
+    lambda session, reply: openai_responses.stream(_kept(session, reply)),
+    chat.error,
+)
+INTERFACES: Mapping[str, Interface] = {
+    "chat/completions": CHAT,
+    "messages": MESSAGES,
+    "responses": RESPONSES,
+}
 
 
 class Endpoint:

@@ -77,6 +77,8 @@ class AgentSession:
     """Whether a limit refused what the agent asked."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The last conversation, its response included."""
+    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Those that requests may name instead of sending them, by the ids of their last replies."""
 
     def __post_init__(self) -> None:
         self._history = SaidHistory()
