@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import math
 import secrets
@@ -98,7 +99,7 @@ class ProgramEnvironment(Environment):
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Raises ConfigError, DataError."""
+        """Raises ConfigError, DataError, MissingPackageError."""
         if reward is not None and reward_command is not None:
             raise ConfigError("environment: expected reward or reward_command, found both.")
         self._plain, self._ignore = messages == "text", sampling == "ignore"
@@ -121,7 +122,11 @@ class ProgramEnvironment(Environment):
         self._reward = REWARD.resolve(reward, "environment.reward") if reward else None
         self._reward_command = reward_command
         self._timeout_s, self._variables = timeout_s, dict(variables or {})
+        if self._functions:
+            with needing("agents of this process", install_command("agents")):
+                importlib.import_module("openai")
         self._place = (host, port)
+        Endpoint(*self._place)  # are its packages there?
         self._temperature: float | None = None
         self._served: tuple[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]] | None = None
         self._clients: dict[str, Any] = {}
@@ -231,8 +236,8 @@ class ProgramEnvironment(Environment):
 
     def _client(self, key: str, url: str) -> Any:
         """A client of OpenAI's interface; all share their connections."""
-        with needing("agents of this process", install_command("agents")):
-            import openai
+        import openai
+
         if not self._clients:
             self._clients["openai"] = openai.AsyncOpenAI(base_url=url, api_key=key)
         return self._clients["openai"].copy(base_url=f"{url}/v1", api_key=key)
@@ -295,9 +300,11 @@ class ProgramEnvironment(Environment):
             return await asyncio.to_thread(function, row, played)
 
     async def _ended(self, state: Mapping[str, Any]) -> None:
-        state["endpoint"].close(state["session"])
-        if state["agent"] is not None:
-            await state["agent"].stop()
+        try:
+            if state["agent"] is not None:  # first, as what it asks later would be out of place
+                await state["agent"].stop()
+        finally:
+            state["endpoint"].close(state["session"])
 
 
 def _rows(path: str | Path) -> list[dict[str, Any]]:

@@ -123,7 +123,9 @@ class AgentTask:
             answer = self._function(task, client)
             self.returned = await answer if inspect.isawaitable(answer) else answer
             self.output = "" if self.returned is None else str(self.returned)
-        except Exception as problem:  # noqa: BLE001 -- the agent's: the episode's end
+        except asyncio.CancelledError:
+            raise
+        except BaseException as problem:  # noqa: BLE001 -- SystemExit would end the loop
             told = traceback.extract_tb(problem.__traceback__)[-1]
             self.failure = f"{described(problem)} ({Path(told.filename).name}:{told.lineno})"
 

@@ -70,8 +70,9 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 def write(reply: ModelReply) -> dict[str, Any]:
     """The reply's body."""
     calls = [_written(call) for call in reply.calls]
-    message = {"role": "assistant", "content": None if calls and not reply.content else reply.content}
-    message |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
+    content = None if calls and not reply.content else reply.content
+    message = {"role": "assistant", "content": content, "refusal": None}
+    message |= {"tool_calls": calls} if calls else {}
     choice = {
         "index": 0,
         "message": message,
@@ -146,7 +147,12 @@ def _logprobs(reply: ModelReply) -> dict[str, Any] | None:
     if not reply.request.logprobs:
         return None
     content = [
-        {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()), "top_logprobs": []}
+        {
+            "token": text,
+            "logprob": finite(logprob),
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
         for text, logprob in reply.logprobs
     ]
     return {"content": content, "refusal": None}

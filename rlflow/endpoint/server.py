@@ -71,10 +71,13 @@ INTERFACES: Mapping[str, Interface] = {
 
 class Endpoint:
     """Serves the episodes that are open, at 127.0.0.1 unless told otherwise, in the event loop
-    that starts it. Starlette and uvicorn are needed when it starts."""
+    that starts it."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """port: 0 takes a free one."""
+        """port: 0 takes a free one. Raises MissingPackageError."""
+        with needing("the endpoint", install_command("agents")):
+            import starlette.applications  # noqa: F401 -- are they there?
+            import uvicorn  # noqa: F401
         self._host, self._port = host, port
         self._sessions: dict[str, AgentSession] = {}
         self._server: Any = None
@@ -84,11 +87,10 @@ class Endpoint:
         """Requests that came for no open episode."""
 
     async def start(self) -> None:
-        """Begins to answer. Raises MissingPackageError, RLFlowError."""
-        with needing("the endpoint", install_command("agents")):
-            import uvicorn
+        """Begins to answer. Raises RLFlowError."""
+        import uvicorn
 
-            app = self._application()
+        app = self._application()
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as problem:
@@ -98,9 +100,15 @@ class Endpoint:
             ) from None
         self._port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, ws="none", proxy_headers=False,
-            timeout_keep_alive=60, timeout_graceful_shutdown=1,
-        )  # fmt: skip
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            proxy_headers=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # they are this process's
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
@@ -142,7 +150,8 @@ class Endpoint:
             for path, interface in INTERFACES.items():
                 handler = self._handler(interface, _asked)
                 routes.append(Route(f"{prefix}/{path}", handler, methods=["POST"]))
-            routes.append(Route(f"{prefix}/reward", self._handler(CHAT, _posted), methods=["POST"]))
+            posted = self._handler(CHAT, _posted)
+            routes.append(Route(f"{prefix}/reward", posted, methods=["POST"]))
             routes.append(Route(f"{prefix}/models", self._handler(CHAT, _models)))
 
         async def not_found(request: Any, problem: Any) -> Any:

@@ -22,16 +22,20 @@ from rlflow.endpoint.requests import (
 )
 from rlflow.types import Episode, Observation, Step
 
-ENDED = RequestRefused("the episode has ended.", status=403, code="episode_ended")
-LIMIT = RequestRefused(
-    "the episode's last response was given: rollout.max_turns, or one of its token limits.",
-    code=TURNS,
-)
-TOO_LONG = RequestRefused(
-    "the conversation leaves no room for a response: rollout.max_total_tokens, or what the engine "
-    "can hold. Shorten it, and ask again.",
-    code=CONTEXT,
-)
+ENDED = "episode_ended"
+REFUSALS = {
+    ENDED: (403, "the episode has ended."),
+    TURNS: (
+        400,
+        "the episode's last response was given: rollout.max_turns, or one of its token limits.",
+    ),
+    CONTEXT: (
+        400,
+        "the conversation leaves no room for a response: rollout.max_total_tokens, or what the "
+        "engine can hold. Shorten it, and ask again.",
+    ),
+}
+"""Code -> (status, text)."""
 
 
 @dataclass
@@ -42,7 +46,6 @@ class RequestCounts:
     requests: int = 0
     broken: int = 0
     ignored: int = 0
-    refused: int = 0
     offered: bool = False
     calls: int = 0
     failed_calls: int = 0
@@ -86,7 +89,7 @@ class AgentSession:
         self._current: _Asked | None = None
         self._replies: dict[str, asyncio.Future[ModelReply]] = {}
         self._arrived = asyncio.Event()
-        self._refusal: RequestRefused | None = None
+        self._refusal = ""  # the code of what is answered from now on
         self._turns = 0
 
     async def ask(self, request: ModelRequest, name: str = "", again: bool = False) -> ModelReply:
@@ -121,7 +124,7 @@ class AgentSession:
         asked, self._current = self._current, None
         assert asked is not None and asked.continuation is not None
         if episode.turns_left == 0:
-            self._refuse_all(LIMIT)
+            self._refuse_all(TURNS)
         reply = self._reply(asked.request, episode, response)
         said = reply.message()
         stopped = assistant(reply.content + (reply.stop_string or ""), ())
@@ -135,9 +138,8 @@ class AgentSession:
     def too_long(self) -> None:
         """Refuses the request under way: its conversation leaves no room for a response."""
         asked, self._current = self._current, None
-        self.truncated = True
         if asked is not None:
-            self._refuse(asked, TOO_LONG)
+            self._refuse(asked, CONTEXT)
 
     def close(self) -> None:
         """Refuses whatever is asked or still waits."""
@@ -145,23 +147,25 @@ class AgentSession:
         if self._current is not None:
             self._refuse(self._current, ENDED)
 
-    def _refuse_all(self, why: RequestRefused) -> None:
-        self._refusal = why
+    def _refuse_all(self, code: str) -> None:
+        self._refusal = code
         while self._waiting:
-            self._refuse(self._waiting.popleft(), why)
+            self._refuse(self._waiting.popleft(), code)
 
-    def _refuse(self, asked: _Asked, why: RequestRefused) -> None:
-        self.counts.refused += 1
-        self.truncated = self.truncated or why is LIMIT
+    def _refuse(self, asked: _Asked, code: str) -> None:
+        refused = self._refused(code)
         if not asked.reply.done():
-            asked.reply.set_exception(why)
+            asked.reply.set_exception(refused)
             asked.reply.exception()  # nobody may be left to read it
 
+    def _refused(self, code: str) -> RequestRefused:
+        self.truncated = self.truncated or code in (TURNS, CONTEXT)
+        status, text = REFUSALS[code]
+        return RequestRefused(text, status=status, code=code)
+
     def _check(self, request: ModelRequest) -> None:
-        if self._refusal is not None:
-            self.counts.refused += 1
-            self.truncated = self.truncated or self._refusal is LIMIT
-            raise self._refusal
+        if self._refusal:
+            raise self._refused(self._refusal)
         if not request.messages:
             raise RequestRefused("messages: expected one at the least, found none.")
         if self.plain and request.tools:
@@ -214,7 +218,9 @@ class AgentSession:
             for number, call in enumerate(read.calls)
         ]
         sampled = episode.sampled
-        pairs = list(zip(sampled.texts(), sampled.logprobs, strict=True)) if request.logprobs else ()
+        pairs: list[tuple[str, float]] = []
+        if request.logprobs:
+            pairs = list(zip(sampled.texts(), sampled.logprobs, strict=True))
         return ModelReply(
             id=f"{self.key[:8]}-{self._turns}",
             created=int(time.time()),

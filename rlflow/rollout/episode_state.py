@@ -1,4 +1,4 @@
-"""An episode so far: its exact tokens, segment by segment, and the places that it can go on from."""
+"""An episode so far: its exact tokens, segment by segment, and the places it can go on from."""
 
 from __future__ import annotations
 
