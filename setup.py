@@ -42,6 +42,7 @@ EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
+    "agents": ["starlette>=0.46", *SERVER, "openai>=2"],  # agents that ask the policy through an endpoint
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
@@ -103,6 +104,7 @@ setup(
             "mathematics = rlflow_environments.mathematics.environment:Mathematics",
             "bash = rlflow_environments.sandboxed.shell:ShellTasks",
             "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
+            "program = rlflow_environments.program.program:ProgramEnvironment",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "miniwob = rlflow_environments.browser.miniwob:MiniWob",
             "search = rlflow_environments.search:SearchEnvironment",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, RLFlowError
@@ -14,6 +15,17 @@ from rlflow.types import Episode, Step, Task
 MAX_REWARD = 1e18
 """Of a step, either way: statistics square differences of rewards, in float32, which ends at
 3.4e38."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A response as tokens, for environments that pass it on to a program. prompt_tokens: fed in
+    front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: of its
+    tokens, one by one, special ones included."""
+
+    prompt_tokens: int
+    logprobs: Sequence[float]
+    texts: Callable[[], list[str]]
 
 
 class Environment(ABC):
@@ -99,8 +111,16 @@ class Environment(ABC):
     def step(self, episode: Episode, response: str) -> Any:  # Step, or an awaitable of one
         """Answers one response of the policy (its text, special tokens stripped) with a Step."""
 
+    async def overflow(self, episode: Episode) -> Step | None:
+        """The last observation left no room for a response: another Step in its place. None, the
+        default, ends the episode as truncated; so does a Step that terminates."""
+        return None
+
     async def close(self, episode: Episode) -> None:
         """Called exactly once for every episode that was reset, also when it is aborted."""
+
+    def sampled_at(self, temperature: float) -> None:
+        """Told before the first episode: the temperature of training."""
 
     def report(self) -> dict[str, float]:
         """Numbers about all that happened since the last call, as `section/name`; called once per
@@ -129,7 +149,8 @@ def check_answer(environment: Environment, method: str, answer: Any, expected: t
 
 def check_step(environment: Environment, step: Any, answered: int) -> None:
     """Raises EnvironmentContractError where `step` answered no Step, a reward that is none, or one
-    that replaces anything but texts of the `answered` turns before."""
+    that replaces anything but texts of the `answered` turns before, or follows a turn that is not
+    there."""
     check_answer(environment, "step", step, Step)
     where = f"{type(environment).__name__}.step"
     check_answer(environment, "step: picture", step.picture, str)
@@ -147,6 +168,15 @@ def check_step(environment: Environment, step: Any, answered: int) -> None:
                 f"{where}: replace: expected {{turn: text}} of the {answered} turns before, "
                 f"counted from 0, found {turn!r}: {type(text).__name__}."
             )
+    if step.after is not None and not -1 <= step.after <= answered:
+        raise EnvironmentContractError(
+            f"{where}: after: expected a turn from 0 to {answered}, or -1, found {step.after!r}."
+        )
+    if step.tools is not None and step.after != -1:
+        raise EnvironmentContractError(
+            f"{where}: tools stand in front of a conversation; expected after=-1 beside them, "
+            f"found {step.after!r}."
+        )
 
 
 async def awaited(answer: Any) -> Any:
@@ -154,4 +184,4 @@ async def awaited(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-__all__ = ["Environment", "Episode", "Step", "Task"]
+__all__ = ["Environment", "Episode", "Sampled", "Step", "Task"]

@@ -59,25 +59,25 @@ class Episode:
     turns_left: int | None = None  # that may follow; at 0 nobody reads an observation
     cut: bool = False  # a token limit ended the current response
     scratch: dict[str, Any] = field(default_factory=dict)
+    opening: Step | None = None  # stop, tools and max_tokens of the first response
+    sampled: Any = None  # `rlflow.environment.Sampled`: the current response as tokens
 
 
 @dataclass
 class Step:
-    """An environment's answer to one model turn.
+    """An environment's answer to one model turn."""
 
-    observation: text appended verbatim, or messages for the chat template. reward: added to the
-    episode's return. rewards: the same by name, for methods that weigh several. metrics: a later
-    value replaces an earlier one. stop: of the next turn (None: the environment's). replace: an
-    earlier observation (starts a new segment). picture: a data URL for who looks at the episode."""
-
-    observation: Observation = ""
-    reward: float = 0.0
+    observation: Observation = ""  # text appended verbatim, or messages for the chat template
+    reward: float = 0.0  # added to the episode's return; `rewards`: to those of their names
     terminated: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    replace: dict[int, str] | None = None
-    stop: tuple[str, ...] | None = None
-    rewards: dict[str, float] = field(default_factory=dict)
-    picture: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)  # a later step's replace earlier ones
+    replace: dict[int, str] | None = None  # earlier observations, by turn: a new segment
+    stop: tuple[str, ...] | None = None  # of the next response; None: the environment's
+    rewards: dict[str, float] = field(default_factory=dict)  # for methods that weigh several
+    after: int | None = None  # turn that the observation follows; -1: none, it is a prompt
+    tools: Sequence[dict[str, Any]] | None = None  # beside a prompt; None: the environment's
+    max_tokens: int | None = None  # of the next response, where the run's limits give more
+    picture: str = ""  # a data URL, for who looks at the episode
 
 
 @dataclass

@@ -123,6 +123,13 @@ class Wrapper(Environment):
     def step(self, episode: Episode, response: str) -> Any:
         return self._answered(episode, response, self.base.step(episode, response))
 
+    async def overflow(self, episode: Episode) -> Step | None:
+        step = await self.base.overflow(episode)
+        return None if step is None else await self._taken(episode, step)
+
+    def sampled_at(self, temperature: float) -> None:
+        self.base.sampled_at(temperature)
+
     def close(self, episode: Episode) -> Coroutine[Any, Any, None]:
         return awaited(self.base.close(episode))
 
@@ -147,8 +154,11 @@ class Wrapper(Environment):
         step: Step = await awaited(answer)
         if not isinstance(step, Step):
             return step
+        episode.scratch[self._key].responses.append(response)
+        return await self._taken(episode, step)
+
+    async def _taken(self, episode: Episode, step: Step) -> Step:
         seen: Seen = episode.scratch[self._key]
-        seen.responses.append(response)
         seen.observations.append(as_text(step.observation))
         seen.metrics |= step.metrics
         seen.returned += float(step.reward)

@@ -207,7 +207,7 @@ METRICS: Metrics = {
         "per episode", "observations cut to rollout.max_observation_tokens"
     ),
     "rollout/forks": Metric(
-        "per episode", "times that the chat template rewrote earlier turns; each starts a segment"
+        "per episode", "times that earlier turns were rewritten or left; each starts a segment"
     ),
     "rollout/refed_tokens": Metric(
         "tokens/episode", "fed again after forks, rewritten: what was in view before them"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from rlflow.environment import Environment, check_answer, check_step
+from rlflow.environment import Environment, Sampled, check_answer, check_step
 from rlflow.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -21,9 +19,10 @@ from rlflow.errors import (
     raised_at,
 )
 from rlflow.rollout.calls import CallThreads, call, deadline
-from rlflow.rollout.engine import Completion, Sampling, joined_routes
+from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.episode_state import EpisodeState, Place, TokenSpan, make_segment
 from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text
-from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Trajectory, Turn
+from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +35,6 @@ SHOWN = 80  # characters of a response in the message about a failed step
 COUNTED = ("response_tokens", "observation_tokens", "observations_cut", "responses_cut")
 COUNTED_OF_MESSAGES = ("forks", "refed_tokens")
 HISTORIES = ("template", "exact")
-MIXED = (
-    "Step.replace: the chat template rewrites earlier turns of this episode, so that there is no "
-    "observation of its own left to replace; set rollout.history=exact, or answer with text."
-)
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up: they would hit every episode, so they end the collection."""
 
@@ -83,69 +78,6 @@ class Attempt:
     priority: int | None = None
 
 
-@dataclass
-class TokenSpan:
-    """Tokens of one origin: the prompt, a response (with what its engine said) or an
-    observation."""
-
-    tokens: list[int]
-    completion: Completion | None = None  # of a response that is trained in this segment
-    turn: int | None = None  # of an observation: the turn that it answers
-
-
-@dataclass
-class EpisodeState:
-    """An episode so far. messages: the conversation where it is one, without the last response."""
-
-    prompt: str = ""  # the episode's own, which `reset` may have changed
-    spans: list[TokenSpan] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    messages: list[Message] | None = None
-    speech: str = ""  # the assistant's message so far, as shown; text observations included
-    reward: float = 0.0
-    rewards: dict[str, float] = field(default_factory=dict)  # by name
-    response_tokens: int = 0
-    observation_tokens: int = 0
-    observations_cut: int = 0
-    responses_cut: int = 0
-    forks: int = 0
-    refed_tokens: int = 0
-    cause: str = ""  # where a step failed, and what it was given
-
-    def tokens(self) -> list[int]:
-        return [token for span in self.spans for token in span.tokens]
-
-    @property
-    def length(self) -> int:
-        return sum(len(span.tokens) for span in self.spans)
-
-    def replace(self, observations: Mapping[int | None, list[int]]) -> None:
-        """Closes the segment and starts another, with the observations of some turns exchanged.
-
-        Responses so far are context there; they are trained in the segment that sampled them.
-        Raises EnvironmentContractError after a fork, whose context is one piece."""
-        if self.forks:
-            raise EnvironmentContractError(MIXED)
-        self.segments.append(make_segment(self.spans))
-        self.spans = [
-            TokenSpan(observations.get(span.turn, span.tokens), turn=span.turn)
-            for span in self.spans
-        ]
-
-    def fork(self, refed: int) -> None:
-        """Closes the segment; the next one starts with what the chat template shows from now on, of
-        which `refed` tokens stand for what was in view before. Raises EnvironmentContractError
-        after `replace`."""
-        if len(self.segments) > self.forks:
-            raise EnvironmentContractError(MIXED)
-        self.segments.append(make_segment(self.spans))
-        self.spans = []
-        self.forks += 1
-        self.refed_tokens += refed
-
-
 class EpisodePlayer:
     """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
@@ -166,7 +98,7 @@ class EpisodePlayer:
 
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt; ABORTED where the environment or the engine raises."""
-        state = EpisodeState()
+        state = EpisodeState(Place(self._tokenizer))
         error = ""
         try:
             async with deadline(self._limits.episode_s, "the episode (rollout.faults.episode_s)"):
@@ -183,6 +115,8 @@ class EpisodePlayer:
     ) -> StopReason:
         episode = await self._call("reset", attempt.task)
         check_answer(self._environment, "reset", episode, Episode)
+        if episode.opening is not None:
+            check_answer(self._environment, "reset: opening", episode.opening, Step)
         try:
             stop = await self._turns(attempt, episode, state, generate)
         except BaseException:
@@ -198,32 +132,39 @@ class EpisodePlayer:
         self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate
     ) -> StopReason:
         limits = self._limits
-        self._begin(episode.task, state)
-        stop_strings = self._environment.stop
+        step = episode.opening or Step()
+        self._begin(episode.task, step, state)
         while True:
             tokens = state.tokens()
             room = limits.max_total_tokens - len(tokens)
             if room <= 0:
                 return StopReason.MAX_TOKENS
+            most = min(limits.max_response_tokens, room)
             sampling = Sampling(
-                max_tokens=min(limits.max_response_tokens, room),
+                max_tokens=min(most, step.max_tokens or most),
                 temperature=self._temperature(attempt),
-                stop=tuple(stop_strings),
+                stop=tuple(self._environment.stop if step.stop is None else step.stop),
                 stop_token_ids=self._tokenizer.eos_ids,
                 seed=attempt.seeds(episode.turns),
             )
             started = time.monotonic()
             completion = await generate(tokens, sampling, attempt.request_id)
-            step = await self._answer(episode, state, completion, started)
-            if completion.stop == "length":  # before `terminated`, which half an answer gets too
+            # Where the environment asked for fewer, it goes on
+            full = completion.stop == "length" and sampling.max_tokens == most
+            step = await self._answer(episode, state, completion, full, started)
+            if full:  # before `terminated`, which half an answer gets too
                 return StopReason.MAX_TOKENS
             if step.terminated:
                 return StopReason.TERMINATED
             if episode.turns >= self._max_turns(episode):
                 return StopReason.MAX_TURNS
-            if not await self._observe(state, step, completion):
-                return StopReason.MAX_TOKENS
-            stop_strings = self._environment.stop if step.stop is None else step.stop
+            while not await self._observe(state, step):
+                other = await self._call("overflow", episode)
+                if other is not None:
+                    self._take(state, other)
+                if other is None or other.terminated:
+                    return StopReason.MAX_TOKENS
+                step = other
 
     def _temperature(self, attempt: Attempt) -> float:
         return self._limits.temperature if attempt.temperature is None else attempt.temperature
@@ -232,33 +173,47 @@ class EpisodePlayer:
         most = episode.task.most_turns
         return self._limits.max_turns if most is None else min(self._limits.max_turns, most)
 
-    def _begin(self, task: Task, state: EpisodeState) -> None:
-        chat = self._limits.chat_template
+    def _begin(self, task: Task, step: Step, state: EpisodeState) -> None:
         state.prompt = _as_text(task.prompt)
-        state.spans.append(TokenSpan(self._tokenizer.encode_prompt(task.prompt, chat)))
-        if not isinstance(task.prompt, str):
-            state.messages = list(task.prompt)
+        tokens, state.here = self._prompt(task.prompt, step.tools)
+        state.spans.append(TokenSpan(tokens))
+
+    def _prompt(
+        self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[list[int], Place]:
+        """The ids of a conversation's prompt, and the place in front of its first response."""
+        chat = self._limits.chat_template
+        tokenizer = self._tokenizer if tools is None else self._tokenizer.with_tools(tools)
+        messages: list[Message] | None = None
+        if not isinstance(prompt, str):
+            messages = list(prompt)
         elif chat:
-            state.messages = [{"role": "user", "content": task.prompt}]
+            messages = [{"role": "user", "content": prompt}]
+        return tokenizer.encode_prompt(prompt, chat), Place(tokenizer, messages=messages)
 
     async def _answer(
-        self, episode: Episode, state: EpisodeState, completion: Completion, started: float
+        self,
+        episode: Episode,
+        state: EpisodeState,
+        completion: Completion,
+        full: bool,
+        started: float,
     ) -> Step:
-        """Records the response, passes its text to the environment, and records the answer."""
+        """Records the response, passes its text to the environment, and records the answer. full:
+        a limit of the run cut it."""
         if completion.interrupted:
             raise RolloutError(f"the engine ended the request early: it was {completion.stop}.")
         start = state.length
         stop = start + len(completion.tokens)
-        state.spans.append(TokenSpan(completion.tokens, completion))
-        state.response_tokens += len(completion.tokens)
         response = self._tokenizer.decode(completion.tokens)
-        state.speech += response
+        state.respond(completion, response)
         turn = Turn(len(state.segments), start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
+        episode.sampled = Sampled(start, completion.logprobs, lambda: self._texts(completion))
         state.responses_cut += episode.cut
-        full = episode.cut or stop >= self._limits.max_total_tokens
+        full = full or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         try:
             step = await self._call("step", episode, response)
@@ -267,39 +222,56 @@ class EpisodePlayer:
             state.cause = f" ({'; '.join(filter(None, told))})"
             raise
         turn.duration_s = time.monotonic() - started
+        self._take(state, step)
+        return step
+
+    def _texts(self, completion: Completion) -> list[str]:
+        return [self._tokenizer.decode([token], False) for token in completion.tokens]
+
+    def _take(self, state: EpisodeState, step: Step) -> None:
+        """Records what a step says of the last response and of the episode."""
         check_step(self._environment, step, len(state.turns) - 1)
-        turn.reward = float(step.reward)
+        turn = state.turns[-1]
+        turn.reward += float(step.reward)
         turn.observation = _as_text(step.observation)
         turn.picture = step.picture
-        state.reward += turn.reward
+        state.reward += float(step.reward)
         for name, value in step.rewards.items():
             state.rewards[name] = state.rewards.get(name, 0.0) + float(value)
         state.metrics.update({name: float(value) for name, value in step.metrics.items()})
-        return step
 
-    async def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
+    async def _observe(self, state: EpisodeState, step: Step) -> bool:
         """Appends the observation; False if it leaves no room for another response."""
         if step.replace:
             state.replace(
                 {turn: self._tokenizer.encode_text(text) for turn, text in step.replace.items()}
             )
         characters = len(_as_text(step.observation))
-        if state.messages is not None:
+        if state.here.messages is not None:
             characters += 4 * state.length  # about: a fork encodes all of them
+        last = len(state.places) - 1
+        after = last if step.after is None else step.after
         if characters > LONG_TEXT:  # the other episodes need the loop
-            turn = await asyncio.to_thread(self._next_turn, state, step, completion)
+            turn, place = await asyncio.to_thread(self._next_turn, state, step, after)
         else:
-            turn = self._next_turn(state, step, completion)
-        seen = state.length if turn.again is None else 0
-        if seen + len(turn.tokens) >= self._limits.max_total_tokens:
+            turn, place = self._next_turn(state, step, after)
+        seen = place.spans[: place.count] if turn.again is None else []
+        length = sum(len(span.tokens) for span in seen)
+        if length + len(turn.tokens) >= self._limits.max_total_tokens:
             return False
-        if turn.again is not None:
-            state.fork(turn.again)
+        if turn.again is not None or after != last:
+            state.fork(seen, turn.again or length)
+        state.here = place
         state.spans.append(TokenSpan(turn.tokens, turn=len(state.turns) - 1))
         state.observation_tokens += len(turn.tokens) - (turn.again or 0)
         return True
 
-    def _next_turn(self, state: EpisodeState, step: Step, completion: Completion) -> NextTurn:
+    def _next_turn(self, state: EpisodeState, step: Step, after: int) -> tuple[NextTurn, Place]:
+        """The ids in front of the next response, and the place there."""
+        if after < 0:
+            tokens, place = self._prompt(step.observation, step.tools)
+            return NextTurn(tokens), place
+        place = state.places[after]
         if isinstance(step.observation, str):
             tokens = self._tokenizer.encode_text(step.observation)
             most = self._limits.max_observation_tokens
@@ -307,22 +279,22 @@ class EpisodePlayer:
                 closing = self._environment.frame[1]
                 tokens = cut_text(self._tokenizer, step.observation, closing, most)
                 state.observations_cut += 1
-            if state.messages is not None:
-                state.speech += self._tokenizer.decode(tokens)
-            return NextTurn(tokens)
-        if state.messages is None:
+            if place.messages is not None:
+                speech = place.speech + self._tokenizer.decode(tokens)
+                place = replace(place, speech=speech)
+            return NextTurn(tokens), place
+        if place.messages is None:
             raise EnvironmentContractError(
                 f"{type(self._environment).__name__}.step: the observation consists of messages, "
                 "but the prompt is plain text; make the prompt messages too, or set "
                 "rollout.chat_template."
             )
-        last, exact = completion.tokens[-1], self._limits.history == "exact"
-        end = last if last in self._tokenizer.eos_ids else None
-        said = self._tokenizer.without_control(state.speech)  # a fork reads it again, as text
-        turn = self._tokenizer.encode_turn(state.messages, said, step.observation, end, exact)
-        state.messages += [{"role": "assistant", "content": said}, *step.observation]
-        state.speech = ""
-        return turn
+        end = place.last if place.last in self._tokenizer.eos_ids else None
+        said = self._tokenizer.without_control(place.speech)  # a fork reads it again, as text
+        exact = self._limits.history == "exact"
+        turn = place.tokenizer.encode_turn(place.messages, said, step.observation, end, exact)
+        messages = [*place.messages, {"role": "assistant", "content": said}, *step.observation]
+        return turn, replace(place, messages=messages, speech="")
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         """The result of an environment's method, within the deadline."""
@@ -341,7 +313,8 @@ class EpisodePlayer:
         # Nothing need follow a rewritten observation
         if sampled or (state.spans and not state.segments):
             state.segments.append(make_segment(state.spans))
-        names = COUNTED if state.messages is None else COUNTED + COUNTED_OF_MESSAGES
+        talks = state.here.messages is not None or state.forks
+        names = COUNTED + COUNTED_OF_MESSAGES if talks else COUNTED
         counts = {name: float(getattr(state, name)) for name in names}
         return Trajectory(
             task_id=attempt.task.id,
@@ -358,32 +331,6 @@ class EpisodePlayer:
             attempt=attempt.number,
             id=attempt.id,
         )
-
-
-def make_segment(spans: Sequence[TokenSpan]) -> Segment:
-    """The training sequence of the spans: exactly the tokens that the engine got and sampled."""
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    routes = None
-    for span in spans:
-        count, sampled = len(span.tokens), span.completion
-        tokens += span.tokens
-        mask += [sampled is not None] * count
-        logprobs += sampled.logprobs if sampled else [0.0] * count
-        versions += sampled.versions if sampled else [-1] * count
-        if sampled:
-            routes = joined_routes(routes, sampled.routes, len(tokens) - 1)
-    named = [span.completion.routes_version for span in spans if span.completion]
-    return Segment(
-        torch.tensor(tokens, dtype=torch.int64),
-        torch.tensor(mask, dtype=torch.bool),
-        torch.tensor(logprobs, dtype=torch.float32),
-        torch.tensor(versions, dtype=torch.int64),
-        routes,
-        min(named, default=-1),
-    )
 
 
 def _as_text(observation: str | list[Message]) -> str:

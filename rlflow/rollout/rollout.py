@@ -101,8 +101,7 @@ class Rollout:
         self.max_aborted_share = max_aborted_share
         self.seed, self.deterministic = seed, deterministic
         self.verify_weights, self.weight_sync = verify_weights, weight_sync
-        self.call_s = call_s
-        self.version = 0
+        self.call_s, self.version = call_s, 0
         self._limits = EpisodeLimits(
             max_turns,
             max_response_tokens,
@@ -117,6 +116,7 @@ class Rollout:
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         check_frame(environment.frame, tokenizer, max_observation_tokens)
+        environment.sampled_at(temperature)
         self.report: dict[str, float] = {}
         self.synced = SyncReport()  # the last `load_weights`
         self.memory_taken = 0  # bytes that engines took again after it

@@ -26,6 +26,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Web pages in a real browser.
     "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
+    # Agents of the user's own, in processes or in this one.
+    "program": (
+        {"errors", "types", "values", "report", "environment", "components", "storage", "endpoint"},
+        {"common"},
+    ),
     # Environments of other libraries.
     "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common", "tool_use"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.

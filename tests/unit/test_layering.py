@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
                              "trainer", "components", *BASIS},
     "rollout": {"codec", "environment", "models", "matmul", "http", "places", "storage", "components", "values",
                 "gpu_plan", *BASIS},
+    "endpoint": {"environment", *BASIS},
     "swarm": {"codec", "rollout", "places", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
@@ -71,7 +72,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "markdown_it": ("environments/search/own_documents/",),
     "huggingface_hub": ("environments/retrieval/", "recipes/searchr1/", "rlflow/models/"),
     "fastapi": (),
-    "uvicorn": ("environments/retrieval/server/",),
+    "uvicorn": ("environments/retrieval/server/", "rlflow/endpoint/"),
+    "starlette": ("rlflow/endpoint/",),
+    "openai": ("environments/program/",),
     "aiohttp": ("environments/adapters/", "environments/browser/", "rlflow/http.py"),
     "httpx": (),
 }

@@ -1,0 +1,1 @@
+"""Agents of the user's own, as environments: programs, or functions of this process."""

@@ -1,0 +1,12 @@
+"""An address at which an agent asks the policy for responses, as it would ask a vendor's model.
+
+A package over the environment's contract: every request of an episode becomes a turn of the
+rollout, so that what is trained are the ids that were sampled."""
+
+from __future__ import annotations
+
+from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
+from rlflow.endpoint.server import Endpoint
+from rlflow.endpoint.session import AgentSession
+
+__all__ = ["AgentSession", "Endpoint", "ModelReply", "ModelRequest", "RequestRefused"]

@@ -1,0 +1,217 @@
+"""Agents on OpenAI's client: what was sampled is kept as ids, whatever they do with their history."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures import tiny_tokenizer
+
+from rlflow.rollout import Tokenizer
+from rlflow.types import StopReason
+from rlflow_environments.program.program import ProgramEnvironment
+from tests.unit.endpoint.scripted import checked, play, rows
+from tests.unit.rollout.chat_templates import QWEN3, dressed
+
+pytest.importorskip("openai")
+pytest.importorskip("starlette")
+HEAD = "import asyncio, openai\n"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(directory)
+
+
+def environment(folder: Path, agent: str, **options: Any) -> ProgramEnvironment:
+    (folder / "agent.py").write_text(HEAD + agent, encoding="utf-8")
+    tasks = rows(folder / "tasks.jsonl", {"prompt": "Hi there", "answer": "secret"})
+    return ProgramEnvironment(f"{folder / 'agent.py'}:agent", tasks, **options)
+
+
+TALK = """
+async def agent(task, client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": task["prompt"]}]
+    for number in range(3):
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        messages.append({"role": "user", "content": f"and {number}?"})
+    return 1.0 if "answer" not in task else -1.0
+"""
+
+
+def test_a_conversation_is_one_segment_of_the_ids_that_were_sampled(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (one,), fed = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}")
+    checked(one, fed)
+    assert len(one.segments) == 1 and len(one.turns) == 3 and one.reward == 1.0
+    assert one.stop is StopReason.TERMINATED and one.metrics["broken_histories"] == 0
+    whole = tokenizer.decode(one.segments[0].tokens.tolist(), skip_special_tokens=False)
+    said = [{"role": "assistant", "content": f"The answer {number}"} for number in range(3)]
+    asked = [{"role": "user", "content": f"and {number}?"} for number in range(2)]
+    view = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
+    view += [said[0], asked[0], said[1], asked[1], said[2]]
+    assert whole + "\n" == tokenizer.inner.apply_chat_template(view, tokenize=False)
+    # Bytes one by one: the text would have been tokenized otherwise
+    assert tokenizer.encode("The answer 0") != fed.said[0][:-1]
+
+
+BRANCHES = """
+async def agent(task, client):
+    async def ask(messages):
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        return [*messages, {"role": "assistant", "content": reply.choices[0].message.content}]
+    user = lambda text: {"role": "user", "content": text}
+    main = await ask([user("main")])
+    sub = await ask([user("sub-agent")])
+    main = await ask([*main, user(sub[-1]["content"])])
+    summary = await ask([user("main"), {"role": "assistant", "content": "A summary."}, user("on")])
+    left, right = await asyncio.gather(ask([*main, user("left")]), ask([*main, user("right")]))
+    return float(len(left) == len(right) == 6)
+"""
+
+
+def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (one,), fed = play(environment(tmp_path, BRANCHES), tokenizer, lambda text, number: f"The answer {number}")
+    checked(one, fed)
+    assert one.reward == 1.0 and [turn.segment for turn in one.turns] == [0, 1, 2, 3, 4, 5]
+    first, second = fed.contexts[0] + fed.said[0], fed.contexts[2] + fed.said[2]
+    assert fed.contexts[2][: len(first)] == first
+    assert fed.contexts[4][: len(second)] == fed.contexts[5][: len(second)] == second
+    assert {len(context) > len(second) for context in fed.contexts[4:]} == {True}
+    assert one.metrics["forks"] == 5 and one.metrics["broken_histories"] == 1.0
+
+
+TOOLS = """
+SEARCH = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+async def agent(task, client):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for streamed in (False, True, False):
+        asked = {"model": "m", "messages": messages, "tools": [SEARCH]}
+        if streamed:
+            async with client.chat.completions.stream(**asked) as events:
+                async for _ in events:
+                    pass
+                reply = await events.get_final_completion()
+        else:
+            reply = await client.chat.completions.create(**asked, logprobs=True)
+            assert "".join(one.token for one in reply.choices[0].logprobs.content[:6]) == "I look"
+            assert reply.choices[0].logprobs.content[0].logprob == -0.5
+            assert reply.usage.completion_tokens == len(reply.choices[0].logprobs.content)
+        choice = reply.choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I look"
+        assert [call.function.arguments for call in choice.message.tool_calls] == ['{"for": "x"}'] * 2
+        messages.append(choice.message.model_dump(exclude_none=True))
+        for call in choice.message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "found"})
+    return 1
+"""
+
+
+def test_tools_and_streams_of_openais_client(directory: Path, tmp_path: Path) -> None:
+    call = '\n<tool_call>\n{"name": "look", "arguments": {"for": "x"}}\n</tool_call>'
+    tokenizer = dressed(directory, QWEN3)
+    limits = {"max_response_tokens": 400}
+    (one,), fed = play(environment(tmp_path, TOOLS), tokenizer, lambda text, number: "I look" + call * 2, **limits)
+    checked(one, fed)
+    assert len(one.segments) == 1 and one.metrics["tool_calls"] == 6 and one.metrics["tools_unused"] == 0
+    assert '"name": "look"' in tokenizer.decode(fed.contexts[0])
+    assert tokenizer.decode(fed.contexts[2]).count("<tool_response>\nfound") == 4
+
+
+REFUSED = """
+async def agent(task, client):
+    messages = [{"role": "user", "content": "x"}]
+    told = []
+    for options in ({"top_p": 0.9}, {"temperature": 0.2}, {"n": 2}, {"max_tokens": 0}, {"stop": [3]},
+                    {"messages": []}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                    {"tool_choice": "required"}):
+        try:
+            await client.chat.completions.create(**{"model": "m", "messages": messages, **options})
+        except openai.BadRequestError as problem:
+            told.append(problem.body["message"])
+    stranger = client.copy(api_key="none", base_url=str(client.base_url).split("/episodes")[0] + "/v1")
+    try:
+        await stranger.chat.completions.create(model="m", messages=messages)
+    except openai.AuthenticationError as problem:
+        told.append(problem.body["message"])
+    try:
+        await client.embeddings.create(model="m", input="x")
+    except openai.NotFoundError as problem:
+        told.append(problem.body["message"])
+    await client.chat.completions.create(model="m", messages=messages, temperature=1.0, top_p=1, n=1, stop=None)
+    assert len(told) == 10, told
+    open(FILE, "w").write("\\n".join(told))
+    return 1
+"""
+
+
+def test_what_training_cannot_honour_is_refused_with_the_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = environment(tmp_path, f"FILE = {str(tmp_path / 'told')!r}\n{REFUSED}")
+    made.sampled_at(1.0)
+    (one,), fed = play(made, tokenizer, lambda text, number: "Yes")
+    checked(one, fed)
+    told = (tmp_path / "told").read_text().split("\n")
+    expected = ["top_p: expected 1, found 0.9", "temperature: expected 1.0", "n: expected 1", "max_tokens", "stop:", "messages:",
+                "image_url", "tool_choice: expected 'auto' or 'none'", "unknown key", "not found"]  # fmt: skip
+    assert all(re.search(pattern, text, re.I) for pattern, text in zip(expected, told, strict=True)), told
+
+
+IGNORED = """
+async def agent(task, client):
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "x"}], top_p=0.9, temperature=0.2)
+    return 1
+"""
+
+
+def test_what_training_cannot_honour_is_ignored_and_counted_where_the_user_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = environment(tmp_path, IGNORED, sampling="ignore")
+    made.sampled_at(1.0)
+    (one,), _ = play(made, tokenizer, lambda text, number: "Yes")
+    assert one.usable and one.metrics["ignored_parameters"] == 2
+
+
+LIMITED = """
+async def agent(task, client):
+    messages, told = [{"role": "user", "content": "a" * 40}], []
+    while True:
+        try:
+            reply = await client.chat.completions.create(model="m", messages=messages, stop=["."], max_tokens=MOST)
+        except openai.BadRequestError as problem:
+            told.append(problem.body["code"])
+            if problem.body["code"] == "turn_limit_reached":
+                return len(told)
+            messages = [{"role": "user", "content": "shorter"}]
+            continue
+        told.append(reply.choices[0].finish_reason + reply.choices[0].message.content)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content + "."})
+        messages.append({"role": "user", "content": "a" * 60})
+"""
+
+
+def test_an_agent_is_told_of_the_limits_and_its_episode_is_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = environment(tmp_path, f"MOST = None\n{LIMITED}")
+    (one,), fed = play(made, tokenizer, lambda text, number: f"So {number}. ", max_total_tokens=150, max_turns=3)
+    checked(one, fed)
+    assert one.stop is StopReason.MAX_TURNS and one.reward == 5  # three responses, one too long, one too many
+    assert [turn.segment for turn in one.turns] == [0, 0, 1]
+    assert tokenizer.decode(fed.contexts[1], False).count("So 0. ") == 1  # the stop string came back, the blank did not
+    (tmp_path / "other").mkdir()
+    made = environment(tmp_path / "other", f"MOST = 4\n{LIMITED}")
+    (one,), fed = play(made, tokenizer, lambda text, number: "So it goes", max_turns=3)
+    checked(one, fed)
+    assert one.stop is StopReason.MAX_TURNS and {len(ids) for ids in fed.said} == {4}  # it went on after cuts of its own
+
+
+def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    found, _ = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}", episodes=64)
+    assert all(one.usable and len(one.segments) == 1 and one.reward == 1.0 for one in found)
+    assert sum(len(one.turns) for one in found) == 192

@@ -1,0 +1,151 @@
+"""Programs as agents: rewards, and every way to fail, which is never a reward of 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures import tiny_tokenizer
+
+from rlflow.errors import ConfigError, DataError
+from rlflow.rollout import Tokenizer
+from rlflow.storage.guard import marked
+from rlflow.types import StopReason, Trajectory
+from rlflow_environments.program.program import ProgramEnvironment
+from tests.unit.endpoint.scripted import checked, play, rows
+
+pytest.importorskip("starlette")
+# Without a vendor's package, which takes a second to import
+ASK = """
+import json, os, sys, time, urllib.request
+
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
+                                     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return json.load(urllib.request.urlopen(request))
+
+def ask(text):
+    reply = post("/chat/completions", {"messages": [{"role": "user", "content": text}]})
+    return reply["choices"][0]["message"]["content"]
+
+task = json.load(open(os.environ["RLFLOW_TASK"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def played(tokenizer: Tokenizer, folder: Path, body: str, **options: Any) -> Trajectory:
+    (folder / "agent.py").write_text(ASK + body, encoding="utf-8")
+    tasks = rows(folder / "tasks.jsonl", {"id": "one", "question": "Who?", "answer": "Yes"})
+    made = ProgramEnvironment(f"{sys.executable} -S {folder / 'agent.py'}", tasks, **options)
+    (one,), fed = play(made, tokenizer, lambda text, number: "Yes")
+    if one.usable:
+        checked(one, fed)
+    assert not list(marked(f"RLFLOW_TEST_FOLDER={folder}"))
+    return one
+
+
+POST = "ask(task['question'])\npost('/reward', {'reward': 0.25, 'metrics': {'length': 3}})"
+
+
+def test_the_reward_that_a_program_posts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    one = played(tokenizer, tmp_path, POST)
+    assert (one.reward, one.metrics["length"], one.metrics["score"]) == (0.25, 3.0, 0.25)
+    assert one.stop is StopReason.TERMINATED and one.prompt == "user: Who?"
+
+
+def test_the_reward_of_a_function_sees_the_answer_and_the_conversation(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def reward(task, played):\n"
+        "    assert played['messages'][-1]['content'] == task['answer'] and 'answer' not in eval(played['output'])\n"
+        "    return 0.5\n"
+    )
+    body = "ask(task['question'])\nprint(repr(task))"
+    assert played(tokenizer, tmp_path, body, reward=f"{tmp_path / 'judge.py'}:reward").reward == 0.5
+
+
+@pytest.mark.parametrize(
+    "script, expected", [("print('a'); print(0.75)", 0.75), ("pass", 1.0), ("raise SystemExit(3)", 0.0)]
+)
+def test_the_reward_of_a_command_is_its_last_line_or_its_exit_code(
+    script: str, expected: float, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text(script)
+    command = f"{sys.executable} -S {tmp_path / 'judge.py'}"
+    assert played(tokenizer, tmp_path, "ask(task['question'])", reward_command=command).reward == expected
+
+
+@pytest.mark.parametrize(
+    "body, told",
+    {
+        "crashes": ("ask('x')\nraise ValueError('my mistake')", "ended with code 1: .*ValueError: my mistake"),
+        "at once": ("1 / 0", "no response; .*ZeroDivisionError"),
+        "asks nothing": ("print('I have no question')", "asked for no response; it ended: I have no question"),
+        "hangs": ("ask('x')\nprint('waiting', flush=True)\ntime.sleep(60)", "neither asked nor ended within 1 s .*waiting"),
+        "no reward": ("ask('x')", "has no reward"),
+        "killed": ("ask('x')\nos.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        "leaves processes": (
+            "ask('x')\nfor _ in range(3):\n  if os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nsys.exit('so it ends')",
+            "so it ends",
+        ),
+    }.values(),
+    ids=["crashes", "at once", "asks nothing", "hangs", "no reward", "killed", "leaves processes"],
+)
+def test_a_program_that_fails_aborts_its_episode_with_its_last_lines(
+    body: str, told: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    import re
+
+    variables = {"RLFLOW_TEST_FOLDER": str(tmp_path)}
+    started = time.monotonic()
+    one = played(tokenizer, tmp_path, body, timeout_s=1.0 if "hangs" in told or "within" in told else 20.0, variables=variables)
+    assert one.stop is StopReason.ABORTED and re.search(told, one.error), one.error
+    assert time.monotonic() - started < 15
+
+
+def test_a_program_that_a_limit_refused_is_truncated_however_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ASK + "for _ in range(9):\n  ask('again')")
+    made = ProgramEnvironment(f"{sys.executable} -S {tmp_path / 'agent.py'}", rows(tmp_path / "tasks.jsonl", {"prompt": "x"}))
+    (one,), fed = play(made, tokenizer, lambda text, number: "Yes", max_turns=2)
+    checked(one, fed)
+    assert one.stop is StopReason.MAX_TURNS and len(one.turns) == 2 and one.reward == 0.0
+
+
+def test_messages_as_text_for_models_without_a_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    body = (
+        "messages = [{'role': 'user', 'content': 'Question: x\\n'}]\n"
+        "asked = {'messages': messages, 'stop': ['</b>'], 'include_stop_str_in_output': True}\n"
+        "messages.append(post('/chat/completions', asked)['choices'][0]['message'])\n"
+        "messages.append({'role': 'tool', 'content': '\\nfound\\n'})\n"
+        "post('/chat/completions', asked)\npost('/reward', {'reward': 1})"
+    )
+    (tmp_path / "agent.py").write_text(ASK + body)
+    tasks = rows(tmp_path / "tasks.jsonl", {"prompt": "x"})
+    made = ProgramEnvironment(f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, messages="text")
+    (one,), fed = play(made, tokenizer, lambda text, number: "<b>1</b>")
+    checked(one, fed)
+    assert len(one.segments) == 1
+    assert tokenizer.decode(one.segments[0].tokens.tolist(), False) == "Question: x\n<b>1</b>\nfound\n<b>1</b>"
+
+
+def test_bad_options_are_one_clear_error(tmp_path: Path) -> None:
+    tasks = rows(tmp_path / "tasks.jsonl", {"prompt": "x"})
+    with pytest.raises(ConfigError, match="expected agent=COMMAND"):
+        ProgramEnvironment(None, tasks)
+    with pytest.raises(ConfigError, match="expected agent=COMMAND"):
+        ProgramEnvironment("python agent.py")
+    with pytest.raises(ConfigError, match="found both"):
+        ProgramEnvironment("python agent.py", tasks, reward="a.py:b", reward_command="true")
+    with pytest.raises(ConfigError):
+        ProgramEnvironment(f"{tmp_path / 'nothing.py'}:agent", tasks)
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    with pytest.raises(DataError, match="line 1: expected a JSON object"):
+        ProgramEnvironment("python agent.py", tmp_path / "bad.jsonl")
+    assert os.environ.get("OPENAI_BASE_URL") is None
