@@ -18,7 +18,7 @@ MAX_REWARD = 1e18
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SaidTokens:
     """A response as tokens, for environments that pass it on to a program. prompt_tokens: fed in
     front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: of its
     tokens, one by one, special ones included."""
@@ -184,4 +184,4 @@ async def awaited(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-__all__ = ["Environment", "Episode", "Sampled", "Step", "Task"]
+__all__ = ["Environment", "Episode", "SaidTokens", "Step", "Task"]

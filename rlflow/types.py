@@ -60,7 +60,7 @@ class Episode:
     cut: bool = False  # a token limit ended the current response
     scratch: dict[str, Any] = field(default_factory=dict)
     opening: Step | None = None  # stop, tools and max_tokens of the first response
-    sampled: Any = None  # `rlflow.environment.Sampled`: the current response as tokens
+    sampled: Any = None  # `rlflow.environment.SaidTokens`: the current response as tokens
 
 
 @dataclass

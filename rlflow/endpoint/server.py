@@ -155,7 +155,7 @@ class Endpoint:
             routes.append(Route(f"{prefix}/models", self._handler(CHAT, _models)))
 
         async def not_found(request: Any, problem: Any) -> Any:
-            told = f"{request.method} {request.url.path}: {problem.detail}; the endpoint takes POST "
+            told = f"{request.method} {request.url.path}: {problem.detail}; expected POST of "
             refused = RequestRefused(told + ", ".join(INTERFACES), status=problem.status_code)
             return JSONResponse(chat.error(refused), refused.status)
 

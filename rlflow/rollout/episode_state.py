@@ -30,7 +30,7 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
-class Place:
+class Branch:
     """A conversation from which an episode goes on: right after a response, or before any.
 
     spans: of its segment, the first `count` of them. messages: the conversation where it is one,
@@ -49,12 +49,12 @@ class Place:
 class EpisodeState:
     """An episode so far. here: the conversation that it is in. places: those after each turn."""
 
-    here: Place
+    here: Branch
     prompt: str = ""  # the episode's own, which `reset` may have changed
     spans: list[TokenSpan] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[Branch] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)  # by name

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlflow.environment import Environment, Sampled, check_answer, check_step
+from rlflow.environment import Environment, SaidTokens, check_answer, check_step
 from rlflow.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -20,7 +20,7 @@ from rlflow.errors import (
 )
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.episode_state import EpisodeState, Place, TokenSpan, make_segment
+from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, make_segment
 from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text
 from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
@@ -98,7 +98,7 @@ class EpisodePlayer:
 
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt; ABORTED where the environment or the engine raises."""
-        state = EpisodeState(Place(self._tokenizer))
+        state = EpisodeState(Branch(self._tokenizer))
         error = ""
         try:
             async with deadline(self._limits.episode_s, "the episode (rollout.faults.episode_s)"):
@@ -180,7 +180,7 @@ class EpisodePlayer:
 
     def _prompt(
         self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
-    ) -> tuple[list[int], Place]:
+    ) -> tuple[list[int], Branch]:
         """The ids of a conversation's prompt, and the place in front of its first response."""
         chat = self._limits.chat_template
         tokenizer = self._tokenizer if tools is None else self._tokenizer.with_tools(tools)
@@ -189,7 +189,7 @@ class EpisodePlayer:
             messages = list(prompt)
         elif chat:
             messages = [{"role": "user", "content": prompt}]
-        return tokenizer.encode_prompt(prompt, chat), Place(tokenizer, messages=messages)
+        return tokenizer.encode_prompt(prompt, chat), Branch(tokenizer, messages=messages)
 
     async def _answer(
         self,
@@ -211,7 +211,7 @@ class EpisodePlayer:
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
-        episode.sampled = Sampled(start, completion.logprobs, lambda: self._texts(completion))
+        episode.sampled = SaidTokens(start, completion.logprobs, lambda: self._texts(completion))
         state.responses_cut += episode.cut
         full = full or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
@@ -266,7 +266,7 @@ class EpisodePlayer:
         state.observation_tokens += len(turn.tokens) - (turn.again or 0)
         return True
 
-    def _next_turn(self, state: EpisodeState, step: Step, after: int) -> tuple[NextTurn, Place]:
+    def _next_turn(self, state: EpisodeState, step: Step, after: int) -> tuple[NextTurn, Branch]:
         """The ids in front of the next response, and the place there."""
         if after < 0:
             tokens, place = self._prompt(step.observation, step.tools)

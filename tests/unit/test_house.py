@@ -20,10 +20,10 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 246_200,
-    "environments": 97_100,
-    "tools": 30_100,
-    "recipes": 4_150,
+    "rlflow": 261_950,
+    "environments": 118_300,
+    "tools": 30_050,
+    "recipes": 4_900,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 694,

@@ -41,7 +41,7 @@ async def agent(task, client):
         told = [{"type": "tool_result", "tool_use_id": block.id, "content": "found"} for block in reply.content[1:]]
         messages.append({"role": "user", "content": told})
     told = 0
-    for options in ({"top_k": 5}, {"tool_choice": {"type": "any"}}, {"messages": []}):
+    for options in ({"extra_body": {"top_k": 5}}, {"tool_choice": {"type": "any"}}, {"messages": []}):
         try:
             await client.messages.create(**{**asked, "messages": messages, **options})
         except anthropic.BadRequestError as problem:
