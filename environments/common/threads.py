@@ -17,7 +17,7 @@ async def beside_the_loop(characters: int, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
 
 
-class Places:
+class EpisodePlaces:
     """How many pieces of work run at the same time; none: two per processor."""
 
     def __init__(self, at_once: int | None = None) -> None:

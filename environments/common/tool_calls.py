@@ -14,15 +14,15 @@ UNREADABLE = "Error: a tool call is one JSON object with 'name' and 'arguments'.
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class TextCall:
     """A use of a tool, as the policy wrote it."""
 
     name: str
     arguments: dict[str, Any]
 
 
-def read_calls(response: str) -> list[ToolCall | str]:
-    """The calls of a response, each as a ToolCall or as what is wrong with it, for the model to
+def read_calls(response: str) -> list[TextCall | str]:
+    """The calls of a response, each as a TextCall or as what is wrong with it, for the model to
     read: `<tool_call>` blocks (Qwen, Hermes), or a response that is one JSON object (Llama)."""
     return [_call(block) for block in blocks("tool_call", response) or _bare_call(response)]
 
@@ -38,7 +38,7 @@ def tool_message(text: str) -> Message:
     return {"role": "tool", "content": text}
 
 
-def _call(block: str) -> ToolCall | str:
+def _call(block: str) -> TextCall | str:
     try:
         call = load_json(block.encode(errors="replace"))
         # Llama 3.1 writes "parameters"
@@ -55,7 +55,7 @@ def _call(block: str) -> ToolCall | str:
         return UNREADABLE
     if not isinstance(name, str):
         return UNREADABLE
-    return ToolCall(name, arguments if isinstance(arguments, dict) else {})
+    return TextCall(name, arguments if isinstance(arguments, dict) else {})
 
 
 def _bare_call(response: str) -> list[str]:

@@ -13,7 +13,7 @@ from rlflow.errors import RLFlowError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
-from rlflow_environments.common.tool_calls import ToolCall
+from rlflow_environments.common.tool_calls import TextCall
 from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, command
 from rlflow_environments.sandboxed.folders import (
@@ -26,7 +26,7 @@ from rlflow_environments.sandboxed.folders import (
 from rlflow_environments.sandboxed.shell import SHELL_METRICS
 from rlflow_environments.sandboxed.tools import BoxTools
 from rlflow_environments.tool_use.environment import (
-    Score,
+    RuleScore,
     ToolEnvironment,
     as_messages,
     held_out,
@@ -112,13 +112,13 @@ class HarborTasks(ToolEnvironment):
         counts = {"limits_reached": 0.0, "program_s": 0.0}
         return Episode(task, scratch={"box": box, "folder": folder, **counts})
 
-    async def call(self, episode: Episode, call: ToolCall) -> str:
+    async def call(self, episode: Episode, call: TextCall) -> str:
         state, folder = episode.scratch, episode.scratch["folder"]
         left_s = min(self._command_s, max(0.1, folder.agent_s - state["program_s"]))
         # A path of a file tool is seen from the working folder, as a shell's is
         if "path" in call.arguments:
             path = Path(folder.workdir, str(call.arguments["path"]))
-            call = ToolCall(call.name, {**call.arguments, "path": str(path)})
+            call = TextCall(call.name, {**call.arguments, "path": str(path)})
         start = _script(folder.workdir, folder.variables)
         text, result = await self._box_tools.call(state["box"], call, left_s, start)
         state["limits_reached"] += bool(result.limit)
@@ -129,7 +129,7 @@ class HarborTasks(ToolEnvironment):
         state = episode.scratch
         return bool(state["box"].ended or state["program_s"] >= state["folder"].agent_s)
 
-    async def score(self, episode: Episode, messages: Sequence[Message]) -> Score:
+    async def score(self, episode: Episode, messages: Sequence[Message]) -> RuleScore:
         state, folder = episode.scratch, episode.scratch["folder"]
         late = float(state["program_s"] >= folder.agent_s)
         counts = {name: state[name] for name in ("limits_reached", "program_s")}
@@ -139,7 +139,7 @@ class HarborTasks(ToolEnvironment):
                 rewards, killed = await self._tested(state["box"], folder)
         reward = rewards.get("reward", math.fsum(rewards.values()) / max(1, len(rewards)))
         metrics = {"reward": reward, "tests_killed": killed, "out_of_time": late, **counts}
-        return Score(reward, rewards if len(rewards) > 1 else {}, metrics)
+        return RuleScore(reward, rewards if len(rewards) > 1 else {}, metrics)
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["box"].close()

@@ -15,7 +15,7 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
 from rlflow_environments.common.blocks import blocks
-from rlflow_environments.common.threads import Places
+from rlflow_environments.common.threads import EpisodePlaces
 from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
 from rlflow_environments.sandboxed.tasks import TRANSFORMATIONS, made_tasks
@@ -76,7 +76,7 @@ class PythonPrograms(Environment):
             for split in ("train", "val")
         }
         self._tries, self._kept = tries, kept
-        self._places = Places(at_once)
+        self._places = EpisodePlaces(at_once)
         self._judged: OrderedDict[tuple[str, str], tuple[list[bool], ProgramResult]] = OrderedDict()
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -9,11 +9,11 @@ from rlflow.errors import DataError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import Component, PositiveInt
-from rlflow_environments.common.tool_calls import ToolCall
+from rlflow_environments.common.tool_calls import TextCall
 from rlflow_environments.sandbox import Confines, Limits, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
 from rlflow_environments.sandboxed.tools import BoxTools
-from rlflow_environments.tool_use.environment import TOOL_METRICS, Score, ToolEnvironment
+from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
 
 SHELL_METRICS = {
@@ -80,14 +80,14 @@ class ShellTasks(ToolEnvironment):
                 await box.run(["true"], files=files)
         return Episode(task, scratch={"box": box, "limits_reached": 0.0, "program_s": 0.0})
 
-    async def call(self, episode: Episode, call: ToolCall) -> str:
+    async def call(self, episode: Episode, call: TextCall) -> str:
         state = episode.scratch
         text, result = await self._box_tools.call(state["box"], call)
         state["limits_reached"] += bool(result.limit)
         state["program_s"] += result.duration_s
         return text
 
-    async def score(self, episode: Episode, messages: Sequence[Message]) -> Score:
+    async def score(self, episode: Episode, messages: Sequence[Message]) -> RuleScore:
         state, reward = episode.scratch, 0.0
         if self._rule is not None:
             reward = await self._rule(episode.task, messages)
@@ -96,7 +96,7 @@ class ShellTasks(ToolEnvironment):
                 result = await state["box"].bash(episode.task.metadata["check"])
             reward = float(result.succeeded)
         counts = {name: state[name] for name in ("limits_reached", "program_s")}
-        return Score(reward, {}, {"reward": reward, **counts})
+        return RuleScore(reward, {}, {"reward": reward, **counts})
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["box"].close()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow_environments.common.threads import Places
-from rlflow_environments.common.tool_calls import ToolCall, tool_schema
+from rlflow_environments.common.threads import EpisodePlaces
+from rlflow_environments.common.tool_calls import TextCall, tool_schema
 from rlflow_environments.sandbox import ProgramResult, Sandbox
 from rlflow_environments.tool_use.environment import MOST_CHARACTERS, ToolCallError, texts_of
 
@@ -29,11 +29,11 @@ class BoxTools:
                 raise ConfigError(
                     f"environment.tools: no tool '{name}'; expected {', '.join(_TOOLS)}.{did_you_mean(name, _TOOLS)}"
                 )
-        self.places = Places(at_once)
+        self.places = EpisodePlaces(at_once)
         self.schemas = tuple(_schema(name, *_TOOLS[name]) for name in names)
 
     async def call(
-        self, box: Sandbox, call: ToolCall, timeout_s: float | None = None, prefix: str = ""
+        self, box: Sandbox, call: TextCall, timeout_s: float | None = None, prefix: str = ""
     ) -> tuple[str, ProgramResult]:
         """What the policy sees, and how the program ended. prefix: what a shell begins with.
 

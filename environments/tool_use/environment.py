@@ -11,7 +11,7 @@ from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Step, Task
 from rlflow_environments.common.text import well_formed
-from rlflow_environments.common.tool_calls import ToolCall, read_calls, tool_message
+from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message
 
 MOST_CALLS = 16  # of one response
 MOST_CHARACTERS = 8_000  # of one result
@@ -33,7 +33,7 @@ class ToolCallError(Exception):
 
 
 @dataclass(frozen=True)
-class Score:
+class RuleScore:
     """What a finished episode is worth. rewards, metrics: as those of a Step."""
 
     reward: float
@@ -49,11 +49,11 @@ class ToolEnvironment(Environment):
     metrics: Mapping[str, Metric] = TOOL_METRICS
 
     @abstractmethod
-    async def call(self, episode: Episode, call: ToolCall) -> str:
+    async def call(self, episode: Episode, call: TextCall) -> str:
         """The result of a call of a tool that is there. Raises ToolCallError."""
 
     @abstractmethod
-    async def score(self, episode: Episode, messages: Sequence[Message]) -> Score:
+    async def score(self, episode: Episode, messages: Sequence[Message]) -> RuleScore:
         """What the episode is worth. messages: all of it, the prompt and the last response too."""
 
     async def step(self, episode: Episode, response: str) -> Step:
@@ -86,7 +86,7 @@ class ToolEnvironment(Environment):
         return False
 
     async def _result(
-        self, episode: Episode, call: ToolCall | str, counts: dict[str, float]
+        self, episode: Episode, call: TextCall | str, counts: dict[str, float]
     ) -> str:
         known = [tool["function"]["name"] for tool in self.tools]
         try:

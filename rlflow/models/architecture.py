@@ -11,7 +11,7 @@ from rlflow.errors import did_you_mean
 from rlflow.models.entries import (
     MOST_LAYERS,
     Experts,
-    Routing,
+    RouterShape,
     Yarn,
     check_routing,
     experts_of,
@@ -78,7 +78,7 @@ class Architecture:
     qkv_biases: bool = False  # on queries, keys and values, where a family has both kinds
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
-    routing: Routing | None = None
+    routing: RouterShape | None = None
     yarn: Yarn | None = None
 
     def size(self, symbol: str) -> int:

@@ -139,7 +139,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterShape:
     """How tokens choose experts, where it is not by the largest shares of a softmax alone. sigmoid:
     each expert is scored by itself, and chosen by its score and a bias (DeepSeek-V3, arXiv
     2412.19437, section 2.1.2). groups: only experts of the best `chosen` of so many groups are taken. scaling: what their
@@ -151,14 +151,14 @@ class Routing:
     scaling: float
 
 
-def routing_of(config: dict[str, Any]) -> Routing | None:
+def routing_of(config: dict[str, Any]) -> RouterShape | None:
     """The entries of DeepSeek and GLM; None for other families."""
     family = config.get("model_type")
     if family not in (*SIGMOID, "deepseek_v2"):
         return None
     limited = family in SIGMOID or config.get("topk_method", "greedy") != "greedy"
     groups = whole(config, "n_group", default=1) if limited else 1
-    return Routing(
+    return RouterShape(
         sigmoid=family in SIGMOID,
         groups=groups,
         chosen=whole(config, "topk_group", default=1, most=groups) if groups > 1 else 1,
@@ -192,7 +192,7 @@ def experts_of(config: dict[str, Any]) -> Experts:
     )
 
 
-def check_routing(config: dict[str, Any], experts: Experts, routing: Routing | None) -> None:
+def check_routing(config: dict[str, Any], experts: Experts, routing: RouterShape | None) -> None:
     """Raises ModelError for a routing that Megatron does not have."""
     if routing is not None:
         _check_special_routing(config, experts, routing)
@@ -205,7 +205,7 @@ def check_routing(config: dict[str, Any], experts: Experts, routing: Routing | N
         raise refused("router_jitter_noise is not supported; expected 0.")
 
 
-def _check_special_routing(config: dict[str, Any], experts: Experts, routing: Routing) -> None:
+def _check_special_routing(config: dict[str, Any], experts: Experts, routing: RouterShape) -> None:
     if routing.sigmoid != experts.normalized:
         expected = str(routing.sigmoid).lower()
         raise refused(f"norm_topk_prob is not supported here; expected {expected}.")

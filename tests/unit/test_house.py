@@ -26,12 +26,12 @@ TOKENS = {
     "recipes": 4_900,
 }
 MOST = {
-    "tokens per 100 lines of rlflow/": 694,
-    "lines over 100 columns, of 10,000": 75,
+    "tokens per 100 lines of rlflow/": 698,
+    "lines over 100 columns, of 10,000": 72,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,
-    "names of modules in rlflow/ that stand more than once": 1,
+    "names of modules in rlflow/ that stand more than once": 5,
     "files that start processes": 1,
     "files that start threads": 12,
     "files with hmac or struct.Struct": 2,

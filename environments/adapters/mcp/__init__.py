@@ -13,10 +13,10 @@ from rlflow.errors import ConfigError, did_you_mean, needing
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import Component, PositiveFloat, PositiveInt
-from rlflow_environments.adapters.mcp.session import McpError, Server, Session
-from rlflow_environments.common.threads import Places
-from rlflow_environments.common.tool_calls import ToolCall, tool_schema
-from rlflow_environments.tool_use.environment import TOOL_METRICS, Score, ToolEnvironment
+from rlflow_environments.adapters.mcp.session import McpError, McpSession, Server
+from rlflow_environments.common.threads import EpisodePlaces
+from rlflow_environments.common.tool_calls import TextCall, tool_schema
+from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV")
@@ -59,7 +59,7 @@ class McpTools(ToolEnvironment):
         self._rule = make_rule(reward or "match")
         needed = [] if reward and reward["name"] != "match" else ["answer"]
         self._tasks = read_tasks(data, val_data, needed, system)
-        self._places = Places(at_once)
+        self._places = EpisodePlaces(at_once)
         self.tools = _offered(_without_loop(_schemas(self._server)), only)
 
     @classmethod
@@ -71,14 +71,14 @@ class McpTools(ToolEnvironment):
 
     async def reset(self, task: Task) -> Episode:
         async with self._places.here():
-            return Episode(task, scratch={"session": await Session(self._server).open()})
+            return Episode(task, scratch={"session": await McpSession(self._server).open()})
 
-    async def call(self, episode: Episode, call: ToolCall) -> str:
+    async def call(self, episode: Episode, call: TextCall) -> str:
         return await episode.scratch["session"].call(call.name, call.arguments)
 
-    async def score(self, episode: Episode, messages: Sequence[Message]) -> Score:
+    async def score(self, episode: Episode, messages: Sequence[Message]) -> RuleScore:
         reward = await self._rule(episode.task, messages)
-        return Score(reward, {}, {"reward": reward})
+        return RuleScore(reward, {}, {"reward": reward})
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
@@ -108,7 +108,7 @@ def _server(
 
 
 async def _schemas(server: Server) -> list[dict[str, Any]]:
-    session = await Session(server).open()
+    session = await McpSession(server).open()
     try:
         return [
             tool_schema(tool.name, tool.description or "", tool.input_schema)

@@ -42,7 +42,7 @@ class Server:
     start_s: float
 
 
-class Session:
+class McpSession:
     """A connection, held by a task of its own: the package wants one task to open and close it."""
 
     def __init__(self, server: Server) -> None:
@@ -51,7 +51,7 @@ class Session:
         self._holder: asyncio.Task[None] | None = None
         self._client: Any = None
 
-    async def open(self) -> Session:
+    async def open(self) -> McpSession:
         """Connects. Raises McpError."""
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
-from rlflow_environments.common.tool_calls import ToolCall, read_calls, tool_message, tool_schema
+from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message, tool_schema
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
 from rlflow_environments.search.protocols.text import neutralize_tags
@@ -68,7 +68,7 @@ class Native(Protocol):
             invalid=True,
         )
 
-    def _call(self, found: ToolCall | str) -> Call | str:
+    def _call(self, found: TextCall | str) -> Call | str:
         """The call of a tool here, or what is wrong with it, for the model to read."""
         if isinstance(found, str):
             return found
