@@ -25,8 +25,10 @@ from rlflow_environments.browser.chromium import find_chromium
 from rlflow_environments.browser.pool import Page, Pool, PoolOptions
 
 FIRST = ("click-test-2", "click-button-sequence", "enter-text")
-KEEPING = ("choose-date", "choose-date-easy", "choose-date-medium", "click-pie", "stock-market")
+KEEPING = ("choose-date", "choose-date-easy", "choose-date-medium", "stock-market")
 """Pages that show something of the episode before: they are loaded anew for each."""
+UNSEEDED = ("click-pie",)
+"""Pages that a seed does not repeat: they are not among `all`."""
 PROMPT = "Actions on a web page, one per line: {expected}.\n"
 NO_ACTION = f"No action: expected {EXPECTED}.\n"
 NEXT = "Action:\n"
@@ -146,7 +148,7 @@ class MiniWob(Environment):
     def _names(self, pages: Sequence[str] | str) -> list[str]:
         known = sorted(path.stem for path in self._folder.glob("*.html"))
         if pages == "all":
-            return known
+            return [name for name in known if name not in UNSEEDED]
         names = [pages] if isinstance(pages, str) else list(pages)
         for name in names:
             if name not in known:

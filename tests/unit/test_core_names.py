@@ -12,7 +12,8 @@ from tests.unit.sources import ROOT
 FILES = sorted(path for path in (ROOT / "rlflow").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".typed"))
 
 # Parts of words count: `search_s`, `SearchAccount`, `num_retrieved`.
-PARTS = ("sandbox", "mathematics", "search", "corpus", "corpora", "retriev", "passage", "qdrant", "faiss", "guess", "encyclopedia")
+PARTS = ("sandbox", "mathematics", "search", "corpus", "corpora", "retriev", "passage", "qdrant",
+         "faiss", "guess", "encyclopedia")  # fmt: skip
 # Systems and papers, as whole words or as parts of an identifier.
 SYSTEMS = ("areal", "astraflow", "llamarl", "dart", "oni", "vlac", "rlinf", "asearcher", "slime", "verl", "skyrl", "ragen")
 # Methods, as SYSTEMS. Not grpo and gae: the default of a key, and what an error tells the user to set.
@@ -60,7 +61,9 @@ def test_no_file_of_the_core_is_called_after_one() -> None:
 
 @pytest.mark.parametrize("folder", ["environments", "recipes"])
 def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
-    general = {"adapters", "browser", "common", "program", "swarm", "tool_use", "wrappers", "__pycache__"}  # what the core itself speaks of
+    # What the core itself speaks of.
+    general = {"adapters", "browser", "common", "program", "swarm", "tool_use", "wrappers"}
+    general.add("__pycache__")
     names = [entry.name for entry in (ROOT / folder).iterdir() if entry.is_dir() and entry.name not in general]
     assert names and all(NAMED.search(name) for name in names), "add the new folder's name to PARTS"
 

@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -146,11 +144,6 @@ def test_a_page_that_hangs_or_asks_costs_its_episode_alone(fault: str, monkeypat
         told, reward = run(both())
         assert "no answer to" in told or "opened a dialog: boo" in told
         assert reward == 1.0 and made.report()["browser/lost_pages"] >= 1
-        busy = subprocess.run(
-            ["ps", "-o", "stat=,args=", "--ppid", str(processes(made))], capture_output=True, text=True, check=False
-        )
-        time.sleep(1.0)
-        assert busy.returncode in (0, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

@@ -10,16 +10,16 @@ import pytest
 
 from rlflow.errors import ConfigError, DataError, RolloutError
 from rlflow.types import Task
-from rlflow_environments.common.tool_calls import UNREADABLE, ToolCall, read_calls
+from rlflow_environments.common.tool_calls import UNREADABLE, TextCall, read_calls
 from rlflow_environments.tool_use.environment import shortened
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
 
 
 def test_calls_are_read_in_the_forms_of_qwen_hermes_and_llama() -> None:
     two = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><tool_call>{"name": "b"}</tool_call>'
-    assert read_calls(two) == [ToolCall("add", {"a": 1}), ToolCall("b", {})]
-    assert read_calls(' {"name": "add", "parameters": {"a": [1]}}\n') == [ToolCall("add", {"a": [1]})]
-    assert read_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>') == [ToolCall("a", {"x": 1})]
+    assert read_calls(two) == [TextCall("add", {"a": 1}), TextCall("b", {})]
+    assert read_calls(' {"name": "add", "parameters": {"a": [1]}}\n') == [TextCall("add", {"a": [1]})]
+    assert read_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>') == [TextCall("a", {"x": 1})]
     for wrong in ("", "{", "[]", '{"name": 3}', '{"arguments": {}}', "[" * 100_000, '{"name": "a", "arguments": "{"}'):
         assert read_calls(f"<tool_call>{wrong}</tool_call>") == [UNREADABLE]
     assert read_calls("no call") == []
