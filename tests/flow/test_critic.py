@@ -40,6 +40,8 @@ def records(config: RunConfig) -> list[dict[str, float]]:
 class Places:
     """Scores every state by how many tokens it has: a trainer as far as `score_step` knows one."""
 
+    routing = None
+
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         places = torch.arange(batch.tokens.shape[1]).expand(batch.tokens.shape).float()
         return {name: torch.where(places < batch.lengths[:, None], places, 0.0) for name in want}

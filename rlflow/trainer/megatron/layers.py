@@ -138,7 +138,9 @@ def _attend_packed(
     return packed
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
     """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of the
     scores, None for that of the queries' size."""
     queries, keys = query.shape[0], key.shape[0]
