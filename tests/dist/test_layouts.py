@@ -79,8 +79,6 @@ FAST = [
     "llama PP2 VPP2 CP2 DO selective",
     "qwen3_moe TP2 PP2 SP EP2 packed",
     "mixtral EP2 DO",
-    "glm4_moe PP2 EP2 packed",
-    "deepseek_v3 TP2 CP2 SP EP2 packed",
 ]
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
 CONTINUED = [case for case in FAST if case not in ("qwen2-tied", "qwen2-tied TP2", "qwen2-tied PP4", "qwen2-tied CP2")]
@@ -95,7 +93,7 @@ LOADED = [
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
 REPLAYED = ["qwen3_moe TP2 PP2 SP EP2 packed replayed full", "qwen3_moe CP2 EP4 replayed"]
-RECORDED = ["qwen3_moe TP2 PP2 SP EP2 packed recorded full", "qwen3_moe PP2 VPP2 CP2 recorded selective"]
+RECORDED = ["qwen3_moe TP2 PP2 SP EP2 packed recorded full"]
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""

@@ -74,7 +74,7 @@ def seen_by_workers(count: int, each: int, share: float, placement: Placement | 
         workers.close()
 
 
-@pytest.mark.parametrize(("engines", "each"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("engines", "each"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 def test_ranks_and_workers_share_gpus_as_the_table_says(four_gpus: None, engines: int, each: int) -> None:
     placement = Placement(None, 4, cpus=2, gpus=True)
     try:

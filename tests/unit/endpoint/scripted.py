@@ -47,6 +47,15 @@ def rows(path: Path, *found: dict[str, Any]) -> Path:
     return path
 
 
+HEAD = "import asyncio, openai\n"
+
+
+def environment(folder: Path, agent: str, **options: Any) -> ProgramEnvironment:
+    (folder / "agent.py").write_text(HEAD + agent, encoding="utf-8")
+    tasks = rows(folder / "tasks.jsonl", {"prompt": "Hi there", "answer": "secret"})
+    return ProgramEnvironment(f"{folder / 'agent.py'}:agent", tasks, **options)
+
+
 def play(
     environment: ProgramEnvironment, tokenizer: Tokenizer, says: Says, episodes: int = 1, **limits: Any
 ) -> tuple[list[Trajectory], Fed]:

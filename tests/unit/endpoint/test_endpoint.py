@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures import tiny_tokenizer
 
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from rlflow_environments.program.program import ProgramEnvironment
-from tests.unit.endpoint.scripted import checked, play, rows
+from tests.unit.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
-HEAD = "import asyncio, openai\n"
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +25,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(directory)
-
-
-def environment(folder: Path, agent: str, **options: Any) -> ProgramEnvironment:
-    (folder / "agent.py").write_text(HEAD + agent, encoding="utf-8")
-    tasks = rows(folder / "tasks.jsonl", {"prompt": "Hi there", "answer": "secret"})
-    return ProgramEnvironment(f"{folder / 'agent.py'}:agent", tasks, **options)
 
 
 TALK = """
@@ -77,7 +68,9 @@ async def agent(task, client):
 """
 
 
-def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (one,), fed = play(environment(tmp_path, BRANCHES), tokenizer, lambda text, number: f"The answer {number}")
     checked(one, fed)
     assert one.reward == 1.0 and [turn.segment for turn in one.turns] == [0, 1, 2, 3, 4, 5]
@@ -172,7 +165,9 @@ async def agent(task, client):
 """
 
 
-def test_what_training_cannot_honour_is_ignored_and_counted_where_the_user_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_training_cannot_honour_is_ignored_and_counted_where_the_user_says_so(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     made = environment(tmp_path, IGNORED, sampling="ignore")
     made.sampled_at(1.0)
     (one,), _ = play(made, tokenizer, lambda text, number: "Yes")
@@ -208,7 +203,9 @@ def test_an_agent_is_told_of_the_limits_and_its_episode_is_truncated(tokenizer: 
     made = environment(tmp_path / "other", f"MOST = 4\n{LIMITED}")
     (one,), fed = play(made, tokenizer, lambda text, number: "So it goes", max_turns=3)
     checked(one, fed)
-    assert one.stop is StopReason.MAX_TURNS and {len(ids) for ids in fed.said} == {4}  # it went on after cuts of its own
+    assert one.stop is StopReason.MAX_TURNS and {len(ids) for ids in fed.said} == {
+        4
+    }  # it went on after cuts of its own
 
 
 def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
-from tests.unit.endpoint.scripted import checked, play
-from tests.unit.endpoint.test_endpoint import environment
+from tests.unit.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 pytest.importorskip("openai")
