@@ -216,8 +216,9 @@ def fast(directory: Path, single: Any, critic: Any, lora: Any) -> dict[str, dict
 
 
 @pytest.fixture(scope="module")
-def slow(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
-    return run(directory, SLOW, limit_s=1500)
+def slow(request: pytest.FixtureRequest, directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+    """The slow cases of one model, in one launch."""
+    return run(directory, [case for case in SLOW if case.split()[0] == request.param], limit_s=900)
 
 
 def transformers_logits(path: Path, batch: Batch) -> Tensor:
@@ -363,7 +364,7 @@ def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
+@pytest.mark.parametrize(("slow", "case"), [(case.split()[0], case) for case in SLOW], indirect=["slow"])
 def test_every_layout_equals_one_process_and_transformers(case: str, slow: Any, single: Any, directory: Path) -> None:
     name = case.split()[0]
     expected = single[name] if "few" not in case else train(directory / name, batch_of(case))
