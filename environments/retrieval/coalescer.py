@@ -64,13 +64,14 @@ class PendingSearch(Generic[Hit]):
 class _Lookup(Generic[Hit]):
     """One distinct search, and the places in the callers' results that it fills. turn: when it
     is searched, before larger ones; number: in order of arrival, among equal turns; small: of a
-    request that needs one turn."""
+    request that needs one turn; client: who asked first, of a request's first turn alone."""
 
     query: str
     top_k: int
     turn: int
     number: int
     small: bool
+    client: str | None
     callers: list[tuple[PendingSearch[Hit], int]] = field(default_factory=list)
 
     def __lt__(self, other: _Lookup[Hit]) -> bool:
@@ -86,7 +87,8 @@ class _Lookup(Generic[Hit]):
 class CoalescedSearch(Generic[Hit]):
     """Searches one query at a time for its callers, in batches for the retriever.
 
-    Requests take turns: of one with many queries some are searched, then those of others. While
+    Requests take turns: of one with many queries some are searched, then those of others. Clients
+    take turns too: one whose waiting requests fill a batch is put off, whatever their number. While
     there are small requests a batch ends with the turn, so that none of them waits for a batch that
     is full of others' queries. One thread owns the retriever: what arrives while it searches is the
     next batch, so nobody ever waits for a batch to fill. Where a batch takes less than `here_s`,
@@ -118,6 +120,7 @@ class CoalescedSearch(Generic[Hit]):
         self._waiting: dict[int, list[_Lookup[Hit]]] = {}  # heaps by top_k; no empty ones
         self._turn = 0  # of the search that was taken up last
         self._in_turn: Counter[int] = Counter()  # searches that wait, by turn
+        self._of_client: Counter[str] = Counter()  # first turns of requests that wait
         self._considerate = 0  # batches to come that end with their turn
         self._waiting_count = 0
         self._numbers = itertools.count()
@@ -146,23 +149,26 @@ class CoalescedSearch(Generic[Hit]):
         here."""
         return (await self.submit([query], top_k).done)[0]
 
-    def submit(self, queries: Sequence[str], top_k: int) -> PendingSearch[Hit]:
-        """Puts queries in; call it where an event loop runs. Raises QueueFullError, and then none
-        of them is in."""
+    def submit(self, queries: Sequence[str], top_k: int, client: str = "") -> PendingSearch[Hit]:
+        """Puts queries in; call it where an event loop runs. client: who asks, for taking turns.
+        Raises QueueFullError, and then none of them is in."""
         call: PendingSearch[Hit] = PendingSearch(len(queries))
         if not queries:
             call.settle()
             return call
         with self._lock:
-            self._admit(queries, top_k)
+            first = self._turn + self._of_client[client] // self._max_batch
+            self._admit(queries, top_k, first)
             small = len(queries) <= _AT_A_TURN
             for slot, query in enumerate(queries):
                 lookup = self._lookups.get((query, top_k))
                 if lookup is None:
-                    turn = self._turn + slot // _AT_A_TURN
+                    turn = first + slot // _AT_A_TURN
+                    of = client if slot < _AT_A_TURN else None
                     lookup = self._lookups[query, top_k] = _Lookup(
-                        query, top_k, turn, next(self._numbers), small
+                        query, top_k, turn, next(self._numbers), small, of
                     )
+                    self._of_client[client] += of is not None
                     heapq.heappush(self._waiting.setdefault(top_k, []), lookup)
                     self._waiting_count += 1
                     self._in_turn[turn] += 1
@@ -187,13 +193,13 @@ class CoalescedSearch(Generic[Hit]):
             self._answer(batch)
             self._wake(loop)
 
-    def _admit(self, queries: Sequence[str], top_k: int) -> None:
+    def _admit(self, queries: Sequence[str], top_k: int, first: int) -> None:
         # A request that is larger than the whole queue is served when nothing waits: it could never
         # be served otherwise.
         if self._max_waiting is None or not self._waiting_count:
             return
         new = sum((query, top_k) not in self._lookups for query in queries)
-        last = self._turn + (len(queries) - 1) // _AT_A_TURN
+        last = first + (len(queries) - 1) // _AT_A_TURN
         before = sum(count for turn, count in self._in_turn.items() if turn <= last)
         if before + new > self._max_waiting:
             raise QueueFullError(
@@ -224,6 +230,8 @@ class CoalescedSearch(Generic[Hit]):
                     self._turn = max(self._turn, lookup.turn)
                     self._waiting_count -= 1
                     self._in_turn[lookup.turn] -= 1
+                    if lookup.client is not None:
+                        self._of_client[lookup.client] -= 1
                     if lookup.small:
                         self._considerate = _CONSIDERATE
                     if lookup.begin(now):
@@ -235,6 +243,7 @@ class CoalescedSearch(Generic[Hit]):
             self._busy = bool(batch)
             self._considerate = max(0, self._considerate - 1)
             self._in_turn += Counter()  # without those that are empty
+            self._of_client += Counter()
         return batch
 
     def _answer(self, batch: list[_Lookup[Hit]]) -> None:

@@ -45,7 +45,7 @@ def write(source: str, translation: Translation, given: str | None, overwrite: b
         advice = "--overwrite replaces it, --out FILE writes elsewhere"
         raise ConfigError(f"{path}: there already, with another content; {advice}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    write_text(path, text, private=True)
     by_name = Path(sys.argv[0]).name == "rlflow"
     program = "rlflow" if by_name else f"{sys.executable} -m rlflow"
     command = f"train --config {path}"

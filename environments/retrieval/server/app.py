@@ -42,6 +42,7 @@ _TOKEN_NEEDED = (
     "token."
 )
 _TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
+_CLIENT = b":client"  # its address, among the headers: no name of theirs has a colon
 
 
 class Gone(Exception):
@@ -98,7 +99,8 @@ class SearchApp:
             return status, [*headers, (b"allow", method.encode())], body
         try:
             body = await read_body(receive) if method == "POST" else b""
-            return await handler(body, dict(scope["headers"]))
+            client = (scope.get("client") or ("",))[0].encode()
+            return await handler(body, {**dict(scope["headers"]), _CLIENT: client})
         except wire.BadRequest as problem:
             return _refusal(problem.status, str(problem))
         except Unavailable as problem:
@@ -114,8 +116,8 @@ class SearchApp:
     async def _retrieve(self, body: bytes, headers: Given) -> Answer:
         request = wire.read_retrieve(body)
         trace = headers.get(_TRACE, b"").decode("latin-1")
-        wait_s = _seconds(headers.get(_DEADLINE))
-        answer = await self._service.retrieve(request, trace=trace, wait_s=wait_s)
+        wait_s, client = _seconds(headers.get(_DEADLINE)), headers[_CLIENT].decode()
+        answer = await self._service.retrieve(request, trace=trace, wait_s=wait_s, client=client)
         told = [_JSON, (b"x-index", answer.index.encode())]
         return 200, told, wire.write_results(answer.results, request.return_scores)
 

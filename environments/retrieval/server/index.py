@@ -142,14 +142,16 @@ class ServedIndex:
             here_s=HERE_S if isinstance(retriever, CorpusRetriever) else 0.0,
         )
 
-    async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
-        """The hits of every query, within `wait_s` seconds, or 0.1 s later. Raises QueueFullError,
-        TimeoutError, what the retriever raises."""
+    async def answer(
+        self, queries: Sequence[str], top_k: int, wait_s: float = math.inf, client: str = ""
+    ) -> Answer:
+        """The hits of every query, within `wait_s` seconds, or 0.1 s later. client: its address,
+        for taking turns. Raises QueueFullError, TimeoutError, what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
             return Answer(results, cached=len(queries), index=self._identity)
-        call = self.coalesced.submit([queries[place] for place in places], top_k)
+        call = self.coalesced.submit([queries[place] for place in places], top_k, client)
         loop = call.loop
         if not self._due:
             loop.call_later(LOOK_S, self._look, loop)

@@ -152,9 +152,14 @@ class SearchService:
     # ------------------------------------------------------------ answering
 
     async def retrieve(
-        self, request: RetrieveRequest, *, trace: str = "", wait_s: float | None = None
+        self,
+        request: RetrieveRequest,
+        *,
+        trace: str = "",
+        wait_s: float | None = None,
+        client: str = "",
     ) -> Answer:
-        """The answer to a search request. wait_s: how long its client waits.
+        """The answer to a search request. wait_s: how long its client waits. client: its address.
 
         Raises BadRequest, Unavailable, TimeoutError, and what the retriever raises."""
         index = self._ready()
@@ -162,7 +167,7 @@ class SearchService:
         start = time.perf_counter()
         try:
             wait_s = min(wait_s or self.limits.max_wait_s, self.limits.max_wait_s)
-            answer = await index.answer(request.queries, top_k, wait_s)
+            answer = await index.answer(request.queries, top_k, wait_s, client)
         except QueueFullError as problem:
             seconds = index.coalesced.seconds_to_empty
             raise Unavailable(str(problem), 429, max(1, min(30, round(seconds)))) from None

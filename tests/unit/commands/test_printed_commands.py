@@ -159,3 +159,6 @@ def test_what_the_demo_prints_at_its_end_runs_as_pasted(tmp_path: Path) -> None:
     for line in lines:
         done = pasted(line.replace(" --open", ""), tmp_path)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
+        if " ask " in line:
+            said = re.findall(r"\w+", done.stdout)
+            assert not any(one == two == three for one, two, three in zip(said, said[1:], said[2:])), done.stdout

@@ -95,6 +95,10 @@ def test_the_searchr1_recipe_differs_from_rlinfs_where_its_comments_say_so() -> 
         "fp16",
         "SGLang",
         "E5",
+        "log-probs",
+        "room",
+        "unread",
+        "validation",
     ):
         assert word in comments
 
@@ -246,6 +250,7 @@ def test_the_command_writes_a_file_that_means_the_same_and_says_how_to_run_it(
         and "not known: 0" in out
     )
     assert "train --config runs/mine.yaml" in out and not Path("runs/mine").exists()
+    assert Path("runs/mine.yaml").stat().st_mode & 0o777 == 0o600, "theirs may hold a key"
     ours = load_config("runs/mine.yaml")
     assert ours == translated(RLINF, "run.name=mine", "run.steps=7").config and ours.run.steps == 7
     assert (

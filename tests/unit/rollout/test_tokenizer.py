@@ -64,6 +64,8 @@ def test_text_prompts_are_verbatim_unless_the_template_is_asked_for(tokenizer: T
     expected = "<|im_start|>user\nQuestion: x<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer.encode_prompt("Question: x", chat_template=True), False) == expected
     assert tokenizer.encode_prompt([{"role": "user", "content": "Question: x"}]) == tokenizer.encode(expected)
+    again = tokenizer.encode_prompt(expected)  # as RLinf's prompts, which went through the template already
+    assert tokenizer.decode(again, False) == expected and tokenizer.special_ids & set(again)
 
 
 @pytest.mark.parametrize("template", [None, LLAMA_LIKE, PLAIN])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlflow.config.schema import load_config
-from rlflow.run.assemble import make_trainer
+from rlflow.run.assemble import make_metrics, make_trainer
+from rlflow.run.directory import RunDirectory
 
 
 def test_every_option_of_the_cluster_reaches_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +20,13 @@ def test_every_option_of_the_cluster_reaches_its_ranks(monkeypatch: pytest.Monke
     overrides = [f"cluster.{name}={value}" for name, value in given.items()]
     make_trainer(load_config(None, ["model.path=x", "environment.name=none", "cluster.ranks=2", *overrides]))
     assert found["ranks"] == 2 and {name: found[name] for name in given} == given
+
+
+def test_a_tracker_gets_no_secret_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr("rlflow.run.assemble.make_sinks", lambda path, sinks, **given: found.update(given) or [])
+    judge = "environment.reward={name: judge, url: 'http://a/?sig=secret', headers: {x-auth: secret}, openaiApiKey: secret}"
+    config = load_config(None, ["model.path=x", "environment.name=search", judge])
+    with make_metrics(config, RunDirectory(tmp_path), -1, 0):
+        told = json.dumps(found["config"])
+    assert "secret" not in told and told.count("***") == 3 and "http://a/" in told

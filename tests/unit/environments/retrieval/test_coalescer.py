@@ -225,6 +225,25 @@ def test_a_small_request_waits_for_a_turn_of_greedy_ones_and_not_for_a_full_batc
     assert all(len(sizes) <= 3 and max(sizes) <= 3 * 8 + 1 for sizes in waited), waited
 
 
+def test_a_client_with_many_small_requests_does_not_put_off_another():
+    async def scenario():
+        """Where the other client's search stands among 1,000 that came before it, and in which order those were searched."""
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever, max_batch=64)
+        calls = [search.submit(["first"], 1, "10.0.0.1")]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls += [search.submit([f"{i}"], 1, "10.0.0.1") for i in range(1000)]
+        calls.append(search.submit(["mine"], 1, "10.0.0.2"))
+        retriever.open.set()
+        await asyncio.gather(*(call.done for call in calls))
+        order = [query for queries, _ in retriever.batches[1:] for query in queries]
+        return order.index("mine"), [query for query in order if query != "mine"]
+
+    place, others = asyncio.run(scenario())
+    assert place <= 64, "it waits for one batch of the other's"
+    assert others == [f"{i}" for i in range(1000)], "a client's own are searched as they came"
+
+
 def test_greedy_requests_alone_fill_their_batches():
     async def scenario():
         retriever = Echo(gated=True)
@@ -247,9 +266,10 @@ def test_a_queue_that_large_requests_fill_takes_a_small_one():
         calls.append(search.submit([f"a{i}" for i in range(100)], 1))
         with pytest.raises(QueueFullError, match="96 searches are waiting and 90 more"):  # 12 turns of 8
             search.submit([f"b{i}" for i in range(90)], 1)
-        calls += [search.submit([f"small{i}"], 1) for i in range(92)]  # with 8 of the large one, as many as may wait
+        # With 8 of the large one, as many as may wait.
+        calls += [search.submit([f"small{i}"], 1, f"client {i}") for i in range(92)]
         with pytest.raises(QueueFullError, match="100 searches are waiting and 1 more"):
-            search.submit(["one more"], 1)
+            search.submit(["one more"], 1, "another")
         retriever.open.set()
         return [len(await call.done) for call in calls], search.waiting
 
