@@ -128,7 +128,7 @@ def write_run(
         f"rollout.asynchronous={{max_staleness: {STALENESS}, run_ahead: {AHEAD}}}", f"cluster.rollout_workers={workers}",
         f"cluster.ranks={ranks}", f"cluster.stall_timeout_s={STALL_S}", "evaluation.every_steps=0", "evaluation.at_start=false",
         "checkpoint.every_steps=4", "checkpoint.export=false", "metrics.picture=false", "metrics.progress=none",
-        "metrics.trajectories_per_step=1000000",
+        "metrics.trajectories_per_step=1000000", "metrics.page=true",
     ]  # fmt: skip
     base = None
     if task == "search":
