@@ -8,7 +8,7 @@
 #
 # RLFLOW_TEST_PROCESSES=1 runs one test after another (2). --full makes environments with vLLM, TRL, Transformer Engine's Python, what the
 # adapters adapt and another megatron-core, once, where that can be (5.1 GB; RLFLOW_VLLM_PYTHON and others: see environments.sh; `none`
-# leaves one out). The tests of adapters and of the other megatron-core run when --full has no further arguments.
+# leaves one out). The tests of adapters, endpoint and the other megatron-core run when --full has no further arguments.
 # All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
@@ -43,7 +43,7 @@ pytest=(-m pytest -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscop
 "$RLFLOW_PYTHON" "${pytest[@]}" -m "$select" "$@" || status=$?
 if [ -n "${full:-}" ] && [ $# -eq 0 ]; then
     for python in $RLFLOW_ADAPTERS; do
-        "$python" -m pytest -m "$select" tests/unit/environments/adapters || status=$?
+        "$python" -m pytest -m "$select" tests/unit/environments/adapters tests/unit/endpoint || status=$?
     done
     [ -z "$RLFLOW_MEGATRON" ] || "$RLFLOW_MEGATRON" "${pytest[@]}" -m 'not slow and not gpu' \
         tests/dist/test_{layouts,resume_layouts,lora,critic,convert_layouts}.py tests/unit/{trainer,tools} || status=$?

@@ -156,7 +156,7 @@ class ProgramEnvironment(Environment):
         session = AgentSession(self._temperature, self._ignore, self._plain)
         state: dict[str, Any] = {"session": session, "endpoint": endpoint, "agent": None}
         try:
-            state["agent"] = await self._start(task, session, endpoint.open(session))
+            state["agent"] = await self._start(task, session, endpoint)
             step = await self._next(state)
             if step is None:
                 agent = state["agent"]
@@ -215,13 +215,17 @@ class ProgramEnvironment(Environment):
         await endpoint.start()
         return endpoint
 
-    async def _start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
+    async def _start(
+        self, task: Task, session: AgentSession, endpoint: Endpoint
+    ) -> AgentProcess | AgentTask:
+        url = endpoint.open(session)
         row = task.metadata["row"]
         given = {key: value for key, value in row.items() if key not in HELD_BACK}
         given = {"id": task.id, **given}
         agent: str = row.get("agent", self._agent)
         if agent in self._functions:
-            return AgentTask(self._functions[agent], given, self._client(session.key, url))
+            client = self._client(endpoint, session.key, url)
+            return AgentTask(self._functions[agent], given, client)
         bypass = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         variables = {
             **bypass,
@@ -234,12 +238,18 @@ class ProgramEnvironment(Environment):
         }
         return await AgentProcess.start(f"agent of {task.id}", agent, given, variables)
 
-    def _client(self, key: str, url: str) -> Any:
-        """A client of OpenAI's interface; all share their connections."""
+    def _client(self, endpoint: Endpoint, key: str, url: str) -> Any:
+        """A client of OpenAI's interface. It calls the server's application without a socket,
+        which costs half of a request's time."""
         import openai
 
         if not self._clients:
-            self._clients["openai"] = openai.AsyncOpenAI(base_url=url, api_key=key)
+            default: Any = openai.DefaultAsyncHttpxClient
+            httpx: Any = importlib.import_module(default.__mro__[1].__module__.partition(".")[0])
+            transport = httpx.ASGITransport(endpoint.application, raise_app_exceptions=False)
+            self._clients["openai"] = openai.AsyncOpenAI(
+                base_url=url, api_key=key, http_client=default(transport=transport)
+            )
         return self._clients["openai"].copy(base_url=f"{url}/v1", api_key=key)
 
     async def _next(self, state: Mapping[str, Any]) -> Step | None:

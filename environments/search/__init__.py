@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from rlflow_environments.retrieval.corpus import Corpus, Passage
     from rlflow_environments.retrieval.indices import Retriever, make_retriever
     from rlflow_environments.search.environment import SearchEnvironment
+    from rlflow_environments.search.protocols.text import (
+        INVALID_ACTION,
+        format_observation,
+        parse_action,
+    )
+    from rlflow_environments.search.rewards.scoring import searchr1_em
 
 _HOMES = {
     "SearchEnvironment": "rlflow_environments.search.environment",
@@ -17,9 +23,23 @@ _HOMES = {
     "Passage": "rlflow_environments.retrieval.corpus",
     "Retriever": "rlflow_environments.retrieval.indices",
     "make_retriever": "rlflow_environments.retrieval.indices",
+    "INVALID_ACTION": "rlflow_environments.search.protocols.text",
+    "format_observation": "rlflow_environments.search.protocols.text",
+    "parse_action": "rlflow_environments.search.protocols.text",
+    "searchr1_em": "rlflow_environments.search.rewards.scoring",
 }
 
-__all__ = ["SearchEnvironment", "Corpus", "Passage", "Retriever", "make_retriever"]
+__all__ = [
+    "SearchEnvironment",
+    "Corpus",
+    "Passage",
+    "Retriever",
+    "make_retriever",
+    "INVALID_ACTION",
+    "format_observation",
+    "parse_action",
+    "searchr1_em",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,19 +6,12 @@ import functools
 import os
 from typing import Any
 
-from rlflow_environments.retrieval.corpus import Corpus
-from rlflow_environments.retrieval.indices import Retriever, make_retriever
-from rlflow_environments.search.protocols.text import (
-    INVALID_ACTION,
-    format_observation,
-    parse_action,
-)
-from rlflow_environments.search.rewards.scoring import searchr1_em
+from rlflow_environments import search
 
 
 @functools.cache
-def retriever() -> Retriever:
-    return make_retriever({"name": "dense"}, Corpus(os.environ["CORPUS"]))
+def retriever() -> search.Retriever:
+    return search.make_retriever({"name": "dense"}, search.Corpus(os.environ["CORPUS"]))
 
 
 async def agent(task: dict[str, Any], client: Any) -> None:
@@ -30,16 +23,17 @@ async def agent(task: dict[str, Any], client: Any) -> None:
         )
         said = reply.choices[0].message.content
         messages.append({"role": "assistant", "content": said})
-        action = parse_action(said)
-        if action is not None and action.kind == "answer":
+        action = search.parse_action(said)
+        if action is None:
+            found = search.INVALID_ACTION
+        elif action.kind == "search":
+            found = search.format_observation(retriever().search([action.content], 3)[0])
+        else:
             return
-        found = INVALID_ACTION
-        if action is not None:
-            found = format_observation(retriever().search([action.content], 3)[0])
         messages.append({"role": "user", "content": found})
 
 
 def reward(task: dict[str, Any], played: dict[str, Any]) -> float:
     said = [one["content"] for one in played["messages"] if one["role"] == "assistant"]
-    answered = parse_action(said[-1]) is not None and "</answer>" in said[-1]
-    return searchr1_em("".join(said), task["solutions"]) if answered else 0.0
+    answered = search.parse_action(said[-1]) is not None and "</answer>" in said[-1]
+    return search.searchr1_em("".join(said), task["solutions"]) if answered else 0.0

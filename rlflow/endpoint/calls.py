@@ -6,59 +6,88 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.endpoint.requests import ToolCall
-
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+ARGUMENTS = ("arguments", "parameters")  # the latter: Llama 3.1
+
+
+@dataclass(frozen=True)
+class TextCall:
+    """A use of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ReadResponse:
-    """content: the text around the calls. failed: calls that begin and cannot be read, which stay
-    part of the content."""
+    """content: the text around the calls. found: the calls in order, None for one that cannot be
+    read, which stays part of the content, as does one that begins and does not end (unclosed)."""
 
     content: str
-    calls: tuple[ToolCall, ...] = ()
-    failed: int = 0
+    found: tuple[TextCall | None, ...] = ()
+    unclosed: bool = False
+
+    @property
+    def calls(self) -> list[TextCall]:
+        """Those that can be read."""
+        return [call for call in self.found if call is not None]
+
+    @property
+    def failed(self) -> int:
+        """How many cannot."""
+        return self.found.count(None) + self.unclosed
 
 
 def read_response(text: str) -> ReadResponse:
     """The calls of a response: `<tool_call>` blocks (Qwen, Hermes), or a response that is one JSON
-    object (Llama)."""
+    object (Llama). Without arguments they are {}."""
     bare = text.strip()
-    if bare.startswith("{") and bare.endswith("}") and (call := _read(bare)) is not None:
-        return ReadResponse("", (call,))
+    if bare.startswith("{") and bare.endswith("}") and '"name"' in bare:
+        return _read_bare(text, bare)
     kept: list[str] = []
-    calls: list[ToolCall] = []
-    failed = 0
-    while True:
-        before, opening, rest = text.partition(OPENING)
-        kept.append(before)
-        if not opening:
+    found: list[TextCall | None] = []
+    start = 0
+    while (opened := text.find(OPENING, start)) >= 0:
+        closed = text.find(CLOSING, opened)
+        if closed < 0:
             break
-        block, closing, text = rest.partition(CLOSING)
-        call = _read(block) if closing else None
-        if call is None:
-            failed += 1
-            kept.append(opening + block + closing)
-        else:
-            calls.append(call)
-    content = "".join(kept)
-    return ReadResponse(content.strip() if calls else content, tuple(calls), failed)
+        call = _call(text[opened + len(OPENING) : closed])
+        stop = closed + len(CLOSING)
+        kept.append(text[start : opened if call else stop])
+        found.append(call)
+        start = stop
+    content = "".join(kept) + text[start:]
+    return ReadResponse(content.strip() if any(found) else content, tuple(found), opened >= 0)
 
 
-def _read(block: str) -> ToolCall | None:
+def _read_bare(text: str, bare: str) -> ReadResponse:
+    """An object that holds a name among others of its own is an answer, and no call."""
     try:
-        call: Any = json.loads(block)
+        value = _load(bare)
     except (ValueError, RecursionError):
+        return ReadResponse(text, (None,))
+    if len(value) > 1 and not any(key in value for key in ARGUMENTS):
+        return ReadResponse(text)
+    call = _call(bare)
+    return ReadResponse("" if call else text, (call,))
+
+
+def _call(block: str) -> TextCall | None:
+    try:
+        call = _load(block)
+        name = call["name"]
+        arguments = next((call[key] for key in ARGUMENTS if key in call), None)
+        if isinstance(arguments, str):  # as OpenAI's clients have them
+            arguments = _load(arguments)
+    except (ValueError, TypeError, KeyError, RecursionError):  # the last: a thousand brackets
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(name, str):
         return None
-    arguments = call.get("arguments", call.get("parameters"))  # the latter: Llama 3.1
-    if isinstance(arguments, str):  # some write JSON in JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    return TextCall(name, arguments if isinstance(arguments, dict) else {})
+
+
+def _load(text: str) -> Any:
+    """The JSON value, as others can be sent it: no half of a surrogate pair, no NaN. Raises
+    ValueError, RecursionError."""
+    value = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    return json.loads(value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))

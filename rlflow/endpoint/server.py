@@ -85,12 +85,13 @@ class Endpoint:
         self._socket: socket.socket | None = None
         self.outside = 0
         """Requests that came for no open episode."""
+        self.application = self._application()
+        """The server as an ASGI application, for clients of this process."""
 
     async def start(self) -> None:
         """Begins to answer. Raises RLFlowError."""
         import uvicorn
 
-        app = self._application()
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as problem:
@@ -100,7 +101,7 @@ class Endpoint:
             ) from None
         self._port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app,
+            self.application,
             lifespan="off",
             log_config=None,
             access_log=False,

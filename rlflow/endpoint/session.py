@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.endpoint.calls import ReadResponse, read_response
@@ -17,6 +18,7 @@ from rlflow.endpoint.requests import (
     ModelReply,
     ModelRequest,
     RequestRefused,
+    ToolCall,
     assistant,
     unsupported,
 )
@@ -214,7 +216,11 @@ class AgentSession:
         self.counts.calls += len(read.calls)
         self.counts.failed_calls += read.failed
         calls = [
-            replace(call, id=f"call_{self._turns}_{number}")
+            ToolCall(
+                call.name,
+                json.dumps(call.arguments, ensure_ascii=False),
+                f"call_{self._turns}_{number}",
+            )
             for number, call in enumerate(read.calls)
         ]
         sampled = episode.sampled

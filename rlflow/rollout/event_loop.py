@@ -165,6 +165,20 @@ class LoopThread:
                 )
 
 
+async def settle(most_turns: int = 32) -> None:
+    """Lets the event loop turn until nothing is ready, so many times at most.
+
+    For a caller that computes in the loop: what takes others several turns, as a request over a
+    socket takes twenty, would else take as many of its steps."""
+    ready = getattr(asyncio.get_running_loop(), "_ready", ())  # there is no public word for it
+    quiet = 0
+    for _ in range(most_turns):
+        await asyncio.sleep(0)
+        quiet = 0 if ready else quiet + 1
+        if quiet == 2:  # sockets are looked at in between
+            return
+
+
 class LoopWatch:
     """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own
     deadlines."""

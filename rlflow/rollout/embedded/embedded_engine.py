@@ -28,6 +28,7 @@ from rlflow.rollout.engine import (
     check_sizes,
     each_weight,
 )
+from rlflow.rollout.event_loop import settle
 from rlflow.rollout.tokenizer import Tokenizer
 
 CLOSED = "it was closed; make a new one"
@@ -336,7 +337,7 @@ class EmbeddedEngine(Engine):
     async def _drive(self) -> None:
         while self._has_work():
             self._scheduler.step(admit=self._state == "open")
-            await asyncio.sleep(0)
+            await settle()
 
     def _has_work(self) -> bool:
         if self._loading or self._asleep:

@@ -28,6 +28,7 @@ class Fed:
         self.contexts: list[list[int]] = []
         self.said: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.report: dict[str, float] = {}  # the environment's
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         text = self.says(self.tokenizer.decode(tokens, skip_special_tokens=False), len(self.said))
@@ -70,6 +71,7 @@ def play(
         try:
             return await asyncio.gather(*(player.play(one, fed.generate) for one in attempts))
         finally:
+            fed.report = environment.report()
             await asyncio.to_thread(environment.shutdown)
 
     try:

@@ -96,3 +96,39 @@ def test_openais_responses(directory: Path, tmp_path: Path) -> None:
     assert one.reward == 1 and len(one.segments) == 1 and one.metrics["broken_histories"] == 0
     seen = tokenizer.decode(fed.contexts[2], False)
     assert seen.count("Be brief.") == 1 and seen.count("<tool_response>\nfound") == 2 and "Again." in seen
+
+
+SMOLAGENTS = """
+from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+@tool
+def look(what: str) -> str:
+    '''Looks something up.
+
+    Args:
+        what: the thing
+    '''
+    return f"{what} is 7"
+
+async def agent(task, client):
+    model = OpenAIModel("policy", api_base=str(client.base_url), api_key=client.api_key)
+    player = ToolCallingAgent([look], model, max_steps=4, verbosity_level=0)
+    return float(await asyncio.to_thread(player.run, task["prompt"]) == "7")
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_of_smolagents_calls_its_tools(directory: Path, tmp_path: Path) -> None:
+    """It forces tool_choice, and sends its calls back as text: each turn is a segment, and a metric says so."""
+    pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
+
+    def says(text: str, number: int) -> str:
+        name, arguments = ("final_answer", '{"answer": "7"}') if "it is 7" in text else ("look", '{"what": "it"}')
+        return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+    tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, SMOLAGENTS, sampling="ignore")
+    found, fed = play(made, tokenizer, says, episodes=1, max_response_tokens=400, max_total_tokens=60_000)
+    checked(found[0], fed)
+    told = found[0].metrics
+    assert found[0].reward == 1.0 and told["tool_calls"] == told["ignored_parameters"] == 2
+    assert told["broken_histories"] == 1.0 and len(found[0].segments) == 2

@@ -149,3 +149,21 @@ def test_bad_options_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1: expected a JSON object"):
         ProgramEnvironment("python agent.py", tmp_path / "bad.jsonl")
     assert os.environ.get("OPENAI_BASE_URL") is None
+
+
+@pytest.mark.slow
+def test_64_programs_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    body = (
+        "said = [ask(os.environ['RLFLOW_EPISODE']) for _ in range(3)]\n"
+        "post('/reward', {'reward': said == [os.environ['RLFLOW_EPISODE']] * 3 and 1})"
+    )
+    (tmp_path / "agent.py").write_text(ASK + body)
+    tasks = rows(tmp_path / "tasks.jsonl", {"id": "one", "prompt": "x"})
+    variables = {"RLFLOW_TEST_FOLDER": str(tmp_path)}
+    made = ProgramEnvironment(
+        f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, messages="text", variables=variables
+    )
+    found, fed = play(made, tokenizer, lambda text, number: text, episodes=64)  # the policy repeats what it is asked
+    assert all(one.usable and one.reward == 1.0 and len(one.turns) == 3 for one in found)
+    assert len({one.prompt for one in found}) == 64 and len(fed.said) == 192
+    assert not list(marked(f"RLFLOW_TEST_FOLDER={tmp_path}"))

@@ -1,0 +1,63 @@
+"""The demo through the endpoint is the demo: tokens, log-probs, rewards and the gradient, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.algorithms import PPOClipLoss, token_weights
+from rlflow.batching import make_batch
+from rlflow.environment import Environment
+from rlflow.rollout import Rollout
+from rlflow.trainer.reference import ReferenceTrainer
+from rlflow.types import Trajectory
+from rlflow_environments.program.program import ProgramEnvironment
+from rlflow_environments.search import SearchEnvironment
+from rlflow_environments.search.sources import world_files
+
+RECIPE = Path(__file__).resolve().parents[3] / "recipes/searchr1"
+POLICY, AGENT = RECIPE / "starting_policy", RECIPE / "agent.py"
+LIMITS = {"max_turns": 4, "max_response_tokens": 40, "max_total_tokens": 1024}
+
+
+def collected(environment: Environment) -> list[Trajectory]:
+    engine = {"max_concurrency": 64}
+    with Rollout.from_pretrained(
+        POLICY, environment, engine=engine, samples_per_prompt=4, deterministic=True, **LIMITS
+    ) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:16], step=1)
+    return [one for group in groups for one in group.trajectories]
+
+
+def gradient(played: Sequence[Trajectory], rewards: Sequence[float]) -> list[torch.Tensor]:
+    batch = make_batch(played)
+    advantages = torch.tensor(rewards)[batch.trajectory] - sum(rewards) / len(rewards)
+    batch = batch.replace(weights=token_weights(batch), advantages=advantages[:, None].expand(batch.tokens.shape))
+    trainer = ReferenceTrainer(POLICY, lr=1e-3, device="cpu")
+    trainer.update(batch, PPOClipLoss())
+    return [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.slow
+def test_64_trajectories_and_their_gradient_are_the_native_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai", reason="openai is not installed: pip install openai")
+    files = world_files({"directory": str(tmp_path)})
+    monkeypatch.setenv("CORPUS", str(files["corpus"]))
+    native = collected(SearchEnvironment(files["corpus"], files["train"]))
+    ours = collected(ProgramEnvironment(f"{AGENT}:agent", files["train"], reward=f"{AGENT}:reward", messages="text"))
+    assert len(ours) == len(native) == 64 and all(one.usable for one in ours)
+    for one, other in zip(ours, native, strict=True):
+        assert (one.task_id, one.reward, one.stop) == (other.task_id, other.reward, other.stop)
+        for left, right in zip(one.segments, other.segments, strict=True):
+            for name in ("tokens", "loss_mask", "logprobs", "versions"):
+                assert torch.equal(getattr(left, name), getattr(right, name)), name
+    rewards = [one.reward for one in native]
+    assert len(set(rewards)) > 1
+    found, expected = gradient(ours, rewards), gradient(native, rewards)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected) > 10
+    assert any(bool(part.any()) for part in expected)
