@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlflow.cluster.placement import own_node, prepare_process
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.watching import Doing, Work
 from rlflow.cluster.wire import pack, receive
+from rlflow.gpu_buckets import GpuBucket
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.timer import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer
@@ -53,7 +53,7 @@ class TrainerRank:
         self.rank = 0
         self.store: Any = None
         self.trainer: Any = None
-        self.stream: Iterator[tuple[str, Tensor]] = iter(())
+        self.stream: Any = iter(())  # of weights
         self.memory = PeakMemory()
         self.work = Work()
         torch.set_num_threads(threads)
@@ -137,6 +137,15 @@ class TrainerRank:
                 if size >= limit_bytes:
                     break
         return self._from_first(chunk)
+
+    def next_bucket(self) -> GpuBucket:
+        """The next one of `gpu_weights`; from every rank, whose memory it is."""
+        with self.memory.measure("sync"):
+            return next(self.stream)
+
+    def end_weights(self) -> None:
+        """Frees what is left of a stream."""
+        self.stream.close()
 
     def _from_first(self, answer: Any) -> Any:
         return answer if self.rank == 0 else None

@@ -27,6 +27,7 @@ from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.watching import Doing, Stillness, verdict
 from rlflow.cluster.wire import Parcels, unpack
 from rlflow.errors import ConfigError, RLFlowError
+from rlflow.gpu_buckets import GpuBucket, GpuSharing, joined
 from rlflow.matmul import PRODUCTS
 from rlflow.report.timer import highest
 from rlflow.rollout.calls import RunningTime
@@ -130,6 +131,22 @@ class RayTrainer(Trainer):
         if device in (None, "cpu"):
             return tensors
         return ((name, value.to(device)) for name, value in tensors)
+
+    def gpu_weights(self, how: GpuSharing) -> Iterator[GpuBucket]:
+        """See `Trainer.gpu_weights`. Each rank packs on its own GPU, whatever `how.gpus` says; a
+        bucket has the handles of all. The ranks begin at once, as for `weights`."""
+        self._call("start_weights", "gpu_weights", GpuSharing(how.bucket_bytes))
+        return self._buckets()
+
+    def _buckets(self) -> Iterator[GpuBucket]:
+        bucket: GpuBucket | None = None
+        try:
+            while bucket is None or bucket.tensors:
+                bucket = joined(self._gather(self._submit("next_bucket")))
+                yield bucket
+        finally:
+            if self._actors:
+                self._call("end_weights")
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._call("start_weights", "adapter_weights")

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, ModelError, RolloutError
+from rlflow.gpu_buckets import GpuBucket, GpuSharing
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
 """(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer
 makes the next."""
 Pairs = list[tuple[str, Tensor]]
+Sent = Union[tuple[str, Tensor], GpuBucket]
+"""What a trainer gives for its engines: a pair, or a bucket in its GPUs' memory."""
 PauseMode = Literal["keep", "abort", "wait"]
 Stop = Literal["stop", "length", "aborted", "paused"]
 """Why a completion ended: a stop string or token; its token limit; `abort` or `close`;
@@ -93,6 +96,10 @@ class Engine(ABC):
     takes_device_tensors: bool = False
     """Whether `load_weights` takes tensors where the trainer has them, on a GPU too, and keeps none
     of them; else they are copies on the CPU."""
+
+    sharing: GpuSharing | None = None
+    """How `load_weights` opens the trainer's GPU memory: it takes an asynchronous `Weights` of
+    `GpuBucket` then, and has read one before it asks for the next."""
 
     sleeps: bool = False
     """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one

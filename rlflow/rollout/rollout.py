@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
-from torch import Tensor
-
 from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError
+from rlflow.gpu_buckets import GpuSharing
 from rlflow.rollout.calls import THREADS, CallThreads
 from rlflow.rollout.deterministic import TurnSeeds
-from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sent, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
@@ -310,10 +309,10 @@ class Rollout:
                 yield found
 
     def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, probe: WeightProbe | None = None
+        self, weights: Iterable[Sent], version: int, probe: WeightProbe | None = None
     ) -> None:
-        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread, and verifies them.
-        probe: for engines that cannot hash theirs.
+        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread (or buckets, for
+        engines with `sharing`), and verifies them. probe: for engines that cannot hash theirs.
 
         Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is neither."""
         answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
@@ -322,7 +321,7 @@ class Rollout:
                 check_answers(probe, answers, version)
 
     def load_and_ask(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, questions: ProbeQuestions | None
+        self, weights: Iterable[Sent], version: int, questions: ProbeQuestions | None
     ) -> list[list[Completion]]:
         """As `load_weights`; returns what engines that cannot hash their weights answered, for the trainer to compare."""
         unhashed = [engine for engine in self.engines if not engine.hashes_weights] if self.verify_weights else []
@@ -334,7 +333,8 @@ class Rollout:
             self.engines, self._thread(), self.verify_weights, report
         )
         with report.part("load"):
-            sync.push(report.gathered(weights), version)
+            with closing(report.gathered(weights)) as sent:
+                sync.push(sent, version)
             waking = _all_of(engine.wake() for engine in self.engines if engine.sleeps)
             self.memory_taken = sum(self._thread().run(waking))
         self.resume()  # before the probe, which a paused engine never answers
@@ -348,6 +348,14 @@ class Rollout:
     def weights_device(self) -> str | None:
         """The device on which `load_weights` wants the trainer's tensors; None: where they are."""
         return None if all(engine.takes_device_tensors for engine in self.engines) else "cpu"
+
+    @property
+    def sharing(self) -> GpuSharing | None:
+        """How all engines open the trainer's GPU memory; None where they do not, and get tensors."""
+        found = [engine.sharing for engine in self.engines if engine.sharing is not None]
+        if not found or len(found) < len(self.engines):
+            return None
+        return GpuSharing(found[0].bucket_bytes, tuple(gpu for one in found for gpu in one.gpus))
 
     @property
     def hashes_weights(self) -> bool:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, Union
 
 import torch
-from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.gpu_buckets import GpuBucket
 from rlflow.models.huggingface import combined_hash, tensor_hash
 from rlflow.models.tables import dtype_of
-from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, in_portions
+from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.probe_rule import agree, told
 
 PROBE_TIMEOUT_S = 600.0  # an engine that is paused never answers
+T = TypeVar("T")
+Portion = Union[Pairs, GpuBucket]
 PORTION, PORTION_BYTES = 32, 2**23
 """Of tensors that are handed over at once: each portion costs a turn of two threads."""
 
@@ -28,12 +40,12 @@ PORTION, PORTION_BYTES = 32, 2**23
 class WeightSync(Protocol):
     """A way from the trainer to the engines of this process."""
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Gives every engine the (HuggingFace name, tensor) pairs and returns when all of them
-        sample from these.
+    def push(self, weights: Iterable[Sent], version: int) -> None:
+        """Gives every engine the (HuggingFace name, tensor) pairs, or buckets, and returns when all
+        of them sample from these.
 
-        Takes the pairs in the caller's thread, one at a time: making them may be a collective of
-        the trainer. Raises RolloutError where an engine that hashes its weights does not have what
+        Takes them in the caller's thread, one at a time: making them may be a collective of the
+        trainer. Raises RolloutError where an engine that hashes its weights does not have what
         was sent."""
 
 
@@ -56,16 +68,20 @@ class SyncReport:
             within = sum(self._seconds.values()) - others
             self._seconds[name] += time.monotonic() - began - within
 
-    def gathered(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The pairs; making them is the part `gather`."""
-        pairs = iter(weights)
-        while True:
-            with self.part("gather"):
-                pair = next(pairs, None)
-            if pair is None:
-                return
-            self._bytes += pair[1].nbytes
-            yield pair
+    def gathered(self, weights: Iterable[T]) -> Generator[T, None, None]:
+        """The pairs, or buckets; making them is the part `gather`. Closes them with itself."""
+        made = iter(weights)
+        try:
+            while True:
+                with self.part("gather"):
+                    one: Any = next(made, None)
+                if one is None:
+                    return
+                self._bytes += one.nbytes if isinstance(one, GpuBucket) else one[1].nbytes
+                yield one
+        finally:
+            if isinstance(made, Generator):
+                made.close()
 
     def metrics(self) -> dict[str, float]:
         """`sync/` and `time/sync_` metrics; those of other processes tell themselves what they read."""
@@ -138,7 +154,7 @@ class InProcessSync:
         self._verify = verify
         self._report = report or SyncReport()
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def push(self, weights: Iterable[Sent], version: int) -> None:
         """See `WeightSync.push`. The engines' loads end, one way or another, before this returns or
         raises."""
         hashed = [engine for engine in self._engines if self._verify and engine.hashes_weights]
@@ -146,8 +162,9 @@ class InProcessSync:
         handover = Handover(self._engines, version)
         try:
             self._thread.run(handover.start())
-            for pairs in in_portions(weights, PORTION_BYTES, PORTION):
-                giving = self._thread.start(handover.put(pairs))
+            for portion in _portions(weights):
+                giving = self._thread.start(handover.put(portion))
+                pairs = [] if isinstance(portion, GpuBucket) else portion
                 for (names, dtype), found in hashes.items():
                     found += [
                         tensor_hash(
@@ -184,18 +201,18 @@ Kept = tuple[frozenset[str] | None, torch.dtype | None]
 
 
 class Handover:
-    """One load on several engines: each takes its pairs from a queue that holds one portion of
-    them. In the loop's thread."""
+    """One load on several engines: each takes what it gets from a queue that holds one portion of
+    it. In the loop's thread."""
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
         self._engines = engines
         self._version = version
-        self._lanes: list[tuple[asyncio.Queue[Pairs | None], asyncio.Task[None]]] = []
+        self._lanes: list[tuple[asyncio.Queue[Portion | None], asyncio.Task[None]]] = []
 
     async def start(self) -> None:
         """Begins the loads, which wait for the first pair."""
         for engine in self._engines:
-            queue: asyncio.Queue[Pairs | None] = asyncio.Queue(maxsize=1)
+            queue: asyncio.Queue[Portion | None] = asyncio.Queue(maxsize=1)
             self._lanes.append(
                 (
                     queue,
@@ -203,15 +220,14 @@ class Handover:
                 )
             )
 
-    async def put(self, pairs: Pairs | None) -> None:
-        """Hands pairs to every engine as soon as it took those before. Raises what a load raised;
-        an engine that stopped listening gets no more (its hash will tell)."""
+    async def put(self, portion: Portion | None) -> None:
+        """Hands a portion to every engine as soon as it took the one before; of a bucket, waits
+        until all have read it. Raises what a load raised; an engine that stopped listening gets no
+        more (its hash will tell)."""
         for queue, load in self._lanes:
-            putting = asyncio.ensure_future(queue.put(pairs))
-            await asyncio.wait((putting, load), return_when=asyncio.FIRST_COMPLETED)
-            putting.cancel()  # of no effect where it is done
-            if load.done():
-                load.result()
+            await _unless_ended(queue.put(portion), load)
+        for queue, load in self._lanes if isinstance(portion, GpuBucket) else ():
+            await _unless_ended(queue.join(), load)
 
     async def finish(self) -> None:
         """Tells the engines that these were all, and waits for them."""
@@ -312,7 +328,29 @@ def _kept(engine: Engine) -> Kept:
     return engine.weight_names, engine.dtype
 
 
-async def _until_none(queue: asyncio.Queue[Pairs | None]) -> AsyncIterator[tuple[str, Tensor]]:
-    while (pairs := await queue.get()) is not None:
-        for pair in pairs:
-            yield pair
+def _portions(weights: Iterable[Any]) -> Iterator[Portion]:
+    """A few pairs at a time; each bucket by itself, up to the empty one, behind which the memory
+    would be freed."""
+    there = iter(weights)
+    first = next(there, None)
+    every = itertools.chain([] if first is None else [first], there)
+    if isinstance(first, GpuBucket):
+        yield from itertools.takewhile(lambda bucket: bucket.tensors, every)
+    else:
+        yield from in_portions(every, PORTION_BYTES, PORTION)
+
+
+async def _unless_ended(work: Coroutine[Any, Any, None], load: asyncio.Task[None]) -> None:
+    """Waits for something that a load is to do, or for its end. Raises what the load raised."""
+    doing = asyncio.ensure_future(work)
+    await asyncio.wait((doing, load), return_when=asyncio.FIRST_COMPLETED)
+    doing.cancel()  # of no effect where it is done
+    if load.done():
+        load.result()
+
+
+async def _until_none(queue: asyncio.Queue[Portion | None]) -> AsyncIterator[Any]:
+    while (portion := await queue.get()) is not None:
+        for one in [portion] if isinstance(portion, GpuBucket) else portion:
+            yield one
+        queue.task_done()  # the engine wants the next: it has read this

@@ -144,7 +144,9 @@ def _check_vllm(config: RunConfig) -> None:
         options = config.rollout.engine
         named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
         check_python(find_python(options.get("python")), triton=named)
-        check_engine_devices(options, section.ranks, section.rollout_workers)
+        check_engine_devices(
+            options, section.ranks, section.rollout_workers, section.gpus_per_rank
+        )
 
 
 def _check_resume_step(config: RunConfig) -> None:

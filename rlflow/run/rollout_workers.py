@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
-from rlflow.rollout.engine import PauseMode
+from rlflow.rollout.engine import PauseMode, Sent
 from rlflow.rollout.environment_calls import reported
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopWatch
@@ -247,7 +247,7 @@ class WorkerRollout(Rollout):
 
     def load_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[Sent],
         version: int,
         probe: WeightProbe | None = None,
     ) -> None:
@@ -259,7 +259,8 @@ class WorkerRollout(Rollout):
         Raises RolloutError where no worker samples from what was sent."""
         report = self.synced = SyncReport()
         with report.part("publish"):
-            offer = self._publisher.publish(report.gathered(weights), version)
+            pairs = cast("Iterable[tuple[str, Tensor]]", report.gathered(weights))
+            offer = self._publisher.publish(pairs, version)
         self.version = version
         questions = None if probe is None else probe.questions
         self.pool.update(Update(offer, self._mode, questions), probe)

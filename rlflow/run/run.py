@@ -23,6 +23,7 @@ from rlflow.report.sinks import MetricsLog, read_metrics
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
+from rlflow.rollout.engine import Sent
 from rlflow.rollout.groups import Groups
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
@@ -181,7 +182,10 @@ class Run:
                     "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
                 )
             try:
-                weights = self.trainer.weights(self.rollout.weights_device)
+                if (sharing := self.rollout.sharing) is None:
+                    weights: Iterator[Sent] = self.trainer.weights(self.rollout.weights_device)
+                else:
+                    weights = self.trainer.gpu_weights(sharing)
                 return self.rollout.load_weights(weights, version, self.probe)
             except RolloutError:
                 if not self.rollout.failure:

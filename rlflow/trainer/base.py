@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlflow.components import TRAINER
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
@@ -102,6 +103,10 @@ class Trainer(ABC):
         """Today's policy as (HuggingFace name, full tensor) pairs, one at a time; adapters are
         merged in. device: where copies of them are made; None: what the trainer has, where it has
         it, which is not to be written to and changes with the next update."""
+
+    def gpu_weights(self, how: GpuSharing) -> Iterator[GpuBucket]:
+        """Today's policy in memory of its GPUs, for other processes to open; see `gpu_buckets`."""
+        return gpu_buckets(self.weights(None), how)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters that are trained (`trainer.lora`), else nothing: for each target of each

@@ -22,12 +22,13 @@ from rlflow.cluster.trainer import RankStuck, RayTrainer
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.gpu_buckets import GpuSharing
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
-from tests import rounding
+from tests import gpu_memory, rounding
 from tests.fixtures import tiny_model
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
@@ -171,6 +172,35 @@ def test_weights_travel_in_bounded_chunks(two_ranks, monkeypatch):
     assert all(torch.equal(value, whole[name]) for name, value in streamed)
     next(two_ranks.weights())  # a consumer may leave early
     assert len(list(two_ranks.weights())) == len(whole)
+
+
+@needs_ray
+@pytest.mark.dist
+def test_each_rank_packs_the_whole_weights_on_its_own_gpu(two_ranks):
+    """Split over two ranks, both have all of them, in buckets of one kind, and free the memory at the end."""
+    import ray
+
+    for actor in two_ranks._actors:
+        ray.get(actor.__ray_call__.remote(lambda _: gpu_memory.stand_in()))
+    whole = dict(two_ranks.weights())
+    limit = max(value.nbytes for value in whole.values())
+    found, stream = {"GPU-0": {}, "GPU-1": {}}, two_ranks.gpu_weights(GpuSharing(limit))
+    sizes, handles = [], []
+    for bucket in stream:
+        if not bucket.tensors:
+            break
+        sizes.append(bucket.nbytes)
+        handles.append(bucket.handles)
+        for gpu, tensors in found.items():
+            tensors |= gpu_memory.tensors_in(bucket, gpu)
+        files = [os.readlink(path) for path, *_ in bucket.handles.values()]
+    assert len(sizes) > 2 and max(sizes) <= limit and all(one == handles[0] for one in handles)
+    for tensors in found.values():
+        assert list(tensors) == list(whole)
+        assert all(torch.equal(value, whole[name]) for name, value in tensors.items())
+    stream.close()
+    left = [path for path, *_ in handles[0].values() if os.path.exists(path)]
+    assert not {os.readlink(path) for path in left} & set(files)
 
 
 @needs_ray

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlflow.errors import ModelError, RolloutError, did_you_mean
+from rlflow.gpu_buckets import EMBEDDING
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.rollout.engine import Weights, check_weight, each_weight
 from rlflow.storage.memory_folders import OwnedFolder
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 NAMES_TOLD = 5
 Bucket = Mapping[str, Tensor]
 
@@ -68,11 +69,14 @@ class WeightNames:
 
 
 class Carrier(Protocol):
-    """A way for the buckets of one update to an engine's server."""
+    """A way for the weights of one update to an engine's server."""
 
-    async def info(self, bucket: Bucket) -> dict[str, Any]:
-        """What the server is told about a bucket: it finds the tensors by that until `info` is
-        called again."""
+    def updates(
+        self, weights: Weights, names: WeightNames, limit_bytes: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """What the server is told about one bucket of at most `limit_bytes` after the other: it
+        finds the tensors by that until the next is asked for. Raises ModelError for weights that
+        are not exactly the model's, RolloutError where they cannot be handed over."""
 
     def close(self) -> None:
         """The update is over, one way or another."""
@@ -164,6 +168,13 @@ class FileCarrier:
 
     def __init__(self, files: SharedFiles, version: int) -> None:
         self._files, self.version, self.number = files, version, 0
+
+    async def updates(
+        self, weights: Weights, names: WeightNames, limit_bytes: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Paths of files with a bucket each. See `Carrier.updates`."""
+        async for bucket in buckets(weights, names, limit_bytes):
+            yield await self.info(bucket)
 
     async def info(self, bucket: Bucket) -> dict[str, Any]:
         """The path of a file with the bucket. Raises RolloutError."""

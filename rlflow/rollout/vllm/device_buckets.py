@@ -1,97 +1,90 @@
-"""New weights to a vLLM on the trainer's GPUs: packed there, and opened by vLLM's processes through
-CUDA IPC handles.
-
-Nothing goes through the host's memory but names and shapes. What is sent is what vLLM's own
-`IPCWeightTransferEngine` takes in packed form (vLLM 0.32,
-vllm/distributed/weight_transfer/ipc_engine.py), written with torch alone: vLLM is not imported
-here."""
+"""New weights to a vLLM on the trainer's GPUs, whose processes open the trainer's memory
+(`rlflow.gpu_buckets`). vLLM is not imported here."""
 
 from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.vllm.buckets import Bucket
+from rlflow.gpu_buckets import EMBEDDING, GpuBucket, Handles
+from rlflow.gpu_plan import Bundle
+from rlflow.rollout.engine import Weights, each_weight
+from rlflow.rollout.vllm.buckets import HEAD, WeightNames
 
-Handles = Mapping[str, Sequence[Any]]
-"""By a GPU's id (uuid): the arguments of torch's rebuilding function."""
 
-
-def check_device_transfer(processes: int = 0) -> None:
-    """Raises ConfigError where weights cannot go by CUDA IPC. processes: of trainer ranks and
-    rollout workers."""
+def check_device_transfer(devices: Sequence[Sequence[Bundle]] = ()) -> None:
+    """Raises ConfigError where weights cannot go by CUDA IPC. devices: of each engine."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "rollout.engine.transfer: 'ipc' needs a GPU that trainer and vLLM share; take 'files'."
         )
-    if processes:
+    engines = Counter(gpu for seen in devices for gpu in seen)
+    for gpu, count in engines.items():
+        if count > 1:
+            raise ConfigError(
+                f"rollout.engine.transfer: 'ipc' hands a GPU's memory to one engine, {count} are on "
+                f"GPU {gpu.gpu}; take 'files', or lower rollout.engine.engines."
+            )
+
+
+def check_rank_transfer(ranks: int, workers: int, gpus_per_rank: float, needed: int) -> None:
+    """Raises ConfigError where trainer ranks cannot hand their memory to engines. needed: GPUs of
+    all engines."""
+    if workers:
         raise ConfigError(
-            "rollout.engine.transfer: 'ipc' needs the trainer in the run's process; take 'files', "
-            "or set cluster.ranks=0 and cluster.rollout_workers=0."
+            "rollout.engine.transfer: 'ipc' needs the engines in the run's process; take 'files', "
+            "or set cluster.rollout_workers=0."
+        )
+    if ranks and not gpus_per_rank:
+        raise ConfigError(
+            "rollout.engine.transfer: 'ipc' needs the trainer on GPUs; take 'files', or set "
+            "cluster.gpus_per_rank=1."
+        )
+    if ranks and needed > ranks:
+        raise ConfigError(
+            f"rollout.engine.transfer: 'ipc' needs a rank on each of the engines' {needed} GPUs, "
+            f"found cluster.ranks={ranks}; take 'files', or lower rollout.engine.engines."
         )
 
 
 class DeviceCarrier:
-    """A buffer on each of an engine's GPUs that is filled and sent, one time after another. gpus:
-    their numbers in this process; none: the GPU that the tensors are on."""
+    """Tells vLLM of each `GpuBucket` that comes: the trainer has packed it."""
 
-    def __init__(self, limit_bytes: int, gpus: Sequence[int] = ()) -> None:
-        self._limit, self._gpus = limit_bytes, gpus
-        self._buffers: list[Tensor] = []
-        self._handles = ""
+    async def updates(
+        self, weights: Weights, names: WeightNames, limit_bytes: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Keywords of vLLM's `IPCWeightTransferUpdateInfo`. vLLM has copied what is in a bucket
+        before the next is asked for. Raises RolloutError for weights that come as tensors."""
+        sent = set[str]()
+        async for bucket in each_weight(weights):
+            if not isinstance(bucket, GpuBucket):
+                raise RolloutError(
+                    f"weight sync: '{bucket[0]}' came as a tensor; expected the buckets of "
+                    "Trainer.gpu_weights; or set rollout.engine.transfer=files."
+                )
+            handles = pickled(bucket.handles)
+            for name, tensor in bucket.tensors.items():
+                names.check(name, tensor, sent)
+                sent.add(name)
+            yield update_info(bucket.tensors, handles)
+            if names.tied and next(iter(bucket.tensors)) == EMBEDDING:
+                sent.add(HEAD)
+                yield update_info({HEAD: bucket.tensors[EMBEDDING]}, handles)
+        names.check_complete(sent)
 
     def close(self) -> None:
-        """Frees the buffers; vLLM has closed them by then."""
-        self._buffers, self._handles = [], ""
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
-
-    async def info(self, bucket: Bucket) -> dict[str, Any]:
-        """Keywords of vLLM's `IPCWeightTransferUpdateInfo`. The buffers may be filled again when
-        `info` is called again: vLLM has copied what was in them.
-
-        Raises RolloutError for a tensor that is on no GPU."""
-        for name, tensor in bucket.items():
-            if not tensor.is_cuda:
-                raise RolloutError(
-                    f"weight sync: '{name}' is in the host's memory; set "
-                    "rollout.engine.transfer=files."
-                )
-        size = sum(tensor.nbytes for tensor in bucket.values())
-        if not self._buffers or self._buffers[0].numel() < size:
-            own = next(iter(bucket.values())).device
-            devices = [torch.device("cuda", gpu) for gpu in self._gpus] or [own]
-            capacity = max(size, self._limit)
-            self._buffers = [
-                torch.empty(capacity, dtype=torch.uint8, device=device) for device in devices
-            ]
-            # Once for a buffer: vLLM opens it once, and counts
-            self._handles = pickled(merged(exported(buffer) for buffer in self._buffers))
-        pack(bucket.values(), self._buffers[0])
-        for buffer in self._buffers[1:]:
-            buffer[:size].copy_(self._buffers[0][:size])
-        for buffer in self._buffers:
-            torch.cuda.synchronize(buffer.device)  # before another process reads it
-        return update_info(bucket, self._handles)
-
-
-def pack(tensors: Iterable[Tensor], buffer: Tensor) -> None:
-    """Writes the bytes of tensors one behind the other into a buffer (bytes,)."""
-    start = 0
-    for tensor in tensors:
-        end = start + tensor.nbytes
-        buffer[start:end].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        start = end
+        """The trainer frees its memory by itself."""
 
 
 def update_info(tensors: Mapping[str, Tensor], handles: str) -> dict[str, Any]:
-    """Keywords of vLLM's `IPCWeightTransferUpdateInfo` for tensors that `pack` has written."""
+    """Keywords of vLLM's `IPCWeightTransferUpdateInfo` for the first tensors of a bucket."""
     return {
         "names": list(tensors),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -99,25 +92,6 @@ def update_info(tensors: Mapping[str, Tensor], handles: str) -> dict[str, Any]:
         "tensor_sizes": [tensor.nbytes for tensor in tensors.values()],
         "ipc_handles_pickled": handles,
     }
-
-
-def exported(buffer: Tensor) -> Handles:
-    """What other processes open a GPU's buffer with."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, arguments = reduce_tensor(buffer)
-    return {str(torch.cuda.get_device_properties(buffer.device).uuid): arguments}
-
-
-def merged(handles: Iterable[Handles]) -> Handles:
-    """Handles of several GPUs' buffers that hold the same bytes: each of a tensor-parallel engine's
-    processes looks for its own GPU among them. Raises RolloutError for two of one GPU."""
-    found: dict[str, Sequence[Any]] = {}
-    for some in handles:
-        if twice := found.keys() & some.keys():
-            raise RolloutError(f"weight sync: two buffers on GPU {min(twice)}; expected one.")
-        found |= some
-    return found
 
 
 def pickled(handles: Handles) -> str:

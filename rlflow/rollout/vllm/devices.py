@@ -8,7 +8,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.gpu_plan import LOCAL, Bundle, plan, visible_gpus
-from rlflow.rollout.vllm.device_buckets import check_device_transfer
+from rlflow.rollout.vllm.device_buckets import check_device_transfer, check_rank_transfer
 
 UTILIZATION = 0.92
 """vLLM's default of gpu_memory_utilization (0.32): the share of a GPU's memory that it takes."""
@@ -59,12 +59,19 @@ def check_memory(devices: Sequence[Sequence[Bundle]], utilization: float | None)
         )
 
 
-def check_engine_devices(options: Mapping[str, Any], ranks: int, workers: int) -> None:
+def check_engine_devices(
+    options: Mapping[str, Any], ranks: int, workers: int, gpus_per_rank: float = 0.0
+) -> None:
     """Raises ConfigError where engines with these options cannot be: on the GPUs that there are, or
     with the trainer in so many ranks. Workers have GPUs that Ray gives them."""
-    if options.get("transfer") == "ipc":
-        check_device_transfer(ranks + workers)
+    engines, each = options.get("engines", 1), options.get("tensor_parallel", 1)
+    shared = options.get("transfer") == "ipc"
+    if shared:
+        check_device_transfer()
+        check_rank_transfer(ranks, workers, gpus_per_rank, engines * each)
     if workers:
         return
-    devices = engine_devices(options.get("engines", 1), options.get("tensor_parallel", 1))
+    devices = engine_devices(engines, each)
+    if shared:
+        check_device_transfer(devices)
     check_memory(devices, (options.get("arguments") or {}).get("gpu_memory_utilization"))

@@ -15,6 +15,7 @@ import torch
 
 from rlflow.components import takes
 from rlflow.errors import ConfigError
+from rlflow.gpu_buckets import GpuSharing
 from rlflow.gpu_plan import Bundle
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.entries import Experts
@@ -109,6 +110,7 @@ class VLLMOptions:
         number: of the engine, where there are several. experts: whose tokens it names. options: of
         VLLMEngine, which are no options of these."""
         ipc, at_once = self.transfer == "ipc", self.max_concurrency
+        numbers = tuple(gpu.number for gpu in gpus or ())
         launch = Launch(
             find_python(self.python),
             {**self.flags(), **flags},
@@ -126,18 +128,17 @@ class VLLMOptions:
         server = VLLMServer(
             "buckets", connections=at_once, launch=launch, init_info=init, experts=experts
         )
-        shared = [gpu.number for gpu in gpus or ()]
         return VLLMEngine(
             path,
             tokenizer,
             server,
-            (lambda _: DeviceCarrier(self.bucket_mib << 20, shared)) if ipc else files.carrier,
+            (lambda _: DeviceCarrier()) if ipc else files.carrier,
             max_concurrency=at_once,
             bucket_mib=self.bucket_mib,
             start_s=self.start_s,
             answer_s=self.answer_s,
             sleeps=self.sleeps,
-            takes_device_tensors=ipc,
+            sharing=GpuSharing(self.bucket_mib << 20, numbers) if ipc else None,
             **options,
         )
 
@@ -172,6 +173,8 @@ def make_vllm_engines(
     given = VLLMOptions(**options)
     placed = engine_devices(engines, given.tensor_parallel, devices)
     check_memory(placed, (given.arguments or {}).get("gpu_memory_utilization"))
+    if given.transfer == "ipc":
+        check_device_transfer(placed)
     flags = {
         "model": str(Path(path).absolute()),
         "dtype": dtype,

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from rlflow.errors import RolloutError
+from rlflow.gpu_buckets import GpuSharing
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.buckets import Carrier, WeightNames, buckets
+from rlflow.rollout.vllm.buckets import Carrier, WeightNames
 from rlflow.rollout.vllm.completions import sampling_arguments
 from rlflow.rollout.vllm.requests import (
     EngineRequest,
@@ -45,8 +46,8 @@ class VLLMEngine(Engine):
     weights that it has. max_concurrency: requests that run at a time. max_tokens: of a prompt and
     its completion together; none: the model's positions. bucket_mib: of weights that are on their
     way at a time. start_s: until vLLM must be ready. answer_s: how long it may be silent while
-    requests run. sleeps: its memory is given back while the trainer works. takes_device_tensors:
-    new weights stay on the GPU."""
+    requests run. sleeps: its memory is given back while the trainer works. sharing: new weights
+    stay on the GPU, in memory that it opens."""
 
     max_tokens: int
     slow_seeds = True  # vLLM draws for each request with a seed in a Python loop
@@ -65,7 +66,7 @@ class VLLMEngine(Engine):
         start_s: float = 900.0,
         answer_s: float = 1800.0,
         sleeps: bool = False,
-        takes_device_tensors: bool = False,
+        sharing: GpuSharing | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         config = read_config(path)
@@ -73,7 +74,7 @@ class VLLMEngine(Engine):
         self.server, self._carrier = server, carrier
         self.may_end, self.takes_weights = server.served is not None, carrier is not None
         self.max_concurrency, self.sleeps = max_concurrency, sleeps
-        self.takes_device_tensors = takes_device_tensors
+        self.sharing = sharing
         self.dtype = getattr(torch, dtype)
         self._bucket_bytes, self._start_s, self._answer_s = bucket_mib << 20, start_s, answer_s
         self.counts = TokenCounts()
@@ -155,8 +156,8 @@ class VLLMEngine(Engine):
         assert self._carrier is not None  # or the server has refused
         carrier = self._carrier(version)
         try:
-            async for bucket in buckets(weights, self._names, self._bucket_bytes):
-                await server.ask(server.update, await carrier.info(bucket))
+            async for info in carrier.updates(weights, self._names, self._bucket_bytes):
+                await server.ask(server.update, info)
             await server.ask(server.finish_update, version)
         finally:
             carrier.close()

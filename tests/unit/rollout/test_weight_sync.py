@@ -15,10 +15,12 @@ from torch import Tensor
 
 from benchmarks.sleeping import FakeEngine, fake_logprob
 from rlflow.errors import ConfigError, ModelError, RolloutError
+from rlflow.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.models.huggingface import combined_hash, digest, iterate_weights, tensor_hash
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, in_portions
+from tests import gpu_memory
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 
 PAIRS = [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]
@@ -88,6 +90,47 @@ def test_portions_are_bounded_in_bytes_and_in_number() -> None:
     portions = list(in_portions(((str(number), torch.zeros(size)) for number, size in enumerate(sizes)), 100, 32))
     assert [len(portion) for portion in portions] == [2, 1, 32, 10]  # 100 bytes; 120 alone; 32; the rest with 100
     assert [int(name) for portion in portions for name, _ in portion] == list(range(45))
+
+
+def test_memory_that_engines_open_is_written_over_when_all_have_read_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And freed when all have the weights, or one has failed."""
+    gpu_memory.stand_in(monkeypatch)
+    pairs = [(str(number), torch.randn(1000)) for number in range(12)]
+    closed: list[int] = []
+
+    class Opens(FakeEngine):
+        sharing, hashes_weights = GpuSharing(3 * 4000), True
+
+        async def load_weights(self, weights: Any, version: int) -> None:
+            self.found: dict[str, Tensor] = {}
+            async for bucket in weights:
+                await asyncio.sleep(0.002 * len(self.found) if self is engines[-1] else 0)
+                self.found |= gpu_memory.tensors_in(bucket, "GPU-0")
+                if version == 2 and len(self.found) > 3:
+                    raise ConnectionError("no room")
+            assert not closed
+
+        async def weights_digest(self) -> str:
+            return combined_hash([])
+
+    def watched() -> Iterator[GpuBucket]:
+        try:
+            yield from gpu_buckets(pairs, rollout.sharing)
+        finally:
+            closed.append(1)
+
+    engines = [Opens(tokenizer) for _ in range(3)]
+    with over(engines, tokenizer) as rollout:
+        rollout.load_weights(watched(), version=1)
+        for engine in engines:
+            assert all(torch.equal(engine.found[name], tensor) for name, tensor in pairs)
+        assert closed == [1] and rollout.synced.metrics()["sync/mib"] == 3 * 12 * 4000 / 2**20
+        closed.clear()
+        with pytest.raises(ConnectionError, match="no room"):
+            rollout.load_weights(watched(), version=2)
+        assert closed == [1]
 
 
 def test_a_stream_that_breaks_ends_every_load_and_the_next_one_repairs_it(tokenizer: Tokenizer) -> None:
