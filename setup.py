@@ -59,6 +59,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.18"],
     "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4", "fastapi>=0.115"],  # of their rivals
     "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
+    "nethack": ["nle>=1.3"],  # the game of `environment: nethack`
     "miniwob": ["miniwob>=1.0"],  # the pages of `environment: miniwob` (apt: chromium)
     "dev": [
         "pytest>=8.2",
@@ -104,9 +105,11 @@ setup(
             "mathematics = rlflow_environments.mathematics.environment:Mathematics",
             "bash = rlflow_environments.sandboxed.shell:ShellTasks",
             "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
+            "ml_engineering = rlflow_environments.sandboxed.ml_engineering:MlEngineering",
             "program = rlflow_environments.program.program:ProgramEnvironment",
             "python = rlflow_environments.sandboxed.python:PythonPrograms",
             "miniwob = rlflow_environments.browser.miniwob:MiniWob",
+            "nethack = rlflow_environments.nethack.environment:NetHack",
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",

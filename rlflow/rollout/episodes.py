@@ -221,8 +221,9 @@ class EpisodePlayer:
             told = [raised_at(failure), f"the response was {response!r:.{SHOWN}}"]
             state.cause = f" ({'; '.join(filter(None, told))})"
             raise
-        turn.duration_s = time.monotonic() - started
+        took_s = time.monotonic() - started
         self._take(state, step)
+        turn.duration_s = max(0.0, took_s - step.waited_s)
         return step
 
     def _texts(self, completion: Completion) -> list[str]:

@@ -12,7 +12,7 @@ from tests.unit.sources import ROOT
 FILES = sorted(path for path in (ROOT / "rlflow").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".typed"))
 
 # Parts of words count: `search_s`, `SearchAccount`, `num_retrieved`.
-PARTS = ("sandbox", "mathematics", "search", "corpus", "corpora", "retriev", "passage", "qdrant",
+PARTS = ("sandbox", "mathematics", "nethack", "search", "corpus", "corpora", "retriev", "passage", "qdrant",
          "faiss", "guess", "encyclopedia")  # fmt: skip
 # Systems and papers, as whole words or as parts of an identifier.
 SYSTEMS = ("areal", "astraflow", "llamarl", "dart", "oni", "vlac", "rlinf", "asearcher", "slime", "verl", "skyrl", "ragen")

@@ -26,6 +26,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Web pages in a real browser.
     "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
+    # A game of nle, in processes of its own.
+    "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
     # Agents of the user's own, in processes or in this one.
     "program": (
         {"errors", "types", "values", "report", "environment", "components", "storage", "endpoint"},

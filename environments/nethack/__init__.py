@@ -1,0 +1,1 @@
+"""NetHack, played by text."""

@@ -1,0 +1,237 @@
+"""Plays games of NetHack, each in a process of its own, forked for every connection to a socket.
+
+nle is C inside of the process that plays, so that a crash of it ends one game alone; a timer of the
+system ends one that hangs. Started apart from the training process, with which all of it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+MORE, ESCAPE, MORE_MARK = ord(" "), ord("\x1b"), "--More--"
+MENU_MARKS = ("(end)", "(1 of ")
+MOST_PAGES = 100
+QUESTION, TEXT, PAGE = range(3)  # of `misc`: what the game waits for
+SCORE, DEPTH, DUNGEON, LEVEL = 9, 12, 23, 24  # of `blstats`; it begins with column and row
+PANICKED = 11  # of `how_done`: the game gave itself up
+KEYS = ("chars", "blstats", "message", "misc", "tty_chars")
+
+
+class Game:
+    """A game in this process. Raises RuntimeError where it gives itself up."""
+
+    def __init__(self, nethack: Any, character: str, seed: int) -> None:
+        self._game = nethack.Nethack(
+            KEYS, f"Agent-{character}", None, copy=True, fix_moon_phase=True
+        )
+        self._game.set_initial_seeds(seed, seed, False)
+        self._seen = dict(zip(KEYS, self._game.reset(), strict=True))
+        self._done = False
+        self._said: list[str] = []
+        self._status = ""
+        self._turn_pages()
+
+    def view(self, refused: bool = False) -> dict[str, Any]:
+        """What is to be seen, and what was said since the last call."""
+        numbers, said, self._said = self._seen["blstats"], self._said, []
+        if not self._seen["misc"][PAGE] and not self._done:
+            self._status = self._screen()[-1].strip()
+        return {
+            "said": said,
+            "rows": [bytes(row).decode("latin-1") for row in self._seen["chars"]],
+            "at": [int(numbers[0]), int(numbers[1])],
+            "place": [int(numbers[DUNGEON]), int(numbers[LEVEL])],
+            "depth": int(numbers[DEPTH]),
+            "score": int(numbers[SCORE]),
+            "status": self._status,
+            "asks": self._asks(),
+            "refused": refused,
+            "done": self._done,
+        }
+
+    def act(self, pressed: list[tuple[str, bool]]) -> dict[str, Any]:
+        """Presses keys. Answers are refused where nothing is asked, and end the action."""
+        for place, (keys, answers) in enumerate(pressed):
+            if answers and not self._asks():
+                return self.view(refused=place == 0)
+            if not answers and self._seen["misc"][PAGE]:
+                self._press(ESCAPE)
+            for key in keys:
+                self._press(ord(key))
+        return self.view()
+
+    def _asks(self) -> bool:
+        return bool(self._seen["misc"].any())
+
+    def _press(self, key: int) -> None:
+        if not self._done:
+            self._step(key)
+            self._turn_pages()
+
+    def _step(self, key: int) -> None:
+        before = self._seen
+        found, self._done = self._game.step(key)
+        self._seen = dict(zip(KEYS, found, strict=True))
+        if self._done:
+            if self._game.how_done() == PANICKED:
+                raise RuntimeError("the game panicked")
+            self._seen |= {name: before[name] for name in ("chars", "blstats")}  # else empty
+
+    def _turn_pages(self) -> None:
+        """Notes messages; goes on to the end of all that the game says and asks nothing about."""
+        for _ in range(MOST_PAGES):
+            page, marked = "", False
+            if self._seen["misc"][PAGE]:
+                page, marked = _page(self._screen())
+            message = bytes(self._seen["message"]).split(b"\0")[0].decode("latin-1").strip()
+            text = page if marked or not message else message
+            if text and self._said[-1:] != [text]:
+                self._said.append(text)
+            if self._done or marked or not self._seen["misc"][PAGE]:
+                return
+            self._step(MORE)
+        raise RuntimeError(f"the game shows more than {MOST_PAGES} pages")
+
+    def _screen(self) -> list[str]:
+        return [bytes(row).decode("latin-1") for row in self._seen["tty_chars"]]
+
+
+def _page(screen: list[str]) -> tuple[str, bool]:
+    """The text in front of the map, and whether it is a page of a menu or list, which stays."""
+    for row, line in enumerate(screen):
+        for mark in (*MENU_MARKS, MORE_MARK):
+            column = line.find(mark)
+            if column >= 0:
+                lines = [one[column:].rstrip() for one in screen[: row + (mark != MORE_MARK)]]
+                return "\n".join(lines).strip("\n"), mark != MORE_MARK
+    return "", False
+
+
+def play(connection: socket.socket, nethack: Any) -> None:
+    """A game to the end of its connection: a line with what it is, then one per action."""
+    with connection.makefile("rwb") as stream:
+        asked = json.loads(stream.readline() or "{}")
+        if not asked:
+            return
+        signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
+        game = Game(nethack, asked["character"], asked["seed"])
+        answer = game.view()
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            stream.write(json.dumps(answer).encode() + b"\n")
+            stream.flush()
+            line = stream.readline()
+            if not line:
+                return
+            signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
+            answer = game.act(json.loads(line))
+
+
+class Server:
+    """Forks a process per connection, and tells a connection why its process has ended."""
+
+    def __init__(self, folder: Path, nethack: Any) -> None:
+        self._folder, self._nethack = folder, nethack
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "games"))
+        self._listener.listen(1024)
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+        self._poll.register(0, select.POLLIN)
+        self._games: dict[int, tuple[int, socket.socket]] = {}  # by the file of the process
+        self._left: dict[int, int] = {}  # file of the connection -> that of the process
+
+    def serve(self) -> None:
+        """Returns where the training process has ended or wants an end."""
+        new = self._listener.fileno()
+        while True:
+            # New ones last: theirs may be the number of a file that was closed just now
+            for file, _ in sorted(self._poll.poll(), key=lambda event: event[0] == new):
+                if file == 0:
+                    return
+                if file in self._games:
+                    self._reap(file)
+                elif file in self._left:
+                    self._poll.unregister(file)
+                    signal.pidfd_send_signal(self._left[file], signal.SIGKILL)
+                elif file == new:
+                    self._fork(self._listener.accept()[0])
+
+    def close(self) -> None:
+        for pid, _ in self._games.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, connection: socket.socket) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._play(connection)
+        process = os.pidfd_open(pid)
+        self._games[process], self._left[connection.fileno()] = (pid, connection), process
+        self._poll.register(process, select.POLLIN)
+        self._poll.register(connection, select.POLLRDHUP)
+
+    def _play(self, connection: socket.socket) -> NoReturn:
+        try:
+            self._listener.close()
+            for _, other in self._games.values():
+                other.close()
+            tempfile.tempdir = str(self._own(os.getpid()))
+            os.mkdir(tempfile.tempdir)
+            play(connection, self._nethack)
+        except Exception as error:  # noqa: BLE001 -- of whatever kind: it is this game's
+            _tell(connection, f"{type(error).__name__}: {error}")
+        finally:
+            os._exit(0)  # nothing of the server's is to be cleaned up here
+
+    def _reap(self, process: int) -> None:
+        pid, connection = self._games.pop(process)
+        self._poll.unregister(process)
+        os.close(process)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            number = signal.Signals(os.WTERMSIG(status))
+            hung = number == signal.SIGALRM
+            _tell(connection, "it hung" if hung else f"its process ended by {number.name}")
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(connection)
+        del self._left[connection.fileno()]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # others may hold a copy of it
+        connection.close()
+        shutil.rmtree(self._own(pid), ignore_errors=True)
+
+    def _own(self, pid: int) -> Path:
+        return self._folder / f"game-{pid}"
+
+
+def _tell(connection: socket.socket, why: str) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps({"failed": why}).encode() + b"\n")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # processes with threads do not fork well
+    from nle.nethack import nethack
+
+    server = Server(folder, nethack)
+    try:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        server.serve()
+    finally:
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
