@@ -92,6 +92,8 @@ class Endpoint:
         """Begins to answer. Raises RLFlowError."""
         import uvicorn
 
+        from rlflow.connections import ImpatientProtocol
+
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as problem:
@@ -102,6 +104,7 @@ class Endpoint:
         self._port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             self.application,
+            http=ImpatientProtocol,  # type: ignore[arg-type]
             lifespan="off",
             log_config=None,
             access_log=False,

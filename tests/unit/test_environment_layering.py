@@ -14,7 +14,10 @@ from tests.unit.test_layering import core_part, imported
 # the size of their batch, which scans need as rollouts do.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "common": ({"errors", "http", "types", "storage", "components", "values", "endpoint"}, set()),
-    "retrieval": ({"errors", "http", "addresses", "types", "storage", "components", "values", "matmul"}, {"common"}),
+    "retrieval": (
+        {"errors", "http", "addresses", "connections", "types", "storage", "components", "values", "matmul"},
+        {"common"},
+    ),
     # Environments over any other environment: none of them knows which.
     "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment"}, {"common"}),
     # Programs of others, confined; and environments whose policies write some.

@@ -16,9 +16,10 @@ import time
 
 import pytest
 
+from rlflow import connections
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
-from rlflow_environments.retrieval.server import addresses, connections, wire
+from rlflow_environments.retrieval.server import addresses, wire
 from rlflow_environments.retrieval.server.addresses import DiscoveryFile, bind
 from rlflow_environments.retrieval.server.app import SearchApp
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex

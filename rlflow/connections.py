@@ -1,4 +1,4 @@
-"""Connections that end: a client that goes quiet holds none for ever."""
+"""Connections of uvicorn's servers that end: a client that goes quiet holds none for ever."""
 
 from __future__ import annotations
 
