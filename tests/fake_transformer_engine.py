@@ -27,7 +27,7 @@ from torch import Tensor
 
 PACKAGES = "RLFLOW_TE_PACKAGES"
 """Environment variable: a folder with the package transformer-engine (its wheel holds Python only)."""
-ABSENT = ("transformer_engine_torch", "onnxscript", "triton")
+ABSENT = ("transformer_engine_torch", "onnx", "onnxscript", "triton")
 """Packages whose every module and name is a stub while Transformer Engine is imported."""
 
 

@@ -201,6 +201,7 @@ def test_packages_are_brought_along_whole_and_in_parts(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", [1, 2, 3, 4, 5])
 def test_a_whole_call_works_on_tiny_shapes(part: int, tmp_path: Path) -> None:
     code, out, found = run("--part", str(part), "--cpu", "--out", str(tmp_path), timeout_s=600)

@@ -121,15 +121,17 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_programs_that_hang_flood_or_fork_cost_the_policy_its_time_and_no_more(tmp_path: Path) -> None:
     made = folder(tmp_path, **{"tests/check.py": "exec(open('/app/out/answer.py').read())\n"})
-    toml = "[agent]\ntimeout_sec = 3.0\n[verifier]\ntimeout_sec = 2.0\n"
-    (made / "task.toml").write_text(toml)
+    toml = "[agent]\ntimeout_sec = {}\n[verifier]\ntimeout_sec = 2.0\n"
+    (made / "task.toml").write_text(toml.format(300.0))
     environment = ENVIRONMENT.build({"name": "harbor", "folder": str(made), "command_s": 1.0})
-    steps = played(environment, *(called("bash", command=one) for one in ("yes", FORKS, "sleep 9")))
+    steps = played(environment, *(called("bash", command=one) for one in ("yes", FORKS, "sleep 9")), "done")
     assert "characters left out" in steps[0].observation[0]["content"]
     assert "killed" in steps[1].observation[0]["content"] and "longer than" in steps[2].observation[0]["content"]
     assert steps[-1].metrics["limits_reached"] == 3.0
     loop = played(environment, called("write_file", path="out/answer.py", content="while True: pass\n"), "done")[-1]
     assert (loop.reward, loop.terminated, loop.metrics["tests_killed"]) == (0.0, True, 1.0)
+    (made / "task.toml").write_text(toml.format(3.0))
+    environment = ENVIRONMENT.build({"name": "harbor", "folder": str(made), "command_s": 1.0})
     late = played(environment, *[called("bash", command="sleep 9")] * 4)
     assert late[2].terminated and late[2].metrics["out_of_time"] == 1.0
 
