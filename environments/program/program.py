@@ -239,8 +239,7 @@ class ProgramEnvironment(Environment):
         return await AgentProcess.start(f"agent of {task.id}", agent, given, variables)
 
     def _client(self, endpoint: Endpoint, key: str, url: str) -> Any:
-        """A client of OpenAI's interface. It calls the server's application without a socket,
-        which costs half of a request's time."""
+        """A client of OpenAI's interface, which calls the server's application without a socket."""
         import openai
 
         if not self._clients:

@@ -27,7 +27,7 @@ ENDED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 def read(body: Mapping[str, Any]) -> ModelRequest:
     """Raises RequestRefused."""
     messages: list[dict[str, Any]] = []
-    if body.get("system"):
+    if body.get("system") and body.get("messages"):  # alone it is nothing to answer
         content = text_of_content(body["system"], "system")
         messages.append({"role": "system", "content": content})
     for message in items(body, "messages"):

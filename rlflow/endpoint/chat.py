@@ -71,7 +71,7 @@ def write(reply: ModelReply) -> dict[str, Any]:
     """The reply's body."""
     calls = [_written(call) for call in reply.calls]
     content = None if calls and not reply.content else reply.content
-    message = {"role": "assistant", "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     message |= {"tool_calls": calls} if calls else {}
     choice = {
         "index": 0,

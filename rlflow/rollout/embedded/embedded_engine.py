@@ -72,8 +72,8 @@ class EmbeddedEngine(Engine):
     """An engine over a HuggingFace directory of a Qwen2, Qwen3, Llama, Mistral or Mixtral model.
 
     One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one token for all that run;
-    between steps the event loop gets its turn. All of it happens in the caller's event loop, one loop at a time, so
-    there is nothing to lock. A request with an id keeps its slot when it ends: the next one with that id (the next
+    between steps the event loop turns until nothing is ready. All of it happens in the caller's event loop, one loop at a
+    time, so there is nothing to lock. A request with an id keeps its slot when it ends: the next one with that id (the next
     turn of an episode) computes only what is new. `release(id)` gives the slot back; without it the longest unused
     one is taken when slots run out. What the prompts of several requests have in common is computed and stored once.
 

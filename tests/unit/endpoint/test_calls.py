@@ -46,11 +46,6 @@ def test_halves_of_characters_are_replaced() -> None:
 
 def test_reading_takes_time_linear_in_the_text() -> None:
     begun = time.perf_counter()
-    for text in (
-        "<tool_call>" * 200_000,
-        "<tool_call>{</tool_call>" * 50_000,
-        '{"name"' * 100_000 + "}",
-        "[" * 1_000_000,
-    ):
+    for text in ("<tool_call>" * 50_000, "<tool_call>{</tool_call>" * 20_000, '{"name"' * 50_000 + "}", "[" * 500_000):
         read_response(text)
-    assert time.perf_counter() - begun < 3.0
+    assert time.perf_counter() - begun < 2.0

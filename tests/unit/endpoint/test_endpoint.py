@@ -82,7 +82,8 @@ def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(
 
 
 TOOLS = """
-SEARCH = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+PARAMETERS = {"type": "object", "properties": {}}
+SEARCH = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS, "strict": True}}
 
 async def agent(task, client):
     messages = [{"role": "user", "content": task["prompt"]}]
