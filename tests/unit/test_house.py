@@ -20,7 +20,7 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 261_950,
+    "rlflow": 263_200,
     "environments": 118_300,
     "tools": 30_050,
     "recipes": 4_900,
