@@ -104,6 +104,7 @@ BUCKET = 256 * 2**20
 WAKE_S = 0.3  # assumed: vLLM maps its memory again, weights first, then keys and values
 BATCH_BYTES = 28  # per token of a batch: int64 ids, five float32 rows
 BATCHES = 4  # passes of a step: two scores, two mini-batches
+BATCHES_PUT = 2  # of them: both scores are of the same tensors, each mini-batch is half of them
 WIRE = 1.2e9  # bytes/s through Ray with a copy at both ends
 PROBE_S, PROBES_TOGETHER_S = 0.15, 0.3  # of an engine, one behind the other; of all at once
 DECODE_SHARE = 0.7  # of the memory's bytes/s that decoding reaches
@@ -129,6 +130,7 @@ class Features:
     device_weights: bool  # by CUDA IPC from each rank to the engine on its GPU
     shared_files: bool  # else each engine gets files of its own
     rows_per_rank: bool  # a rank gets its rows, unpadded
+    batches_once: bool  # each tensor is put into Ray's memory once; ranks copy their rows from there
     probes_together: bool
     seeds: bool  # one per request
     recompute: tuple[str, ...]  # modules that are computed again; full: whole layers
@@ -142,16 +144,18 @@ DESK_CHECK = Features(
     device_weights=False,
     shared_files=False,
     rows_per_rank=False,
+    batches_once=False,
     probes_together=False,
     seeds=True,
     recompute=("core_attn", "mlp"),
     concurrency=128,
 )
 """As the code was when the model was first made: 65 to 80 s."""
-SAID = {"fused_head": False, "rows_per_rank": False, "shared_files": True, "probes_together": True}
+SAID = dict.fromkeys(("fused_head", "rows_per_rank"), False)
+SAID |= dict.fromkeys(("batches_once", "shared_files", "probes_together"), True)
 """What cannot be read from the code: logprobs.py has chunks of float32 logits, all padded rows are
-put into Ray's memory, of which a rank copies its own (cluster/wire.py), engines of a process read
-the same file (vllm/buckets.py), and are probed at once (rollout.py)."""
+put into Ray's memory once, of which a rank copies its own (cluster/wire.py: Parcels, receive),
+engines of a process read the same file (vllm/buckets.py), and are probed at once (rollout.py)."""
 
 
 def features(config: Any) -> Features:
@@ -244,7 +248,7 @@ def lines(
         Line(
             "batches to ranks",
             _batches_s(config, found, ranks, of),
-            "each rank's rows" if found.rows_per_rank else "all rows, padded, to every rank",
+            "each rank's rows" if found.rows_per_rank else "all rows, padded",
         ),
         Line(
             "probe",
@@ -294,12 +298,14 @@ def _sync_s(model: Any, gpu: Gpu, found: Features, engines: int) -> float:
 
 
 def _batches_s(config: Any, found: Features, ranks: int, of: Episodes) -> float:
-    """Batches through the object store: padded and whole to every rank, or a rank's rows as they
-    are."""
+    """Batches through the object store: padded and whole to every rank, or put once and read by
+    each rank in place, which copies its rows; or a rank's rows as they are."""
     episodes = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if found.rows_per_rank:
         return BATCHES * episodes * of.tokens * BATCH_BYTES / WIRE
     padded = episodes * config.rollout.max_total_tokens * BATCH_BYTES
+    if found.batches_once:
+        return BATCHES_PUT * padded / OBJECT_STORE + BATCHES * padded / ranks / PAGEABLE
     return BATCHES * padded * (1 + ranks / 8) / WIRE
 
 

@@ -16,7 +16,6 @@ from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError
-from rlflow.gpu_buckets import GpuSharing
 from rlflow.rollout.calls import THREADS, CallThreads
 from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sent, check_sizes
@@ -348,14 +347,6 @@ class Rollout:
     def weights_device(self) -> str | None:
         """The device on which `load_weights` wants the trainer's tensors; None: where they are."""
         return None if all(engine.takes_device_tensors for engine in self.engines) else "cpu"
-
-    @property
-    def sharing(self) -> GpuSharing | None:
-        """How all engines open the trainer's GPU memory; None where they do not, and get tensors."""
-        found = [engine.sharing for engine in self.engines if engine.sharing is not None]
-        if not found or len(found) < len(self.engines):
-            return None
-        return GpuSharing(found[0].bucket_bytes, tuple(gpu for one in found for gpu in one.gpus))
 
     @property
     def hashes_weights(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar, Union
 import torch
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.gpu_buckets import GpuBucket
+from rlflow.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.models.huggingface import combined_hash, tensor_hash
 from rlflow.models.tables import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions
@@ -326,6 +326,14 @@ def _difference(
 
 def _kept(engine: Engine) -> Kept:
     return engine.weight_names, engine.dtype
+
+
+def sharing_of(engines: Sequence[Engine]) -> GpuSharing | None:
+    """How all of these open the trainer's GPU memory; None where they do not, and get tensors."""
+    found = [engine.sharing for engine in engines if engine.sharing is not None]
+    if not found or len(found) < len(engines):
+        return None
+    return GpuSharing(found[0].bucket_bytes, tuple(gpu for one in found for gpu in one.gpus))
 
 
 def _portions(weights: Iterable[Any]) -> Iterator[Portion]:

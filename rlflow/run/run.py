@@ -25,6 +25,7 @@ from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.rollout.engine import Sent
 from rlflow.rollout.groups import Groups
+from rlflow.rollout.weight_sync import sharing_of
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import EvaluationSchedule, evaluate
@@ -182,7 +183,7 @@ class Run:
                     "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
                 )
             try:
-                if (sharing := self.rollout.sharing) is None:
+                if (sharing := sharing_of(self.rollout.engines)) is None:
                     weights: Iterator[Sent] = self.trainer.weights(self.rollout.weights_device)
                 else:
                     weights = self.trainer.gpu_weights(sharing)

@@ -372,6 +372,9 @@ def test_features_are_those_of_this_code(monkeypatch: pytest.MonkeyPatch) -> Non
     step_time = module("step_time", monkeypatch)
     from rlflow.config.schema import load_config
 
+    config = load_config(step_time.RECIPE)
+    parts = step_time.lines(config, step_time.architecture_of(config), step_time.GPUS["H100"], step_time.features(config))
+    assert sum(line.seconds for line in parts) < 39, "the recipe's step takes longer than it did"
     asked = ("trainer.recompute=none", "rollout.engine.max_concurrency=300")
     found = step_time.features(load_config(step_time.RECIPE, asked))
     assert (found.recompute, found.concurrency) == ((), 300)

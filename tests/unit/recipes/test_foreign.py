@@ -74,7 +74,7 @@ def test_the_searchr1_recipe_differs_from_rlinfs_where_its_comments_say_so() -> 
     recipe = ROOT / "recipes/searchr1/config/qwen2.5_3b.yaml"
     told_here = {"environment.retriever", "environment.retriever.name", "environment.retriever.urls", "environment.managed",
                  "environment.corpus", "data.val_split",
-                     "rollout.engine.max_concurrency"}  # fmt: skip
+                     "rollout.engine.max_concurrency", "rollout.engine.transfer"}  # fmt: skip
     of_the_user = {"model.path", "run.name", "environment.train", "environment.val"}
     defaults = {
         "data.curator.shuffle",

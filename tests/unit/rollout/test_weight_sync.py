@@ -20,6 +20,7 @@ from rlflow.models.huggingface import combined_hash, digest, iterate_weights, te
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, in_portions
+from rlflow.rollout.weight_sync import sharing_of
 from tests import gpu_memory
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 
@@ -117,12 +118,14 @@ def test_memory_that_engines_open_is_written_over_when_all_have_read_it(
 
     def watched() -> Iterator[GpuBucket]:
         try:
-            yield from gpu_buckets(pairs, rollout.sharing)
+            yield from gpu_buckets(pairs, how)
         finally:
             closed.append(1)
 
     engines = [Opens(tokenizer) for _ in range(3)]
     with over(engines, tokenizer) as rollout:
+        how = sharing_of(engines)
+        assert how is not None and sharing_of([*engines, FakeEngine(tokenizer)]) is None
         rollout.load_weights(watched(), version=1)
         for engine in engines:
             assert all(torch.equal(engine.found[name], tensor) for name, tensor in pairs)

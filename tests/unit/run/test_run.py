@@ -19,6 +19,7 @@ from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
+from rlflow.gpu_buckets import GpuSharing
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.run.checkpoints import RunState, read_state
@@ -26,6 +27,7 @@ from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
 from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
+from tests import gpu_memory
 from tests.flow.letters import letters_config, write_letters_model
 
 EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
@@ -321,8 +323,9 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
 
 
 def test_engines_get_the_trainers_own_tensors_where_they_all_take_them_and_copies_else(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or its memory, where they open that."""
     with open_run(letters_config(model, tmp_path, *TINY, "evaluation.at_start=false")) as run:
         asked, given, (engine,) = [], [], run.rollout.engines
         weights, load = run.trainer.weights, engine.load_weights
@@ -348,6 +351,18 @@ def test_engines_get_the_trainers_own_tensors_where_they_all_take_them_and_copie
             assert asked == [None, "cpu"][:version] and engine.version == version
             assert (set(given) == own) if takes else not set(given) & own
         found = run.rollout.synced.metrics()
+        opened: dict[str, torch.Tensor] = {}
+
+        async def opening(buckets: Any, version: int) -> None:
+            async for bucket in buckets:
+                opened.update(gpu_memory.tensors_in(bucket, "GPU-0"))
+
+        gpu_memory.stand_in(monkeypatch)
+        engine.load_weights, engine.sharing = opening, GpuSharing(1 << 16)  # type: ignore[method-assign]
+        run.rollout.verify_weights = False
+        run.sync_weights(3)
+        sent = dict(weights(None))
+        assert opened.keys() == sent.keys() and all(torch.equal(opened[name], sent[name]) for name in sent)
     size = sum(tensor.nbytes for _, tensor in weights(None))
     assert found["sync/mib"] == size / 2**20 and found["sync/delta_share"] == 0.0
     parts = {f"time/sync_{part}_s" for part in ("gather", "load", "verify")}
