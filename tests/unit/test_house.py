@@ -21,9 +21,9 @@ SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
     "rlflow": 261_950,
-    "environments": 118_300,
+    "environments": 126_000,
     "tools": 30_050,
-    "recipes": 4_900,
+    "recipes": 5_200,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 698,
