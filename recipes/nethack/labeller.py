@@ -28,7 +28,7 @@ def label(prompt: str, errors: float) -> str:
 def main() -> None:
     port, errors = int(sys.argv[1]), float(sys.argv[2])
 
-    class Handler(BaseHTTPRequestHandler):
+    class Labels(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         def log_message(self, *_: Any) -> None:
             """Nothing is logged."""
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", port), Labels).serve_forever()
 
 
 if __name__ == "__main__":

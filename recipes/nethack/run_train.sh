@@ -8,7 +8,7 @@ Train a policy that plays NetHack.
 
   bash recipes/nethack/run_train.sh [--oni] [section.key=value ...]
 
-The first start creates .venv. A tiny model imitates a scripted player (runs/nethack-policy-SEED, once), then learns by GRPO to
+The first start creates .venv. A tiny model imitates a scripted player (runs/nethack-policy-SEED, once), then is trained by GRPO to
 dig down as an archeologist: to leave the stairs, to apply the pick-axe, to answer what the game asks. The reward is levels. No
 GPU or account is needed.
 
