@@ -82,6 +82,7 @@ rlflow_extras() {
     case $1 in
         run) echo search ;;
         browser) echo search,miniwob ;;
+        nethack) echo search,nethack ;;
         cluster) echo search,ray ;;
         test) echo search,data,qdrant,ray,tensorboard,browser,dev ;;
     esac
@@ -104,6 +105,8 @@ names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core
 names += ["orjson", "faiss", "bm25s", "aiohttp", "uvicorn", "rlflow_environments"]
 if sys.argv[1] == "browser":
     names += ["miniwob"]
+if sys.argv[1] == "nethack":
+    names += ["nle"]
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
@@ -252,7 +255,7 @@ rlflow_install() {
     rlflow_say "set-up finished in $((SECONDS - start)) s"
 }
 
-# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), browser, cluster (more than one process) or test.
+# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), browser, nethack, cluster (more than one process) or test.
 rlflow_setup() {
     local profile=$1 venv=${RLFLOW_VENV:-$RLFLOW_ROOT/.venv} stamp
     rlflow_check_platform
@@ -263,7 +266,7 @@ rlflow_setup() {
     stamp=$({ echo "$RLFLOW_ROOT"; cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt"; } | sha256sum | cut -c1-64)
     local larger='run cluster test'
     larger=${larger#"${larger%%"$profile"*}"} # each of these has what the ones before it have
-    case $profile in run) larger="$larger browser" ;; browser) larger=browser ;; esac
+    case $profile in run) larger="$larger browser nethack" ;; browser | nethack) larger=$profile ;; esac
     rlflow_ready() {
         local name
         [ -x "$RLFLOW_PYTHON" ] || return

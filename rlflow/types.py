@@ -182,8 +182,7 @@ def _mean_and_std(values: list[float]) -> tuple[float, float]:
 
 
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
-"""Extras of a batch, (B, T, k): the teacher's k likeliest tokens in place of token t, and their
-log-probs, where a part needs `top_logprobs`."""
+"""Extras, (B, T, k), for `top_logprobs`: the teacher's k likeliest tokens at t; their log-probs."""
 SOURCES = ("local", "external", "replay", "demonstration")
 """Origins of a trajectory: the run's own rollout, a peer's, an earlier step's, a teacher's hand."""
 NAMED_REWARD, NAMED_MEAN, NAMED_STD = "reward/", "reward_mean/", "reward_std/"

@@ -7,80 +7,32 @@ from collections.abc import Collection
 from rlflow.errors import ConfigError, did_you_mean
 
 MOST_WORDS = 4  # of a line
-_DIRECTIONS = {
-    "north": "k",
-    "east": "l",
-    "south": "j",
-    "west": "h",
-    "northeast": "u",
-    "southeast": "n",
-    "southwest": "b",
-    "northwest": "y",
-}
+_DIRECTIONS = "north k east l south j west h northeast u southeast n southwest b northwest y"
+_COMMANDS = (
+    "up < down > wait . search s pickup , look : inventory i apply a attributes C-x cast Z chat M-c "
+    "close c dip M-d drop d eat e engrave E enhance M-e fight F fire f force M-f invoke M-i "
+    "jump M-j kick C-d loot M-l monster M-m offer M-o open o overview C-o pay p pray M-p puton P "
+    "quaff q quiver Q read r remove R ride M-R rub M-r sit M-s swap x takeoff T throw t tip M-T "
+    "turn M-t twoweapon X untrap M-u wear W wield w wipe M-w zap z"
+)
+_MODIFIED = {"C-": lambda key: chr(0x1F & ord(key)), "M-": lambda key: chr(0x80 | ord(key))}
 
 
-def _meta(key: str) -> str:
-    return chr(0x80 | ord(key))
-
-
-def _control(key: str) -> str:
-    return chr(0x1F & ord(key))
+def _keys(listed: str) -> dict[str, str]:
+    """Name -> key of names and keys in turn; C- and M- stand for Control and Meta."""
+    words = listed.split()
+    return {
+        name: _MODIFIED.get(key[:2], str)(key[-1])
+        for name, key in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 NAMES: dict[str, str] = {
-    **_DIRECTIONS,
-    **{f"far-{name}": key.upper() for name, key in _DIRECTIONS.items()},
-    "up": "<",
-    "down": ">",
+    **_keys(_DIRECTIONS),
+    **{f"far-{name}": key.upper() for name, key in _keys(_DIRECTIONS).items()},
     "travel": "_>.",  # to the stairs down, where they were seen
     "travel-up": "_<.",
-    "wait": ".",
-    "search": "s",
-    "pickup": ",",
-    "look": ":",
-    "inventory": "i",
-    "apply": "a",
-    "attributes": _control("x"),
-    "cast": "Z",
-    "chat": _meta("c"),
-    "close": "c",
-    "dip": _meta("d"),
-    "drop": "d",
-    "eat": "e",
-    "engrave": "E",
-    "enhance": _meta("e"),
-    "fight": "F",
-    "fire": "f",
-    "force": _meta("f"),
-    "invoke": _meta("i"),
-    "jump": _meta("j"),
-    "kick": _control("d"),
-    "loot": _meta("l"),
-    "monster": _meta("m"),
-    "offer": _meta("o"),
-    "open": "o",
-    "overview": _control("o"),
-    "pay": "p",
-    "pray": _meta("p"),
-    "puton": "P",
-    "quaff": "q",
-    "quiver": "Q",
-    "read": "r",
-    "remove": "R",
-    "ride": _meta("R"),
-    "rub": _meta("r"),
-    "sit": _meta("s"),
-    "swap": "x",
-    "takeoff": "T",
-    "throw": "t",
-    "tip": _meta("T"),
-    "turn": _meta("t"),
-    "twoweapon": "X",
-    "untrap": _meta("u"),
-    "wear": "W",
-    "wield": "w",
-    "wipe": _meta("w"),
-    "zap": "z",
+    **_keys(_COMMANDS),
 }
 """Name of a command -> its keys. Those that save, quit or change options are left out."""
 ANSWERS = {"yes": "y", "no": "n", "confirm": "\r", "esc": "\x1b"}

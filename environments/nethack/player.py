@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 
-RIGHT = 0.35  # chance of a clumsy player's right action
+RIGHT = 0.5  # chance of a clumsy player's right action
 DIGGERS = ("Archeologist", "Dwarf", "dwarven")
 PICK_AXE = re.compile(r"^(\w) - .*(?:pick-axe|mattock)", re.MULTILINE)
 USUAL_LETTER = "e"  # of an archeologist's pick-axe

@@ -30,7 +30,8 @@ def text_of(view: Mapping[str, Any], window: int | None, known: Places) -> str:
 def _window(rows: list[str], column: int, row: int, size: int) -> list[str]:
     blank = " " * (len(rows[0]) + 2 * size)
     padded = [blank] * size + [f"{' ' * size}{one}{' ' * size}" for one in rows] + [blank] * size
-    return [one[column : column + 2 * size + 1].rstrip() for one in padded[row : row + 2 * size + 1]]
+    shown = padded[row : row + 2 * size + 1]
+    return [one[column : column + 2 * size + 1].rstrip() for one in shown]
 
 
 def _whole(rows: list[str]) -> list[str]:

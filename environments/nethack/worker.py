@@ -26,7 +26,7 @@ PANICKED = 11  # of `how_done`: the game gave itself up
 KEYS = ("chars", "blstats", "message", "misc", "tty_chars")
 
 
-class Game:
+class PlayedGame:
     """A game in this process. Raises RuntimeError where it gives itself up."""
 
     def __init__(self, nethack: Any, character: str, seed: int) -> None:
@@ -123,7 +123,7 @@ def play(connection: socket.socket, nethack: Any) -> None:
         if not asked:
             return
         signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
-        game = Game(nethack, asked["character"], asked["seed"])
+        game = PlayedGame(nethack, asked["character"], asked["seed"])
         answer = game.view()
         while True:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -136,7 +136,7 @@ def play(connection: socket.socket, nethack: Any) -> None:
             answer = game.act(json.loads(line))
 
 
-class Server:
+class GameServer:
     """Forks a process per connection, and tells a connection why its process has ended."""
 
     def __init__(self, folder: Path, nethack: Any) -> None:
@@ -223,7 +223,7 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # processes with threads do not fork well
     from nle.nethack import nethack
 
-    server = Server(folder, nethack)
+    server = GameServer(folder, nethack)
     try:
         sys.stdout.write("ready\n")
         sys.stdout.flush()

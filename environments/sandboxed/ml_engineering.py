@@ -29,7 +29,7 @@ from rlflow_environments.sandboxed.tables import (
     RULES,
     TEST_ROWS,
     TRAIN_ROWS,
-    Table,
+    MadeTable,
     made_table,
 )
 
@@ -144,7 +144,7 @@ class MlEngineering(Environment):
         if self._model is not None:
             self._model.close()
 
-    async def _run(self, table: Table, program: str) -> tuple[ProgramResult, str | None]:
+    async def _run(self, table: MadeTable, program: str) -> tuple[ProgramResult, str | None]:
         """How a program ended, and the predictions of one that succeeded."""
         files = {"train.csv": table.train, "test.csv": table.test}
         async with Sandbox(self._confines) as box:
@@ -173,7 +173,7 @@ def _task(name: str, rule: str, seed: int, limit_s: float) -> Task:
     return Task(f"{rule}/{name}", prompt, metadata=metadata)
 
 
-def _score(table: Table, written: str | None) -> tuple[float | None, str]:
+def _score(table: MadeTable, written: str | None) -> tuple[float | None, str]:
     """The score of predictions, None where they are none; and what the policy is told."""
     if written is None:
         return None, f"No {PREDICTIONS} of a program that ended well.\n"

@@ -38,7 +38,8 @@ def by_patterns(source: str) -> str:
         statements = list(_statements(ast.parse(source).body, source.splitlines()))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source  # it will say so itself
-    lines, added = source.splitlines(), []
+    lines = source.splitlines()
+    added: list[tuple[tuple[int, int], str]] = []
     for name, pattern in STAGES.items():
         found = next((where for text, where in statements if pattern.found(text)), None)
         added += [] if found is None else [(found, name)]

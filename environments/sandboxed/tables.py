@@ -15,7 +15,7 @@ NOISE = 0.1  # standard deviations of a number; of classes as large a share is d
 
 
 @dataclass(frozen=True)
-class Rule:
+class TargetRule:
     """What a target is of the features. classes: it is one, else a number."""
 
     name: str
@@ -25,17 +25,17 @@ class Rule:
 
 
 RULES = (
-    Rule("linear", False, lambda x, w: x @ w),
-    Rule("product", False, lambda x, w: x[:, 0] * x[:, 1] + w[0] * x[:, 2]),
-    Rule("wave", False, lambda x, w: np.sin(2 * x[:, 0] + w[0]) + 0.5 * x[:, 1]),
-    Rule("corners", True, lambda x, w: (x[:, 0] > 0) ^ (x[:, 1] > 0)),
-    Rule("ring", True, lambda x, w: x[:, 0] ** 2 + x[:, 1] ** 2 > 1.4),
-    Rule("bands", True, lambda x, w: np.floor(1.5 * x @ w / np.linalg.norm(w)) % 3),
+    TargetRule("linear", False, lambda x, w: x @ w),
+    TargetRule("product", False, lambda x, w: x[:, 0] * x[:, 1] + w[0] * x[:, 2]),
+    TargetRule("wave", False, lambda x, w: np.sin(2 * x[:, 0] + w[0]) + 0.5 * x[:, 1]),
+    TargetRule("corners", True, lambda x, w: (x[:, 0] > 0) ^ (x[:, 1] > 0)),
+    TargetRule("ring", True, lambda x, w: x[:, 0] ** 2 + x[:, 1] ** 2 > 1.4),
+    TargetRule("bands", True, lambda x, w: np.floor(1.5 * x @ w / np.linalg.norm(w)) % 3),
 )
 
 
 @dataclass(frozen=True)
-class Table:
+class MadeTable:
     """Files of a task, and the targets that are in none of them."""
 
     train: str
@@ -57,7 +57,7 @@ class Table:
 
 
 @functools.lru_cache(maxsize=256)
-def made_table(rule: str, seed: int) -> Table:
+def made_table(rule: str, seed: int) -> MadeTable:
     """The table of a rule's name and a seed."""
     kind = next(one for one in RULES if one.name == rule)
     draw = np.random.default_rng(seed)
@@ -70,7 +70,8 @@ def made_table(rule: str, seed: int) -> Table:
         y = (y + NOISE * y.std() * draw.normal(size=len(y))).round(4)
     names = [f"x{number}" for number in range(1, FEATURES + 1)]
     known = _csv([*names, "y"], np.column_stack([x, y])[:TRAIN_ROWS], kind.classes)
-    return Table(known, _csv(names, x[TRAIN_ROWS:]), tuple(y[TRAIN_ROWS:].tolist()), kind.classes)
+    hidden = tuple(y[TRAIN_ROWS:].tolist())
+    return MadeTable(known, _csv(names, x[TRAIN_ROWS:]), hidden, kind.classes)
 
 
 def _csv(names: Sequence[str], rows: Columns, classes: bool = False) -> str:

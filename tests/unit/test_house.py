@@ -23,11 +23,11 @@ TOKENS = {
     "rlflow": 262_215,
     "environments": 118_300,
     "tools": 30_050,
-    "recipes": 4_900,
+    "recipes": 5_200,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 698,
-    "lines over 100 columns, of 10,000": 72,
+    "lines over 100 columns, of 10,000": 71,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,

@@ -8,19 +8,24 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from rlflow import check_environment
-from rlflow.types import Episode, Step, Task
+from rlflow.rollout import Rollout
+from rlflow.types import Episode, Step, StopReason, Task
 from rlflow_environments.nethack import dungeons
 from rlflow_environments.nethack.actions import NAMES
 from rlflow_environments.nethack.dungeons import NetHackError
 from rlflow_environments.nethack.environment import NetHack
 from rlflow_environments.nethack.player import play
+from tests.flow.letters import write_letters_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nle") is None, reason="no package nle: the extra 'nethack'"
@@ -227,6 +232,24 @@ def test_sixty_four_episodes_at_once(made: NetHack) -> None:
 
     returns = asyncio.run(all_of())
     assert len(returns) == 64 and sum(returns) > 64 and made.report()["nethack/lost_games"] == 0
+
+
+@pytest.mark.slow
+def test_a_crash_in_a_rollout_is_aborted_and_counted_and_never_scored(made: NetHack, tmp_path: Path) -> None:
+    model = write_letters_model(tmp_path)
+
+    def crash() -> None:
+        while not (found := processes()):
+            time.sleep(0.002)
+        os.kill(found[0].pid, signal.SIGSEGV)
+
+    limits = {"max_turns": 20, "max_response_tokens": 2, "max_total_tokens": 480}
+    with ThreadPoolExecutor(1) as thread, Rollout.from_pretrained(model, made, **limits) as rollout:
+        crashed = thread.submit(crash)
+        (group,) = rollout.collect(made.tasks("train")[:1], samples_per_prompt=4, max_aborted_share=1.0)
+        crashed.result()
+    [lost] = [one for one in group.trajectories if one.stop is StopReason.ABORTED]
+    assert "SIGSEGV" in lost.error and len(group.usable) == 3 and lost not in group.usable
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from rlflow.types import Step, Task
 from rlflow_environments.sandboxed import stages
 from rlflow_environments.sandboxed.learner import play
 from rlflow_environments.sandboxed.ml_engineering import MlEngineering
-from rlflow_environments.sandboxed.tables import RULES, TEST_ROWS, TRAIN_ROWS, Table, made_table
+from rlflow_environments.sandboxed.tables import RULES, TEST_ROWS, TRAIN_ROWS, MadeTable, made_table
 from rlflow_environments.wrappers.improve import ImprovePrompts
 from rlflow_environments.wrappers.stages import StageRewards
 from tests.unit.environments.common.chat_server import ChatServer
@@ -45,7 +45,7 @@ def answered(made: Any, *programs: str, task: Task | None = None) -> list[Step]:
 
 
 def test_a_score_is_r_squared_or_what_lies_beyond_the_most_frequent_class() -> None:
-    numbers, classes = Table("", "", (1.0, 2.0, 3.0, 6.0), False), Table("", "", (0.0, 0.0, 0.0, 1.0, 2.0), True)
+    numbers, classes = MadeTable("", "", (1.0, 2.0, 3.0, 6.0), False), MadeTable("", "", (0.0, 0.0, 0.0, 1.0, 2.0), True)
     assert numbers.score([1, 2, 3, 6]) == 1.0 and numbers.score([3, 3, 3, 3]) == 0.0
     assert numbers.score([1, 2, 3, 4]) == pytest.approx(1 - 4 / 14) and numbers.score([1e200] * 4) == 0.0
     assert classes.score([0, 0, 0, 0, 0]) == 0.0 == classes.score([9, 9, 9, 9, 9])
@@ -132,7 +132,8 @@ found = b"".join(open(f"/proc/{{at}}", "rb").read() for at in ("self/environ", "
 for top in (".", "/run"):
     for folder, _, names in os.walk(top):
         for name in names:
-            found += open(os.path.join(folder, name), "rb").read(100_000)
+            path = os.path.join(folder, name)
+            found += open(path, "rb").read(100_000) if os.path.isfile(path) and os.access(path, os.R_OK) else b""
 print(len(found) > 10_000, [text for text in {wanted} if text[::-1].encode() in found])
 """
     [step] = answered(made, program, task=task)
