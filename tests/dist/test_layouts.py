@@ -55,6 +55,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "replayed": {"router_replay": "rollout"},  # and a batch that names random experts
     "recorded": {"router_replay": "recompute"},  # routes of the first weights in all updates
+    "losses": {"balance": {"aux_loss": 0.1, "z_loss": 0.01}},  # of the routers
+    "balanced": {"balance": {"aux_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.003}},  # and biases that move
     # Other batches:
     "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
     "observed": {},  # the last token of every row is an observation, not trained

@@ -20,14 +20,14 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 261_950,
+    "rlflow": 264_150,
     "environments": 118_300,
     "tools": 30_050,
     "recipes": 4_900,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 698,
-    "lines over 100 columns, of 10,000": 72,
+    "lines over 100 columns, of 10,000": 70,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,
