@@ -99,7 +99,9 @@ def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, opti
     assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"packing": True, "recompute": "full"}, pytest.param({}, marks=pytest.mark.slow)], ids=str
+)
 def test_recorded_experts_are_those_of_transformers_and_replayed_after_the_weights_changed(
     make: Any, model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
