@@ -48,11 +48,24 @@ SHAPES = {
 }
 
 
-def write_random_model(path: Path, shape: Shape, dtype: str = "float32", device: str = "cpu", **config: Any) -> int:
+EXPERTS: dict[str, dict[str, Any]] = {
+    "36M": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    "171M": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+}
+"""Of Qwen3-MoE models, by their parameters: 11M and 48M are used for a token."""
+SHAPES |= {
+    "36M": Shape(hidden=384, layers=6, heads=6, groups=2, ffn=1024, vocab=18432),
+    "171M": Shape(hidden=768, layers=4, heads=12, groups=4, ffn=2048, vocab=22528),
+}
+
+
+def write_random_model(
+    path: Path, shape: Shape, dtype: str = "float32", device: str = "cpu", family: str = "qwen2", **config: Any
+) -> int:
     """A HuggingFace directory with random weights (seed 0), drawn on `device`; returns its number of parameters.
-    config: of Qwen2Config."""
+    config: of the family's."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -68,7 +81,8 @@ def write_random_model(path: Path, shape: Shape, dtype: str = "float32", device:
         "pad_token_id": None,
     }
     with torch.device(device):
-        model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **config})).to(getattr(torch, dtype))
+        made = AutoConfig.for_model(family, **{**sizes, **config})
+        model = AutoModelForCausalLM.from_config(made).to(getattr(torch, dtype))
     model.save_pretrained(path)
     parameters = model.num_parameters()
     if device != "cpu":

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import MIB, SHAPES, Turns, interleave, spread, summary, versions, write_random_model
+from common import EXPERTS, MIB, SHAPES, Turns, interleave, spread, summary, versions, write_random_model
 
 RIVAL, OURS, ADAPTERS = "transformers", "rlflow", "rlflow LoRA"
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -41,15 +41,15 @@ class Case:
         return f"{self.model} {self.batch}"
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, moe: bool = False) -> list[Case]:
     """Rows of equal length, where neither side pads; and the lengths of agent episodes: many short, one long."""
-    if quick:
-        equal, skewed = (128,) * 4, (192, 96, 64, 48, 40, 32, 24, 16)
-        return [Case("18M", "equal", equal, False), Case("18M", "skewed", skewed, True)]
+    models = tuple(EXPERTS) if moe else ("18M", "93M")
     equal, skewed = (512,) * 4, (1024, 448, 320, 256, 192, 160, 128, 96)
+    if quick:
+        models, equal, skewed = models[:1], (128,) * 4, (192, 96, 64, 48, 40, 32, 24, 16)
     return [
         Case(model, batch, lengths, packed)
-        for model in ("18M", "93M")
+        for model in models
         for batch, lengths, packed in (("equal", equal, False), ("skewed", skewed, True))
     ]
 
@@ -100,6 +100,7 @@ def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) ->
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     turns.imported()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(setting.device)
@@ -152,12 +153,15 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
 
 
 def state_mib(trainer: Any) -> dict[str, float]:
-    """MiB of the Megatron trainer's weights, gradient buffers, and Adam's moments."""
-    inner = trainer._optimizer.optimizer.state.values()
+    """MiB of the Megatron trainer's weights, gradient buffers, and Adam's moments. Experts have their own."""
+    from rlflow.trainer.megatron.optimizer import chained
+
+    states = [state for one in chained(trainer._optimizer) for state in one.optimizer.state.values()]
+    buffers = [buffer for chunk in trainer._model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     counted = {
         "weights": [parameter for chunk in trainer._chunks for parameter in chunk.parameters()],
-        "gradients": [buffer.grad_data for chunk in trainer._model for buffer in chunk.buffers],
-        "moments": [value for state in inner for key, value in state.items() if key != "step"],
+        "gradients": [buffer.grad_data for buffer in buffers],
+        "moments": [value for state in states for key, value in state.items() if key != "step"],
     }
     return {f"{name}_mib": sum(tensor.nbytes for tensor in held) / MIB for name, held in counted.items()}
 
@@ -216,7 +220,8 @@ def print_result(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the 18M model on small batches: under a minute")
+    parser.add_argument("--quick", action="store_true", help="the smaller model on small batches: under a minute")
+    parser.add_argument("--moe", action="store_true", help="mixtures of experts (Qwen3-MoE) in place of dense models")
     parser.add_argument("--rounds", type=int, help="counted steps per side and case (5; quick: 3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (1)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this, e.g. '93M equal'")
@@ -230,7 +235,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     setting = Setting(threads=options.threads, fused=not options.plain_adam, lora=options.lora)
 
-    chosen = [case for case in cases(options.quick) if options.only in case.name]
+    chosen = [case for case in cases(options.quick, options.moe) if options.only in case.name]
     packages = versions("rlflow", "torch", "transformers", "megatron-core")
     print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
     columns = ("tokens/s", "low..high", "tokens/CPU-s", "low..high", "peak MiB")
@@ -239,7 +244,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         parameters = {}
         for model in dict.fromkeys(case.model for case in chosen):
-            parameters[model] = write_random_model(Path(directory) / model, SHAPES[model])
+            experts = {"family": "qwen3_moe", "norm_topk_prob": True, **EXPERTS[model]} if options.moe else {}
+            size = {"head_dim": SHAPES[model].head_dim} if options.moe else {}
+            parameters[model] = write_random_model(Path(directory) / model, SHAPES[model], **experts, **size)
         for case in chosen:
             path = Path(directory) / case.model
             results.append(compare(case, path, rounds, setting))
@@ -254,6 +261,7 @@ def main() -> None:
                 "rounds": rounds,
                 "fused_adamw_in_transformers": not options.plain_adam,
                 "lora_rank": options.lora,
+                "experts": {model: EXPERTS[model] for model in parameters} if options.moe else None,
                 "results": results,
             }
         )

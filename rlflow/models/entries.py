@@ -192,6 +192,15 @@ def experts_of(config: dict[str, Any]) -> Experts:
     )
 
 
+def router_aux_loss(config: Mapping[str, Any]) -> float:
+    """The coefficient of the load-balancing loss that transformers adds where `output_router_logits`
+    is set; else 0. Raises ModelError."""
+    coefficient = config.get("router_aux_loss_coef")
+    if not flag(config, "output_router_logits") or not coefficient:
+        return 0.0
+    return number(config, "router_aux_loss_coef")
+
+
 def check_routing(config: dict[str, Any], experts: Experts, routing: RouterShape | None) -> None:
     """Raises ModelError for a routing that Megatron does not have."""
     if routing is not None:

@@ -172,6 +172,14 @@ METRICS: Metrics = {
         "of the way from all tokens at the same experts (0) to an even load (1), in the layer that "
         "spreads least: exp(entropy of the load), less the experts of a token",
     ),
+    "train/router_aux_loss": Metric(
+        "1",
+        "load-balancing loss over an update's tokens without its coefficient, mean over layers: the "
+        "experts of a token at an even load (trainer.balance)",
+    ),
+    "train/router_z_loss": Metric(
+        "1", "squared log-sum-exp of the routers' logits, likewise (trainer.balance)"
+    ),
     "train/routes_differ": Metric(
         "share",
         "of the rollout's routes that the trainer chooses otherwise, over four rows "

@@ -45,6 +45,7 @@ from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.estimates import checkpoint_bytes, is_embedded, is_vllm
 from rlflow.run.gpus import check_gpu_memory, check_gpus
 from rlflow.run.resume import check_continuation
+from rlflow.trainer.routing import balance_of
 
 
 def check_start(config: RunConfig) -> None:
@@ -93,10 +94,13 @@ def _check_weights(config: RunConfig) -> None:
 
 
 def _check_router_replay(config: RunConfig, model: bool) -> None:
-    """Whether there are routers, and an engine that says what they chose. Raises ConfigError."""
+    """Whether there are routers that do what is asked, and an engine that says what they chose.
+    Raises ConfigError."""
     asked, engine = config.trainer.router_replay, config.rollout.engine
     if asked != "off" and model and policy_architecture(config).experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+    if model and config.model.path:
+        balance_of(config.trainer, read_config(config.model.path), policy_architecture(config))
     if asked == "rollout":
         target = ENGINE.resolve(engine["name"], "rollout.engine")
         if "routes" not in inspect.signature(target).parameters:

@@ -14,7 +14,14 @@ from rlflow.errors import ConfigError
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.optimizers import OPTIMIZER, AdamW
 from rlflow.trainer.schedule import SCHEDULE
-from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
+from rlflow.values import (
+    Component,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    checked,
+)
 
 DType = Literal["float32", "bfloat16"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,7 +54,9 @@ class CriticOptions:
 
     def decaying_over(self, updates: int) -> CriticOptions:
         """As `TrainerOptions.decaying_over`."""
-        return dataclasses.replace(self, schedule=_ending(self.schedule, "algorithm.critic.schedule", updates))
+        return dataclasses.replace(
+            self, schedule=_ending(self.schedule, "algorithm.critic.schedule", updates)
+        )
 
     def check(self) -> None:
         """Raises ConfigError for a schedule that does not fit."""
@@ -86,6 +95,22 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
+class BalanceOptions:
+    """What can be said about an even load of experts (`rlflow.trainer.megatron.balancing`).
+    aux_loss, z_loss: coefficients of transformers' load-balancing loss and of the squared
+    log-sum-exp of routers; bias_rate: what an update adds to or takes from each entry of a bias."""
+
+    aux_loss: NonNegativeFloat = 0.0  # coefficient of transformers' load-balancing loss
+    z_loss: NonNegativeFloat = 0.0  # coefficient of the routers' squared log-sum-exp
+    bias_rate: NonNegativeFloat = 0.0  # by how much an update moves a router's bias
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> BalanceOptions:
+        """Raises ConfigError for an unknown key and for a value of another type or out of range."""
+        return cls(**check_options(options, cls, where="trainer.balance"))
+
+
+@dataclass(frozen=True)
 class TrainerOptions:
     """What can be said about a trainer. The default backend does all of it; another one says what it cannot do
     (`Trainer.check_options`)."""
@@ -96,21 +121,34 @@ class TrainerOptions:
     context_parallel: PositiveInt = 1  # every row's tokens split over these ranks
     virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank, interleaved
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
-    expert_parallel: PositiveInt = 1  # ranks of a stage that deal a layer's experts out, each expert whole
-    distributed_optimizer: bool = False  # the optimizer's state split over the data- and context-parallel ranks
+    expert_parallel: PositiveInt = (
+        1  # ranks of a stage that deal a layer's experts out, each expert whole
+    )
+    distributed_optimizer: bool = (
+        False  # the optimizer's state split over the data- and context-parallel ranks
+    )
     router_replay: Literal["off", "rollout", "recompute"] = "off"  # experts: anew, sampled, scored
-    recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # activations: or parts of layers
+    balance: BalanceOptions | None = None  # of the load of experts; None: as config.json says
+    recompute: Literal["none", "selective", "full"] | Sequence[Module] = (
+        "none"  # activations: or parts of layers
+    )
     lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})
     max_gradient_norm: NonNegativeFloat = 1.0  # L2, over all parameters; 0 does not clip
-    tokens_per_microbatch: PositiveInt = 16384  # rows x longest row; with packing the sum of the rows' lengths
+    tokens_per_microbatch: PositiveInt = (
+        16384  # rows x longest row; with packing the sum of the rows' lengths
+    )
     packing: bool = False  # rows end to end instead of padded to the longest
     logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
-    lora: LoraOptions | None = None  # adapters that are trained in place of the weights; None: the weights
-    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # linear layers in fp8 by this recipe; GPUs only
+    lora: LoraOptions | None = (
+        None  # adapters that are trained in place of the weights; None: the weights
+    )
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = (
+        "none"  # linear layers in fp8 by this recipe; GPUs only
+    )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
@@ -118,6 +156,9 @@ class TrainerOptions:
         lora = options.get("lora")
         if lora is not None and not isinstance(lora, LoraOptions):
             options = {**options, "lora": LoraOptions.of(lora)}
+        balance = options.get("balance")
+        if balance is not None and not isinstance(balance, BalanceOptions):
+            options = {**options, "balance": BalanceOptions.of(balance)}
         return cls(**check_options(options, cls, where="trainer"))
 
     @property
@@ -130,14 +171,20 @@ class TrainerOptions:
         """The parts of a layer that the backward pass computes again; all of it: {"full"}."""
         if not isinstance(self.recompute, str):
             return frozenset(self.recompute)
-        return {"none": frozenset(), "selective": frozenset({"core_attn", "mlp"}), "full": frozenset({"full"})}[self.recompute]
+        return {
+            "none": frozenset(),
+            "selective": frozenset({"core_attn", "mlp"}),
+            "full": frozenset({"full"}),
+        }[self.recompute]
 
     @property
     def adamw(self) -> AdamW:
         """The optimizer's options. Raises ConfigError for an optimizer that is not AdamW, the one that the backends have."""
         made = OPTIMIZER.build(self.optimizer, "trainer.optimizer")
         if not isinstance(made, AdamW):
-            raise ConfigError(f"trainer.optimizer: the trainers have adamw, found '{self.optimizer['name']}'.")
+            raise ConfigError(
+                f"trainer.optimizer: the trainers have adamw, found '{self.optimizer['name']}'."
+            )
         return made
 
     @property
@@ -147,7 +194,10 @@ class TrainerOptions:
 
     def check_without_gpu(self) -> None:
         """Raises ConfigError for what spares GPU memory, of a trainer that has no GPU."""
-        asked = {"optimizer.offload": self.adamw.offload, "offload_snapshots": self.offload_snapshots}
+        asked = {
+            "optimizer.offload": self.adamw.offload,
+            "offload_snapshots": self.offload_snapshots,
+        }
         for name, value in asked.items():
             if value:
                 raise ConfigError(
@@ -162,7 +212,9 @@ class TrainerOptions:
 
     def decaying_over(self, updates: int) -> TrainerOptions:
         """The options with a schedule that ends after so many optimizer updates, where it does not say itself when it ends."""
-        return dataclasses.replace(self, schedule=_ending(self.schedule, "trainer.schedule", updates))
+        return dataclasses.replace(
+            self, schedule=_ending(self.schedule, "trainer.schedule", updates)
+        )
 
     def check(self, ranks: int = 0) -> None:
         """Raises ConfigError for what contradicts itself, the number of ranks (0: this process alone), or the backend."""
@@ -174,7 +226,9 @@ class TrainerOptions:
                 f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside megatron-core's own layers, which have no "
                 "fp8; set one of the two to none."
             )
-        if self.backend != TrainerOptions.backend:  # the default does everything, and takes seconds to import
+        if (
+            self.backend != TrainerOptions.backend
+        ):  # the default does everything, and takes seconds to import
             TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
 
 

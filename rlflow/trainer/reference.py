@@ -48,6 +48,7 @@ CANNOT = {
     "distributed_optimizer": "runs on one device",
     "expert_parallel": "runs on one device",
     "router_replay": "lets routers choose",
+    "balance": "adds no loss of the load of experts",
     "recompute": "keeps all activations",
     "offload_snapshots": "runs on one device",
     "release_gradients": "runs on one device",

@@ -1,14 +1,20 @@
 """The experts of a batch's tokens, as a training step sees them: whether what an engine named can
-be believed, and how evenly routers use their experts."""
+be believed, how evenly routers use their experts, and what is done for it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.batching import ROUTED, ROUTES, ROUTES_VERSION
-from rlflow.errors import DataError
+from rlflow.errors import ConfigError, DataError
+from rlflow.models.architecture import Architecture
+from rlflow.models.entries import router_aux_loss
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import BalanceOptions, TrainerOptions
 from rlflow.types import SOURCES, Batch
 
 SAMPLE = 4
@@ -21,6 +27,30 @@ CHOICES = 64
 """Of a row or layer, below which it is not judged by itself."""
 ALIKE = 0.05
 """Where any token's experts agree with any other's but for this share, nothing can be told."""
+
+
+def balance_of(
+    options: TrainerOptions, config: Mapping[str, Any], model: Architecture
+) -> BalanceOptions | None:
+    """What is done for an even load of the experts, of a model that has some: what the options say,
+    else config.json. Raises ConfigError for what the model cannot do."""
+    asked = options.balance
+    if model.experts is None:
+        if asked is not None:
+            raise ConfigError("trainer.balance: the model has no experts; set it to none.")
+        return None
+    if asked is None:
+        asked = BalanceOptions(aux_loss=router_aux_loss(config))
+    if asked.bias_rate and (model.routing is None or not model.routing.sigmoid):
+        raise ConfigError(
+            f"trainer.balance.bias_rate: routers of model family '{model.family}' have no bias; "
+            "set it to 0."
+        )
+    if asked.bias_rate and options.lora is not None:
+        raise ConfigError(
+            "trainer.balance.bias_rate: with trainer.lora the routers stay as they are; set it to 0."
+        )
+    return asked if asked != BalanceOptions() else None
 
 
 def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
@@ -176,9 +206,13 @@ def _same(given: Tensor, own: Tensor) -> Tensor:
 
 def _load(routes: Tensor, known: Tensor, experts: int) -> Tensor:
     """(layers, experts): the share of the tokens that go to each expert."""
+    return count(routes, known, experts) / max(1, int(known.sum()))
+
+
+def count(routes: Tensor, known: Tensor, experts: int) -> Tensor:
+    """(layers, experts): how many of the tokens `known` (B, T) go to each expert."""
     flat = routes[known].long()
-    counts = [layer.flatten().bincount(minlength=experts) for layer in flat.unbind(1)]
-    return torch.stack(counts) / max(1, len(flat))
+    return torch.stack([layer.flatten().bincount(minlength=experts) for layer in flat.unbind(1)])
 
 
 def _loads(routes: Tensor, known: Tensor, experts: int) -> dict[str, float]:

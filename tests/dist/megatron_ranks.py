@@ -113,7 +113,8 @@ def train(
     }
     if trainer.routing is not None and trainer.routing.replay == "recompute":
         result["routes"] = trainer.score(batch, want=("logprobs", ROUTES))[ROUTES]
-        batch = batch.replace(extras={ROUTES: result["routes"], ROUTED: batch.lengths})
+        other = (result["routes"] + 1) % trainer.routing.experts  # which no router would choose
+        batch = batch.replace(extras={ROUTES: other, ROUTED: batch.lengths})
     trainer.snapshot("reference")
     result["metrics"] = [trainer.update(batch, loss) for _ in range(UPDATES)]
     result["weights"] = dict(trainer.weights())

@@ -54,12 +54,16 @@ WORDS: dict[str, dict[str, Any]] = {
     "chunked": {"logits_chunk_mib": 0.01},  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
     "bf16": {"dtype": "bfloat16"},
     "replayed": {"router_replay": "rollout"},  # and a batch that names random experts
-    "recorded": {"router_replay": "recompute"},  # routes of the first weights in all updates
+    "recorded": {"router_replay": "recompute"},  # others than the first weights choose, in all updates
+    "losses": {"balance": {"aux_loss": 0.1, "z_loss": 0.01}},  # of the routers
+    "balanced": {"balance": {"aux_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.003}},  # and biases that move
     # Other batches:
     "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
     "observed": {},  # the last token of every row is an observation, not trained
     "changed": {},  # and another one
 }
+ONE_PROCESS = ("replayed", "recorded", "losses", "balanced")
+"""Words that one process obeys too."""
 FAST = [
     "qwen2-tied TP2 PP2",
     "qwen2 TP2 PP2",
@@ -92,8 +96,16 @@ LOADED = [
 ]
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
-REPLAYED = ["qwen3_moe TP2 PP2 SP EP2 packed replayed full", "qwen3_moe CP2 EP4 replayed"]
-RECORDED = ["qwen3_moe TP2 PP2 SP EP2 packed recorded full"]
+RECORDED = ["glm4_moe TP2 PP2 SP EP2 packed recorded balanced full", "glm4_moe CP2 EP4 recorded balanced"]
+ROUTED_SLOW = [
+    "qwen3_moe TP2 PP2 SP EP2 packed replayed full",
+    "qwen3_moe CP2 EP4 replayed",
+    "qwen3_moe PP2 VPP2 CP2 recorded selective",
+    "qwen3_moe EP4 losses few",
+    *(f"{model} {layout} balanced" for model in ("glm4_moe", "deepseek_v3")
+      for layout in ("EP4 DO", "TP2 PP2 SP EP2 packed full", "CP2 EP2 selective", "PP2 VPP2 EP2", "TP2 CP2 SP EP4 packed")),
+]  # fmt: skip
+"""Routes named or recorded, losses of routers, biases that move."""
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""
@@ -163,18 +175,36 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class Alone(dict[str, dict[str, Any]]):
+    """What one process gives in float32, of each case or model that is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __missing__(self, case: str) -> dict[str, Any]:
+        model, *words = case.split()
+        keywords = {key: value for word in words if word in ONE_PROCESS for key, value in WORDS[word].items()}
+        saved = None if words else self._directory / f"checkpoint-{model}"
+        self[case] = train(self._directory / model, batch_of(case), options=keywords, save_to=saved)
+        return self[case]
+
+    def of(self, case: str) -> dict[str, Any]:
+        """That of all cases of its model and of its words that are no layout."""
+        model, *words = case.split()
+        return self[" ".join([model, *(word for word in words if word in (*ONE_PROCESS, "few"))])]
+
+
 @pytest.fixture(scope="module")
-def single(directory: Path) -> dict[str, dict[str, Any]]:
-    """One process in float32, per model."""
-    return {
-        name: train(directory / name, make_batch(VOCAB), save_to=directory / f"checkpoint-{name}") for name in MODELS
-    }
+def single(directory: Path) -> Alone:
+    return Alone(directory)
 
 
 def run(
-    directory: Path, cases: Iterable[str], limit_s: float, others: Iterable[dict[str, Any]] = ()
+    directory: Path, single: Alone, cases: Iterable[str], limit_s: float, others: Iterable[dict[str, Any]] = ()
 ) -> dict[str, dict[str, Any]]:
     """What one launch of the ranks gives for each case; other jobs go with them."""
+    for model in {case.split()[0] for case in cases if case in (*LOADED, *SLOW)}:
+        single[model]  # writes the checkpoint that they load
     jobs = {case: make_job(directory, case) for case in cases}
     launch(directory, [*jobs.values(), *others], limit_s)
     return {case: torch.load(job["result"], weights_only=False) for case, job in jobs.items()}
@@ -211,14 +241,15 @@ def lora(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, An
 @pytest.fixture(scope="module")
 def fast(directory: Path, single: Any, critic: Any, lora: Any) -> dict[str, dict[str, Any]]:
     observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
-    cases = [*FAST, *FEW_ROWS, *ROUNDED, *REPLAYED, *RECORDED, *observations]
-    return run(directory, cases, limit_s=900, others=[critic[0], *lora[0].values()])
+    cases = [*FAST, *FEW_ROWS, *ROUNDED, *RECORDED, *observations]
+    return run(directory, single, cases, limit_s=900, others=[critic[0], *lora[0].values()])
 
 
 @pytest.fixture(scope="module")
 def slow(request: pytest.FixtureRequest, directory: Path, single: Any) -> dict[str, dict[str, Any]]:
     """The slow cases of one model, in one launch."""
-    return run(directory, [case for case in SLOW if case.split()[0] == request.param], limit_s=900)
+    cases = [case for case in (*SLOW, *ROUTED_SLOW) if case.split()[0] == request.param]
+    return run(directory, single, cases, limit_s=900)
 
 
 def transformers_logits(path: Path, batch: Batch) -> Tensor:
@@ -331,28 +362,30 @@ def test_adapters_over_ranks_are_plain_lora_and_their_checkpoints_load_both_ways
     lora_ranks.check_layout(jobs[case], *expected)
 
 
-@pytest.mark.parametrize("case", REPLAYED)
-def test_named_experts_are_taken_on_all_ranks(case: str, fast: Any, directory: Path) -> None:
-    expected = train(directory / case.split()[0], batch_of(case), options=WORDS["replayed"])
-    for got, wanted in zip(fast[case]["metrics"], expected["metrics"], strict=True):
+def check_routed(case: str, result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Experts recorded, named ones taken, routers' losses and biases: all as in one process."""
+    assert result["same_on_all_ranks"]
+    if "recorded" in case:
+        valid = real(batch_of(case))
+        found, wanted = (side["routes"].sort(-1).values[valid] for side in (result, expected))
+        assert torch.equal(found, wanted) and len(found.unique()) == 4
+    for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
         check_metrics(got, wanted)
-    check_weights(fast[case]["weights"], expected["weights"])
-
-
-@pytest.fixture(scope="module")
-def recorded(directory: Path) -> dict[str, Any]:
-    """One process that replays what its first weights chose."""
-    return train(directory / "qwen3_moe", make_batch(VOCAB), options=WORDS["recorded"])
+        for loss in {"router_aux_loss", "router_z_loss"} & wanted.keys():
+            assert got[loss] == pytest.approx(wanted[loss], rel=1e-5), loss
+    check_weights(result["weights"], expected["weights"])
+    torch.testing.assert_close(result["reference"], expected["reference"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_experts_are_recorded_and_replayed_on_all_ranks(case: str, fast: Any, recorded: Any) -> None:
-    valid = real(batch_of(case))
-    found, expected = (result["routes"].sort(-1).values[valid] for result in (fast[case], recorded))
-    assert torch.equal(found, expected) and len(found.unique()) == 4
-    for got, wanted in zip(fast[case]["metrics"], recorded["metrics"], strict=True):
-        check_metrics(got, wanted)
-    check_weights(fast[case]["weights"], recorded["weights"])
+def test_experts_are_recorded_taken_and_balanced_on_all_ranks(case: str, fast: Any, single: Alone) -> None:
+    check_routed(case, fast[case], single.of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slow", "case"), [(case.split()[0], case) for case in ROUTED_SLOW], indirect=["slow"])
+def test_experts_are_routed_and_balanced_in_every_layout(case: str, slow: Any, single: Alone) -> None:
+    check_routed(case, slow[case], single.of(case))
 
 
 def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:

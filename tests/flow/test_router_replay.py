@@ -49,16 +49,31 @@ def steps_of(runs: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("replay", ["rollout", "recompute", "off"])
 def test_a_run_tells_what_its_routers_do(experts: Path, tmp_path: Path, replay: str) -> None:
-    train(letters_config(experts, tmp_path, *SHORT, f"trainer.router_replay={replay}"))
+    balance = "trainer.balance.aux_loss=0.01"
+    train(letters_config(experts, tmp_path, *SHORT, f"trainer.router_replay={replay}", balance))
     steps = steps_of(tmp_path)
     assert len(steps) == 2
     for step in steps:
         assert step["train/logprob_gap"] < EXACT and abs(step["train/ratio"] - 1) < EXACT
         assert 1 <= step["train/expert_load_max"] <= 4 and 0 < step["train/expert_spread"] <= 1
+        assert step["train/router_aux_loss"] > 1 and "train/router_z_loss" not in step
         assert ("train/routes_differ" in step) == (replay == "rollout")
         if replay == "rollout":
             assert step["train/routes_differ"] == 0.0
             assert max(step["train/logprob_gap_free"], step["train/logprob_gap_replayed"]) < EXACT
+
+
+@pytest.mark.slow
+def test_the_engine_samples_with_biases_that_moved(tmp_path: Path) -> None:
+    """By 2 per update where scores lie between 0 and 1: the experts of the second step are others."""
+    sizes = {"n_routed_experts": 8, "num_hidden_layers": 3, "scale": 0.3}
+    biased = write_letters_model(tmp_path / "model", "glm4_moe", **sizes)
+    moving = ("trainer.router_replay=off", "trainer.balance.bias_rate=2.0")
+    train(letters_config(biased, tmp_path / "runs", *SHORT, *moving))
+    steps = steps_of(tmp_path / "runs")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["train/logprob_gap"] < EXACT and abs(step["train/ratio"] - 1) < EXACT
 
 
 # ---------------------------------------------------------------- faults
@@ -129,6 +144,8 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(model: Path, 
         dense = letters_config(model, tmp_path, f"trainer.router_replay={replay}")
         with pytest.raises(ConfigError, match="router_replay: the model has no experts; set it to off"):
             check_start(dense)
+    with pytest.raises(ConfigError, match=r"trainer\.balance: the model has no experts"):
+        check_start(letters_config(model, tmp_path, "trainer.balance.aux_loss=0.1"))
     engine = f"rollout.engine={{name: '{Path(__file__).resolve()}:engine_without_routes'}}"
     silent = letters_config(experts, tmp_path, "trainer.router_replay=rollout", engine)
     told = "cannot say to which experts tokens went; expected one that takes `routes`"

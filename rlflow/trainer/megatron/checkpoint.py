@@ -53,7 +53,7 @@ class TrainerState:
     """Everything that a checkpoint holds. `modules`: this rank's model chunks, one per virtual
     pipeline stage. `updates`: optimizer steps so far (the schedule follows from it). `lora`: what
     `rlflow.trainer.lora.identity` says of the adapters, which then are all that is held; None: the
-    weights are."""
+    weights are. `biases`: snapshots have those of routers too, which move."""
 
     world: World
     architecture: Architecture
@@ -63,6 +63,7 @@ class TrainerState:
     updates: int
     step: int
     lora: dict[str, Any] | None = None
+    biases: bool = False
 
 
 @dataclass
@@ -105,13 +106,18 @@ def load(path: Path, state: TrainerState) -> TrainerState:
             f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it as it was, or start a "
             "new run from an export of the old one."
         )
-    parameters = dict(trained_parameters(state.modules))
+    biases = bool(manifest.get("router_biases"))
+    parameters = dict(trained_parameters(state.modules, biases))
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
         for name in manifest["snapshots"]
     }
     target = dataclasses.replace(
-        state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
+        state,
+        snapshots=snapshots,
+        updates=int(manifest["updates"]),
+        step=int(manifest["step"]),
+        biases=biases,
     )
     same_layout = manifest["layout"] == _layout(state.world)
     with _explained(path), without_code(path):
@@ -203,6 +209,7 @@ def _manifest(state: TrainerState) -> dict[str, Any]:
         "dtype": _dtype(state),
         "snapshots": sorted(state.snapshots),
         "lora": state.lora,
+        "router_biases": state.biases,
     }
 
 

@@ -17,6 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -138,9 +140,7 @@ def _attend_packed(
     return packed
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
     """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of the
     scores, None for that of the queries' size."""
     queries, keys = query.shape[0], key.shape[0]
@@ -190,6 +190,35 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         torch.mul(F.silu(gate), gradient, out=of_up)
         return answer
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's, which may add two losses of every token (`rlflow.trainer.megatron.balancing`): its
+    scores times `loads` (experts,), and its squared log-sum-exp, each times one of the `factors`.
+    sums: of both over the tokens so far, without factors."""
+
+    loads: Tensor | None = None
+    factors: tuple[float, float] = (0.0, 0.0)
+    sums: Tensor
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Megatron's place for losses of (tokens, experts) logits."""
+        if self.loads is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        assert padding_mask is not None
+        if len(padding_mask) > len(logits):  # Megatron cuts it on the first stage alone
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+        exact, counted = logits.float(), (~padding_mask).float()
+        scores = exact.softmax(-1)
+        if self.score_function == "sigmoid":
+            scores = exact.sigmoid()
+            scores = scores / scores.sum(-1, keepdim=True)
+        both = torch.stack([scores @ self.loads, exact.logsumexp(-1).square()]) @ counted
+        self.sums += both.detach()
+        return MoEAuxLossAutoScaler.apply(logits, (both * both.new_tensor(self.factors)).sum())
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Nothing: Megatron would count padding too."""
 
 
 def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlflow.trainer.megatron import (
     step,
     world,
 )
+from rlflow.trainer.megatron.balancing import Balancing
 from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import (
     FP8_GRANULE,
@@ -41,6 +43,7 @@ from rlflow.trainer.megatron.model import (
 )
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
+from rlflow.trainer.routing import balance_of
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
 
@@ -72,11 +75,7 @@ class MegatronTrainer(Trainer):
         self._learning_rate = given.learning_rate()
         if not torch.cuda.is_available():
             given.check_without_gpu()
-        self._architecture = architecture(read_config(path))
-        layout.check_model(self._architecture)
-        check_layers(given.adapters, self._architecture)
-        self.routing = router_replay.routing_of(given.router_replay, self._architecture)
-        self._replays = given.router_replay != "off" and not values  # a critic is another model
+        self._read_config(path, given, values)
         # Any number is a size, 1e308 too
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)
         weights = WeightFiles(path)
@@ -118,6 +117,18 @@ class MegatronTrainer(Trainer):
             self.close()
             raise
 
+    def _read_config(self, path: str | Path, given: TrainerOptions, values: bool) -> None:
+        """Raises ConfigError where the model cannot do what is asked."""
+        config = read_config(path)
+        model = self._architecture = architecture(config)
+        given.layout.check_model(model)
+        check_layers(given.adapters, model)
+        self.routing = router_replay.routing_of(given.router_replay, model)
+        # A critic is another model
+        self._replays = given.router_replay != "off" and not values
+        self._balance = None if values else balance_of(given, config, model)
+        self._biases = self._balance is not None and self._balance.bias_rate > 0  # they move
+
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
         """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
         batch and `microbatches` per rank. Raises RLFlowError where loss or gradients are not finite; the weights stay."""
@@ -137,23 +148,43 @@ class MegatronTrainer(Trainer):
             if self._release_gradients:
                 offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
-            routing = router_replay.Replaying(self._world) if self._replays else None
+            routing: router_replay.ExpertChoice | None = None
+            if self._replays:
+                routing = router_replay.Replaying(self._world)
+            balancing = self._balancing(batch)
+            if balancing is not None:
+                choose = functools.partial(self._choose, microbatches)
+                routing = balancing.begin(microbatches, routing, choose)
             metrics = step.forward_backward(
                 self._model, self._world, microbatches, loss, tokens, routing
             )
             check_loss(metrics["loss"], self._updates)  # all ranks know it: they raise together
             norm = optimizer.step(self._optimizer, rate)
+            balance = {} if balancing is None else balancing.finish(moved=norm > 0)
             if self._release_gradients:
                 offload.release_gradients(self._model)
         self._updates += norm > 0
         return {
             **finish_metrics(metrics, loss.reductions, batch),
+            **balance,
             "gradient_norm": norm,
             "lr": rate,
             "tokens": float(tokens),
             "microbatches": float(len(microbatches)),
             **skipped(norm),
         }
+
+    def _balancing(self, batch: Batch) -> Balancing | None:
+        if self._balance is None:
+            return None
+        return Balancing(self._balance, self._world, self._architecture, self._chunks, batch)
+
+    def _choose(
+        self, microbatches: Sequence[step.Microbatch], routing: router_replay.ExpertChoice
+    ) -> None:
+        self._set_training(False)
+        step.route(self._model, microbatches, routing)
+        self._set_training(True)
 
     def score(
         self,
@@ -198,7 +229,8 @@ class MegatronTrainer(Trainer):
             raise ConfigError(
                 "snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'."
             )
-        values = {key: parameter.detach() for key, parameter in trained_parameters(self._chunks)}
+        trained = trained_parameters(self._chunks, self._biases)
+        values = {key: parameter.detach() for key, parameter in trained}
         self._snapshots[name] = self._kept(values)
         self._note_unchanged(name)
 
@@ -244,7 +276,12 @@ class MegatronTrainer(Trainer):
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
             state = checkpoint.load(Path(path), self._state(0))
-        snapshots = {name: self._kept(values) for name, values in state.snapshots.items()}
+        self._biases |= state.biases
+        moved = dict(trained_parameters(self._chunks, self._biases))  # that a snapshot may lack
+        snapshots = {
+            name: self._kept({key: values.get(key, now.detach()) for key, now in moved.items()})
+            for name, values in state.snapshots.items()
+        }
         self._updates, self._snapshots = state.updates, {**self._snapshots, **snapshots}
         for name in snapshots:
             self._note_unchanged(name)
@@ -278,6 +315,7 @@ class MegatronTrainer(Trainer):
             updates=self._updates,
             step=step,
             lora=self._identity,
+            biases=self._biases,
         )
 
     def _set_training(self, training: bool) -> None:
@@ -307,7 +345,7 @@ class MegatronTrainer(Trainer):
             with adapters.switched_off(self._chunks):
                 yield
             return
-        parameters = dict(trained_parameters(self._chunks))
+        parameters = dict(trained_parameters(self._chunks, self._biases))
         policy = {key: parameter.data for key, parameter in parameters.items()}
         try:
             for key, value in self._snapshots[name].items():

@@ -383,11 +383,14 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Paramete
         yield from ((prefix + name, parameter) for name, parameter in chunk.named_parameters())
 
 
-def trained_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
-    """Those of `named_parameters` that are trained: all, or adapters alone."""
-    return (
-        (name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad
-    )
+def trained_parameters(
+    chunks: Sequence[PolicyModel], biases: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of `named_parameters` that are trained: all, or adapters; biases: of routers too."""
+    for prefix, chunk in prefixed(chunks):
+        for name, value in chunk.own_tensors().items():
+            if value.requires_grad or (biases and not isinstance(value, Parameter)):
+                yield prefix + name, value
 
 
 def prefixed(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
@@ -148,10 +149,15 @@ def _of_rank(batch: Batch, feed: Feed, world: World) -> Tensor:
 
 
 def _routers(chunk: GPTModel) -> Iterator[tuple[int, RouterReplay]]:
-    """(which of the model's layers with experts, its router's) of the chunk's."""
+    """What replays, of each of `routers`."""
+    return ((place, router.router_replay) for place, router in routers(chunk))
+
+
+def routers(chunk: GPTModel) -> Iterator[tuple[int, TopKRouter]]:
+    """(which of the model's layers with experts, its router) of the chunk's."""
     frequency = chunk.config.moe_layer_freq
     for layer in chunk.decoder.layers:
         if layer.is_moe_layer:
             before = layer.layer_number - 1
             place = before if frequency == 1 else sum(frequency[:before])
-            yield place, layer.mlp.router.router_replay
+            yield place, layer.mlp.router

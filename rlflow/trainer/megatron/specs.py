@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from rlflow.models.architecture import Architecture
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.layers import (
+    BalancedRouter,
     ColumnLinear,
     RMSNorm,
     RowLinear,
@@ -43,7 +44,7 @@ def expert_options(model: Architecture, layout: ParallelLayout, fused: bool) -> 
     """What Megatron's configuration says of experts; nothing for a dense model.
 
     A softmax over the chosen is what transformers makes of one over all whose chosen it normalizes.
-    No loss for their balance is added: the policy's is all that is asked for."""
+    Losses of their load are `BalancedRouter`'s: Megatron's are of a micro-batch each."""
     experts = model.experts
     if experts is None:
         return {}
@@ -122,8 +123,13 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
         "multi_latent_attention": config.multi_latent_attention,
     }
     if _fused(config):
-        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=sparse, **kinds)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=sparse, **kinds)
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    if isinstance(parts := _submodules(spec.submodules.mlp), MoESubmodules):
+        parts.router = BalancedRouter
+    if _fused(config):
+        return spec
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = TorchAttention
@@ -164,10 +170,14 @@ def _make_latent(spec: ModuleSpec, on_cpu: bool) -> None:
 
 def _mlps(spec: Any) -> list[MLPSubmodules]:
     """Of a layer: its MLP, or that of its experts and the one beside them."""
-    parts = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    parts = _submodules(spec)
     if isinstance(parts, MoESubmodules):
-        return [parts.experts.submodules, parts.shared_experts.submodules]
+        return [_submodules(parts.experts), _submodules(parts.shared_experts)]
     return [parts]
+
+
+def _submodules(spec: Any) -> Any:
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _fused(config: TransformerConfig) -> bool:

@@ -37,12 +37,14 @@ class Microbatch:
     """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that
     only keeps ranks in step; `tokens`: of the rows.
 
-    `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`."""
+    `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`. `padding`: tokens of
+    the feed that routers do not count; None where they count nothing."""
 
     rows: list[int]
     batch: Batch
     feed: Feed
     tokens: int
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,15 @@ def forward_backward(
 
     parts = _run(model, microbatches, reduce, False, routing)
     return _combined(parts, world, loss.reductions)
+
+
+@torch.no_grad()
+def route(
+    model: Sequence[MegatronModule], microbatches: Sequence[Microbatch], routing: ExpertChoice
+) -> None:
+    """A pass for nothing but the experts that it chooses."""
+    nothing = torch.zeros((), device=device())
+    _run(model, microbatches, lambda *_: (nothing, nothing.int(), None), True, routing)
 
 
 @torch.no_grad()
@@ -257,7 +268,11 @@ def _run(
         if routing is not None:
             routing.begin(unwrap_model(module), microbatch.batch, feed)
         output = module(
-            feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments
+            feed.tokens,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=feed.segments,
+            padding_mask=microbatch.padding,
         )
         if routing is not None:
             routing.end(unwrap_model(module), microbatch.rows, feed)

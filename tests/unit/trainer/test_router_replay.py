@@ -54,28 +54,39 @@ def save_weights(weights: Any, model: Path, path: Path) -> None:
     save_file({name: weight.clone() for name, weight in weights}, path / "model.safetensors", {"format": "pt"})
 
 
-def overruled(path: Path, batch: Batch) -> tuple[float, float]:
-    """Loss and gradient norm of transformers, whose routers weigh the named experts by their own scores."""
+def overruled(path: Path, batch: Batch, aux: float = 0.0) -> tuple[float, float]:
+    """Loss and gradient norm of transformers, whose routers weigh the named experts by their own scores. aux: times their
+    scores by the share of the tokens with routes that go to each, which is added to the loss."""
     from transformers import AutoModelForCausalLM
 
+    known = (torch.arange(batch.tokens.shape[1]) < batch.extras[ROUTED][:, None]).flatten()
+    balance: list[torch.Tensor] = []
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
     for place, layer in enumerate((0, 2)):
         named = batch.extras[ROUTES][:, :, place].flatten(0, 1).long()
 
         def overrule(_: Any, __: Any, answer: Any, named: torch.Tensor = named) -> Any:
-            scores = answer[0].softmax(-1).gather(1, named)
+            free = answer[0].softmax(-1)
+            load = torch.nn.functional.one_hot(named[known], 4).float().sum(1).mean(0)
+            balance.append(4 * (load * free[known].mean(0)).sum())
+            scores = free.gather(1, named)
             return answer[0], scores / scores.sum(-1, keepdim=True), named
 
         oracle.model.layers[layer].mlp.gate.register_forward_hook(overrule)
     logits = oracle(batch.tokens).logits[:, :-1] / 0.8
     logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
-    loss.backward()
+    (loss + aux * torch.stack(balance).mean()).backward()
     norms = [parameter.grad.norm() for parameter in oracle.parameters() if parameter.grad is not None]
     return loss.item(), torch.stack(norms).norm().item()
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+AUX = {"balance": {"aux_loss": 0.3}}
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute": "selective"}, {"packing": True, "recompute": "full"}, {"packing": True, **AUX}], ids=str
+)
 def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, options: dict[str, Any]) -> None:
     batch = routed(batches.make_batch())
     trainer = make(tokens_per_microbatch=50, **options)
@@ -83,12 +94,14 @@ def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, opti
     assert not torch.allclose(trainer.score(batch)["logprobs"], free, atol=1e-3)
     metrics = trainer.update(batch, policy_gradient)
     assert metrics["microbatches"] > 1
-    loss, norm = overruled(model, batch)
+    loss, norm = overruled(model, batch, aux=0.3 if "balance" in options else 0.0)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"packing": True, "recompute": "full"}, pytest.param({}, marks=pytest.mark.slow)], ids=str
+)
 def test_recorded_experts_are_those_of_transformers_and_replayed_after_the_weights_changed(
     make: Any, model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
