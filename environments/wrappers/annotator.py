@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlflow.errors import DataError
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.files import replacing
 from rlflow_environments.common.endpoint import ChatEndpoint
 from rlflow_environments.wrappers.reward_models import Question, RewardModel
@@ -82,8 +83,7 @@ class Annotator:
                 self._waiting[question] = None
                 self._changed.notify()
             if self._waiting and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="annotator", daemon=True)
-                self._thread.start()
+                self._thread = start_daemon("annotator", self._work)
 
     @property
     def waiting(self) -> int:

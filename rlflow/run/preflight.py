@@ -1,5 +1,6 @@
-"""Whether a training run can start, before anything is built or written: `check_start` stops at the
-first problem that files and installed packages show, `examine` opens everything and tells all of them."""
+"""Checks that a training run can start, before anything is built or written: `check_start` stops at
+the first problem that files and installed packages show, `examine` opens everything and tells all
+of them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from rlflow.errors import RLFlowError
 from rlflow.storage import guard
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.guard import start_of
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,7 @@ class Child:
                 ) from None
         self.pid = process.pid
         self._guard = Guard(process.pid)
-        threading.Thread(
-            target=_reap, args=(process, self.ended), name=f"child-{process.pid}", daemon=True
-        ).start()
+        start_daemon(f"child-{process.pid}", _reap, process, self.ended)
         self._end = weakref.finalize(self, _end, process.pid, self.ended, os.getpid())
 
     def wait_until(
