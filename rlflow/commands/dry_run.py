@@ -35,8 +35,8 @@ def look(config: RunConfig) -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory.
     Returns 0 where a run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
+    from rlflow.run.examine import examine
     from rlflow.run.origin import fetch_models
-    from rlflow.run.preflight import examine
 
     unreached = Problems()
     waiting = unreached.attempt(fetch_models, config, weights=False)
@@ -96,7 +96,7 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
 def print_time(config: RunConfig, model: Architecture) -> None:
     """Prints about how long the run and a step take."""
     from rlflow.report.lines import clock
-    from rlflow.run.estimates import cores_of, estimate_step
+    from rlflow.run.step_time import cores_of, estimate_step
 
     print("\n# time (a rough estimate; without evaluations and the environment's own time)")
     cores = cores_of(config)

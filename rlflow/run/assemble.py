@@ -175,8 +175,8 @@ def fitting_tasks(
 
 
 def make_trainer(config: RunConfig, placement: Placement | None = None) -> Trainer:
-    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors, at
-    the places of a placement where there is one.
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors,
+    at the places of a placement where there is one.
 
     Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without
     Ray."""
