@@ -34,7 +34,6 @@ class PPOClipLoss(RatioKernel):
     anchor: Anchor = "rollout"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0 <= (self.clip_low or 0) <= 1 or (self.clip_high or 0) < 0:
             raise ConfigError(
                 "loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found "
