@@ -23,7 +23,7 @@ from rlflow.trainer.layout import ParallelLayout, stage_parameters
 GRADIENT_BYTES, MOMENT_BYTES = 4, 8  # per parameter: float32; Adam's two
 MAIN_BYTES = 4  # per parameter: the float32 weights behind bfloat16
 LIBRARIES = 600 * 2**20
-"""Of a process once torch, megatron-core and transformers are imported; on a GPU, of its context."""
+"""Of a process once torch, megatron-core and transformers are imported; on a GPU, its context."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_CUDA = 0.28, 0.1
 """What an update's allocations take beyond their sizes: holes, freed memory that is kept, products'
@@ -86,7 +86,7 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
 
 
 def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
-    """Weights, gradients and optimizer of a rank, a critic's included; snapshots and the teacher."""
+    """Weights, gradients, optimizer of a rank, a critic's included; snapshots and the teacher."""
     trainer, layout = config.trainer, config.trainer.layout
     width = DTYPE_BYTES[config.model.dtype]
     parameters = stage_parameters(model, layout)[stage]
@@ -228,12 +228,12 @@ def _kept_per_token(
 
 
 def _transient_per_token(model: Architecture, layout: ParallelLayout, width: int) -> float:
-    """Bytes per token beside the kept ones in the middle of a layer's MLP: gradients of its parts."""
+    """Bytes per token beside the kept ones amid a layer's MLP: gradients of its parts."""
     return width * (5 * model.active_ffn / layout.tensor_parallel + 2 * model.hidden)
 
 
 def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int) -> int:
-    """Hidden states that predict, their gradients, and the chunk of logits with what is made of it."""
+    """Hidden states that predict, their gradients, the chunk of logits with what is made of it."""
     columns = (
         padded_vocab(model.vocab, config.trainer.tensor_parallel) // config.trainer.tensor_parallel
     )

@@ -25,7 +25,12 @@ from rlflow.models.huggingface import read_config
 from rlflow.rollout.environment_calls import shut_down, tasks_of
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.run.assemble import environment_class, fitting_tasks, make_environment, rollout_over
+from rlflow.run.assemble import (
+    environment_class,
+    fitting_tasks,
+    make_environment,
+    rollout_over,
+)
 from rlflow.run.directory import run_path
 from rlflow.run.estimates import checkpoint_bytes
 from rlflow.run.gpus import check_gpu_memory
@@ -91,7 +96,8 @@ def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
     tokenizer = Tokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
-    highest, vocab = max(tokenizer.inner.get_vocab().values()), policy_architecture(config).vocab
+    highest = max(tokenizer.inner.get_vocab().values())
+    vocab = policy_architecture(config).vocab
     if highest >= vocab:
         raise ModelError(
             f"{config.model.path}: the tokenizer has ids up to {highest}, the model an embedding "
@@ -121,7 +127,9 @@ def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
             if problem.option is None:
                 return None
             rest = {
-                key: value for key, value in config.environment.items() if key != problem.option
+                key: value
+                for key, value in config.environment.items()
+                if key != problem.option
             }
             config = replace(config, environment=rest)  # what else is wrong is told as well
     target, options = known
@@ -134,7 +142,10 @@ def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
 
 
 def _look_at_tasks(
-    config: RunConfig, environment: Environment, tokenizer: Tokenizer | None, found: Readiness
+    config: RunConfig,
+    environment: Environment,
+    tokenizer: Tokenizer | None,
+    found: Readiness,
 ) -> None:
     """Whether there are tasks, whether their prompts fit, and whether the tokenizer can say what
     the environment waits for."""
@@ -144,7 +155,9 @@ def _look_at_tasks(
             found.problems.attempt(tasks_of, environment, split)
         return
     for text in (
-        environment.stop if isinstance(environment.stop, (tuple, list)) else (environment.stop,)
+        environment.stop
+        if isinstance(environment.stop, (tuple, list))
+        else (environment.stop,)
     ):
         found.problems.attempt(_check_stop, text, tokenizer)
     rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
@@ -173,7 +186,9 @@ def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
         )
 
 
-def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readiness) -> None:
+def _count_tasks(
+    rollout: Rollout, split: str, config: RunConfig, found: Readiness
+) -> None:
     kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
     longest = max(len(rollout.prompt_tokens(task)) for task in kept)
     total, read = len(tasks_of(rollout.environment, split)), len(kept) + dropped
@@ -184,13 +199,19 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
     )
     first, tokenizer = kept[0], rollout.tokenizer
     chat = config.rollout.chat_template or not isinstance(first.prompt, str)
-    note = tokenizer.history_note if chat and config.rollout.history == "template" else ""
+    note = (
+        tokenizer.history_note if chat and config.rollout.history == "template" else ""
+    )
     if note and note not in found.notes:
         found.notes.append(note)
     templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(
         rollout.prompt_tokens(first)
     )
-    if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
+    if (
+        tokenizer.inner.chat_template
+        and isinstance(first.prompt, str)
+        and not templated
+    ):
         found.notes.append(
             f"split '{split}': prompts are used as they stand and hold no token of the model's "
             "chat template; "
@@ -201,7 +222,8 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
 def task_notes(config: RunConfig, environment: Environment) -> list[str]:
     """How often the run takes each training task, and which validation tasks are among them."""
     train, val = (
-        tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
+        tasks_of(environment, split)
+        for split in (config.data.train_split, config.data.val_split)
     )
     steps, prompts = config.run.steps, config.rollout.prompts_per_step
     epochs = steps * prompts / len(train)
@@ -239,13 +261,18 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     directory = path or teacher.get("tokenizer")
     if isinstance(directory, str) and tokenizer is not None:
         check_tokenizers(
-            tokenizer, directory, "algorithm.teacher", bool(teacher.get("same_template", True))
+            tokenizer,
+            directory,
+            "algorithm.teacher",
+            bool(teacher.get("same_template", True)),
         )
     if isinstance(url, str):
         try:
             address, port = urlsplit(url), urlsplit(url).port
         except ValueError as problem:
-            raise ConfigError(f"algorithm.teacher.url: {url}: no address ({problem}).") from None
+            raise ConfigError(
+                f"algorithm.teacher.url: {url}: no address ({problem})."
+            ) from None
         check_address(
             "algorithm.teacher.url",
             address.hostname or "",
@@ -255,8 +282,14 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 def _check_cluster(config: RunConfig) -> None:
     """Raises RLFlowError where nobody answers at `cluster.address`."""
-    host, _, port = (config.cluster.address or "").removeprefix("ray://").rpartition(":")
-    if (config.cluster.ranks or config.cluster.rollout_workers) and host and port.isdigit():
+    host, _, port = (
+        (config.cluster.address or "").removeprefix("ray://").rpartition(":")
+    )
+    if (
+        (config.cluster.ranks or config.cluster.rollout_workers)
+        and host
+        and port.isdigit()
+    ):
         check_address("cluster.address", host, int(port))
 
 
@@ -274,10 +307,14 @@ def _check_disk(config: RunConfig, model: Architecture) -> None:
     """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
     and the export."""
     path = run_path(config)
-    ground = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    ground = next(
+        folder for folder in (path, *path.absolute().parents) if folder.is_dir()
+    )
     size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
     each, export = size
-    needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
+    needed = each * (config.checkpoint.keep + 1) + (
+        export if config.checkpoint.export else 0
+    )
     if needed > free:
         each, needed = min(each, MOST), min(needed, MOST)
         raise StorageError(

@@ -91,7 +91,8 @@ class Interrupt:
             raise Stopped(number)
         self.requested = signal.Signals(number).name
         logger.warning(
-            "%s: finishing this step, then saving; once more stops at once", self.requested
+            "%s: finishing this step, then saving; once more stops at once",
+            self.requested,
         )
 
     def _watch(self, reader: socket.socket) -> None:
@@ -109,7 +110,9 @@ class Interrupt:
             except TimeoutError:
                 pass
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
+            place = (
+                f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
+            )
             text = (
                 f"rlflow: {signal.Signals(number).name}: the process ends without closing what "
                 f"hangs (in {place}).\n"

@@ -92,7 +92,9 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
     """Whether there are routers, and an engine that says what they chose. Raises ConfigError."""
     asked, engine = config.trainer.router_replay, config.rollout.engine
     if asked != "off" and model and policy_architecture(config).experts is None:
-        raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
+        raise ConfigError(
+            "trainer.router_replay: the model has no experts; set it to off."
+        )
     if asked == "rollout":
         target = ENGINE.resolve(engine["name"], "rollout.engine")
         if "routes" not in inspect.signature(target).parameters:
@@ -115,7 +117,10 @@ def _check_offload(config: RunConfig) -> None:
 
 def _check_engine_device(config: RunConfig) -> None:
     if not config.cluster.rollout_workers and is_embedded(config):
-        device_of(config.rollout.engine.get("device"), config.rollout.engine.get("cuda_graphs"))
+        device_of(
+            config.rollout.engine.get("device"),
+            config.rollout.engine.get("cuda_graphs"),
+        )
 
 
 def _check_workers(config: RunConfig) -> None:
@@ -131,7 +136,9 @@ def _check_workers(config: RunConfig) -> None:
             f"cluster.rollout_workers={section.rollout_workers * made} and "
             "rollout.engine.engines=1."
         )
-    if "url" in options and (section.rollout_workers > 1 or not isinstance(options["url"], str)):
+    if "url" in options and (
+        section.rollout_workers > 1 or not isinstance(options["url"], str)
+    ):
         raise ConfigError(
             f"rollout.engine.url: {section.rollout_workers} workers would load their weights into "
             "the same servers, each at its "
@@ -140,20 +147,24 @@ def _check_workers(config: RunConfig) -> None:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Whether vLLM is there for the run's engines, and those of workers here. Raises RLFlowError."""
+    """Whether vLLM is there for the run's engines and those of workers. Raises RLFlowError."""
     section = config.cluster
     if is_vllm(config) and not (
         section.rollout_workers and section.address
     ):  # workers elsewhere have interpreters of their own
         options = config.rollout.engine
-        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        named = (
+            config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        )
         check_python(find_python(options.get("python")), triton=named)
         check_engine_devices(options, section.ranks, section.rollout_workers)
 
 
 def _check_resume_step(config: RunConfig) -> None:
     if config.run.resume_step is not None and not config.run.resume:
-        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
+        raise ConfigError(
+            f"run.resume_step: {config.run.resume_step} needs run.resume (--resume)."
+        )
 
 
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -168,17 +179,44 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
             "ray",
             install_command("ray"),
         ),
-        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
-        ("metrics.progress", config.metrics.progress == "rich", "rich", "pip install rich"),
-        ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
+        (
+            "metrics.sinks",
+            "tensorboard" in sinks,
+            "tensorboard",
+            install_command("tensorboard"),
+        ),
+        (
+            "metrics.progress",
+            config.metrics.progress == "rich",
+            "rich",
+            "pip install rich",
+        ),
+        (
+            "metrics.picture",
+            config.metrics.picture,
+            "matplotlib",
+            "pip install matplotlib",
+        ),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
-        ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),
+        (
+            "trainer.fp8",
+            config.trainer.fp8 != "none",
+            "transformer_engine",
+            install_command("gpu"),
+        ),
         ("trainer.backend=megatron", megatron, "megatron", "pip install megatron-core"),
-        ("trainer.backend=megatron", megatron and imports_triton(), "triton", "pip install triton"),
+        (
+            "trainer.backend=megatron",
+            megatron and imports_triton(),
+            "triton",
+            "pip install triton",
+        ),
     )
     return [(key, package, command) for key, asked, package, command in needed if asked]
 
 
 def _check_package(key: str, package: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")
+        raise MissingPackageError(
+            f"{key}: the package '{package}' is not installed: {command}."
+        )

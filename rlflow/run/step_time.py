@@ -56,7 +56,9 @@ def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTim
     )
 
 
-def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int) -> float:
+def _decoding_s(
+    config: RunConfig, model: Architecture, cores: int, sampled: int
+) -> float:
     """Of one engine, whose threads have all cores."""
     width, count = DTYPE_BYTES[config.model.dtype], episodes(config)
     at_once = min(count, int(config.rollout.engine.get("max_concurrency", 128)))

@@ -40,7 +40,8 @@ _LOGIN = re.compile(r"://([^\s/]*)@")
 _PARAMETER = re.compile(r"""([?&;])([^=&;#"'<>]*)(=?)([^&;#"'<>)}\]]*)""")
 _FRAGMENT = re.compile(r"""(#[^=&;#"'<>]*=)[^&;#"'<>)}\]]+""")
 _TOKEN = re.compile(
-    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}|(bearer\s+)[\w.~+/=-]{8,})""",
+    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}"""
+    r"""|(bearer\s+)[\w.~+/=-]{8,})""",
     re.I,
 )
 
@@ -84,7 +85,8 @@ def _redact_url(word: str) -> str:
     if start < 0:
         return word
     address = _LOGIN.sub(
-        lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@", word[start:]
+        lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@",
+        word[start:],
     )
     return word[:start] + _FRAGMENT.sub(
         rf"\1{REDACTED}", _PARAMETER.sub(_redact_parameter, address)
