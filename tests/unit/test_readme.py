@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.commands import cli
 from rlflow.commands.scaffold import write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +40,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = write_environment("guess_number", folder, policy=True)
     (folder / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
     assert f'MODEL = "{POLICY}"' in SNIPPETS[SCRIPT] and made.policy.name == POLICY
-    run(folder, "-m", "rlflow", "env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2")
+    with contextlib.chdir(folder):
+        assert cli.main(["env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2"]) == 0
     return folder
 
 
@@ -60,8 +63,9 @@ def test_the_environment_is_what_the_command_writes(workplace: Path) -> None:
     assert (workplace / ENVIRONMENT).read_text() == SNIPPETS[ENVIRONMENT]
 
 
-def test_environment_keeps_the_contract(workplace: Path) -> None:
-    run(workplace, "-m", "rlflow", "env", "check", f"{ENVIRONMENT}:{CLASS}")
+def test_environment_keeps_the_contract(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    assert cli.main(["env", "check", f"{ENVIRONMENT}:{CLASS}"]) == 0
 
 
 def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(workplace: Path) -> None:
