@@ -34,9 +34,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Merges and says what was written."""
-    from rlflow.models.adapter import (
-        merge_adapter,
-    )  # torch is loaded for this command alone
+    from rlflow.models.adapter import merge_adapter  # torch is loaded for this command alone
 
     manifest = merge_adapter(
         args.adapter, args.out, args.base, overwrite=args.overwrite

@@ -102,9 +102,7 @@ class Child:
                 )
             if now - reported >= REPORT_EVERY_S:
                 reported = now
-                logger.warning(
-                    "waiting for %s (%.0f s): %s", self.name, now - start, state()
-                )
+                logger.warning("waiting for %s (%.0f s): %s", self.name, now - start, state())
             with contextlib.suppress(NotYet):
                 self.ended.result(POLL_S)
         logger.info("%s is ready after %.1f s", self.name, time.monotonic() - start)
@@ -123,9 +121,7 @@ class Child:
         if code >= 0:
             return f"ended with code {code}: {self.last_words()}"
         memory = "; was memory used up?" if -code == signal.SIGKILL else ""
-        return (
-            f"was killed by {signal.Signals(-code).name}{memory}: {self.last_words()}"
-        )
+        return f"was killed by {signal.Signals(-code).name}{memory}: {self.last_words()}"
 
     def last_words(self) -> str:
         """How its log ends: the last line that tells of an error, else the last one."""
@@ -145,18 +141,10 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if sys.platform.startswith("linux"):
             started = start_of(what) if isinstance(what, int) else ""
-            arguments = (
-                guard.__file__,
-                str(os.getpid()),
-                str(GRACE_S),
-                str(what),
-                started,
-            )
+            arguments = (guard.__file__, str(os.getpid()), str(GRACE_S), str(what), started)
             # Without the mark, which this process may have set for others
             named = os.environ.items()
-            variables = {
-                name: value for name, value in named if f"{name}={value}" != what
-            }
+            variables = {name: value for name, value in named if f"{name}={value}" != what}
             self._process = start_listener(*arguments, variables=variables, quiet=True)
 
     def close(self) -> None:

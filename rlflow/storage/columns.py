@@ -25,15 +25,11 @@ def join(sequences: Sequence[Arrays]) -> tuple[dict[str, np.ndarray], Lengths]:
 def split(arrays: Arrays, lengths: Lengths) -> list[dict[str, np.ndarray]]:
     """The sequences that were joined, as views. Raises KeyError or ValueError where the lengths
     are not those of the arrays."""
-    sequences: list[dict[str, np.ndarray]] = [
-        {} for _ in next(iter(lengths.values()), [])
-    ]
+    sequences: list[dict[str, np.ndarray]] = [{} for _ in next(iter(lengths.values()), [])]
     for name, own in lengths.items():
         ends = np.cumsum([length or 0 for length in own])
         if ends[-1] != len(arrays[name]):
-            raise ValueError(
-                f"{name}: expected {ends[-1]} values, found {len(arrays[name])}"
-            )
+            raise ValueError(f"{name}: expected {ends[-1]} values, found {len(arrays[name])}")
         parts = np.split(arrays[name], ends[:-1])
         for sequence, length, part in zip(sequences, own, parts, strict=True):
             if length is not None:

@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-def start_daemon(
-    name: str, work: Callable[..., object], *arguments: object
-) -> threading.Thread:
+def start_daemon(name: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
     """The thread, which works already."""
     thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
     thread.start()

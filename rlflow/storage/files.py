@@ -45,9 +45,7 @@ def replacing(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(
-    path: str | Path, *, keep_existing: bool = False
-) -> Iterator[Path]:
+def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Iterator[Path]:
     """Gives an empty directory beside `path` to fill; it takes the place of `path` when the block
     ends well.
 
@@ -65,9 +63,7 @@ def replacing_directory(
                 raise
 
 
-def write_text(
-    path: str | Path, text: str, *, durable: bool = True, private: bool = False
-) -> None:
+def write_text(path: str | Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Writes UTF-8 text with `replacing`, line ends as they are. A lone surrogate (half of a cut
     emoji, in text from outside) is written as JSON escapes it. private: only this user can read it,
     whatever else may have been missed in it."""
@@ -79,11 +75,7 @@ def write_text(
 def write_json(path: str | Path, value: Any, *, private: bool = False) -> None:
     """Writes one JSON document with `replacing`. Numbers that are not finite become null. private:
     see `write_text`."""
-    write_text(
-        path,
-        json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n",
-        private=private,
-    )
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", private=private)
 
 
 def write_json_lines(path: str | Path, values: Iterable[Any]) -> None:
@@ -114,9 +106,7 @@ def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> No
         sync(Path(path).absolute().parent)
 
 
-def replace_directory(
-    partial: Path, path: Path, *, keep_existing: bool = False
-) -> None:
+def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False) -> None:
     """Gives a finished directory its name, in place of one that stands there; all its files reach
     the disk first.
 
@@ -136,9 +126,7 @@ def replace_directory(
         raise
     sync(path.absolute().parent)
     if replaced is not None:
-        with suppress(
-            OSError
-        ):  # it stays for `restore_replaced`: the new one is in place
+        with suppress(OSError):  # it stays for `restore_replaced`: the new one is in place
             _remove_renamed(replaced, path)
 
 
@@ -290,9 +278,7 @@ def read_json_lines(path: str | Path, *, unfinished: bool = False) -> list[Any]:
             f"{path}: cannot be read ({error.strerror}); expected lines of JSON."
         ) from None
     values = []
-    for number, line in enumerate(
-        [*lines, last] if last and not unfinished else lines, start=1
-    ):
+    for number, line in enumerate([*lines, last] if last and not unfinished else lines, start=1):
         try:
             values.append(json.loads(line.decode()))
         except (ValueError, RecursionError):

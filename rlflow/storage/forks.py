@@ -27,7 +27,6 @@ def end_forked_child(what: str) -> None:
     told = f"rlflow: {what} forked, and the child came back from it: "
     told += f"it is ended here (process {os.getpid()}). "
     os.write(
-        2,
-        f"{told}End it with os._exit, or start it with multiprocessing or subprocess.\n".encode(),
+        2, f"{told}End it with os._exit, or start it with multiprocessing or subprocess.\n".encode()
     )
     os._exit(1)

@@ -16,10 +16,7 @@ from collections.abc import Iterator
 
 def start_of(pid: int) -> str:
     """The start time of a process in ticks, as proc(5) has it; "" where it has ended."""
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{pid}/stat", encoding="utf-8") as file,
-    ):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
     return ""
@@ -29,10 +26,7 @@ def marked(mark: str) -> Iterator[int]:
     """The processes that were started with `NAME=value` in their environment. One that changes its
     title may hide it, unless SPT_NOENV is set too."""
     for name in os.listdir("/proc"):
-        with (
-            contextlib.suppress(OSError, ValueError),
-            open(f"/proc/{name}/environ", "rb") as file,
-        ):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as file:
             if mark.encode() in file.read().split(b"\0") and start_of(int(name)):
                 yield int(name)
 

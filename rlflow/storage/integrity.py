@@ -60,9 +60,7 @@ class Hasher:
             running.update(data)
 
     def fingerprint(self) -> Fingerprint:
-        checksums = {
-            name: running.hexdigest() for name, running in self._running.items()
-        }
+        checksums = {name: running.hexdigest() for name, running in self._running.items()}
         return Fingerprint(self._size, checksums)
 
 
@@ -89,9 +87,7 @@ class _Crc32:
 
 
 def find_damage(
-    directory: Path,
-    expected: Mapping[str, Fingerprint],
-    names: Iterable[str] | None = None,
+    directory: Path, expected: Mapping[str, Fingerprint], names: Iterable[str] | None = None
 ) -> str | None:
     """One line about the first of the named files (None: all) that is missing or not what was
     written; None where all are."""
@@ -104,14 +100,10 @@ def find_damage(
         except OSError as error:
             return f"{directory / name}: cannot be read ({error.strerror})"
         if found.size != wanted.size:
-            return (
-                f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
-            )
+            return f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
         if found != wanted:
             kind = next(
-                kind
-                for kind in found.checksums
-                if found.checksums[kind] != wanted.checksums[kind]
+                kind for kind in found.checksums if found.checksums[kind] != wanted.checksums[kind]
             )
             present, written = found.checksums[kind], wanted.checksums[kind]
             return f"{directory / name}: damaged, its checksum is {present}, {written} was written"
@@ -142,9 +134,7 @@ def of_entry(entry: Mapping[str, Any]) -> Fingerprint:
     return Fingerprint(int(entry["bytes"]), checksums)
 
 
-def read_fingerprints(
-    manifest: Mapping[str, Any], path: Path
-) -> dict[str, Fingerprint]:
+def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fingerprint]:
     """{file: what it must look like} of the manifest read from `path`. Raises
     DamagedCheckpointError where it lists none."""
     try:
@@ -165,13 +155,12 @@ def error_reason(error: BaseException) -> str:
     ) is not None and behind not in chain:
         chain.append(behind)
     cause = next((behind for behind in chain if isinstance(behind, OSError)), error)
-    said = next(iter(str(cause).strip().splitlines()), "no reason given")
-    return f"{type(cause).__name__}: {said}"
+    return (
+        f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no reason given')}"
+    )
 
 
-def write_sealed(
-    path: Path, document: Mapping[str, Any], *, private: bool = False
-) -> None:
+def write_sealed(path: Path, document: Mapping[str, Any], *, private: bool = False) -> None:
     """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks
     it. private: see `write_text`."""
     # The checksum is of what will be read, not of what has no place in JSON
@@ -189,9 +178,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{path}: missing, the checkpoint is incomplete."
-        ) from None
+        raise DamagedCheckpointError(f"{path}: missing, the checkpoint is incomplete.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: damaged ({error}).") from None
     if not isinstance(document, dict) or document.get(SEAL) is None:

@@ -126,8 +126,7 @@ class DirectoryLock:
         owner = self._owner()
         if "token" not in owner or (in_kernel and owner.get("boot") == _boot()):
             return  # closed as it should be; or its process is dead, which this kernel knows
-        renewed = os.fstat(self._file.fileno()).st_mtime
-        deadline = time.monotonic() + self.lease_s
+        renewed, deadline = os.fstat(self._file.fileno()).st_mtime, time.monotonic() + self.lease_s
         if _file_system_time(self.directory) - renewed > self.lease_s:
             return
         logger.warning(
@@ -137,10 +136,7 @@ class DirectoryLock:
         )
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self.lease_s / 8))
-            if (
-                os.fstat(self._file.fileno()).st_mtime != renewed
-                or self._owner() != owner
-            ):
+            if os.fstat(self._file.fileno()).st_mtime != renewed or self._owner() != owner:
                 raise self._taken(owner)
 
     def _taken(self, owner: dict[str, Any]) -> ConfigError:
@@ -191,11 +187,7 @@ def _parsed(text: str) -> dict[str, Any]:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return (
-        content
-        if isinstance(content, dict) and isinstance(content.get("epoch", 0), int)
-        else {}
-    )
+    return content if isinstance(content, dict) and isinstance(content.get("epoch", 0), int) else {}
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -31,9 +31,7 @@ class OwnedFolder:
     rlflow- and that. parent: None is /dev/shm. others: whether leftovers are looked for; not where
     machines share `parent`, as locks may not reach from one to another. Raises OSError."""
 
-    def __init__(
-        self, prefix: str, parent: Path | None = None, others: bool = True
-    ) -> None:
+    def __init__(self, prefix: str, parent: Path | None = None, others: bool = True) -> None:
         parent = shared_memory() if parent is None else parent
         if others:
             remove_leftovers(parent)
@@ -53,11 +51,7 @@ class OwnedFolder:
 def shared_memory() -> Path:
     """/dev/shm, or the folder of temporary files where there is none that can be written to."""
     memory = Path("/dev/shm")
-    return (
-        memory
-        if memory.is_dir() and os.access(memory, os.W_OK)
-        else Path(tempfile.gettempdir())
-    )
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def lock(descriptor: int, kind: int) -> bool:
@@ -93,9 +87,7 @@ def _remove_leftover(folder: Path) -> None:
     status = folder.stat()
     young = folder.name.startswith(".") and time.time() - status.st_mtime < YOUNG_S
     if status.st_uid == os.getuid() and not young and not owner_lives(folder):
-        logger.warning(
-            "%s was left by a process that has been killed; it is removed", folder
-        )
+        logger.warning("%s was left by a process that has been killed; it is removed", folder)
         _remove(folder)
 
 

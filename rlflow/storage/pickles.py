@@ -55,14 +55,8 @@ STAND_INS = {
     ("_io", "BytesIO"),
     ("argparse", "Namespace"),
     ("collections", "defaultdict"),
-    *(
-        (module, "_reconstruct")
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-    ),
-    *(
-        (module, "scalar")
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
-    ),
+    *((module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    *((module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
     ("numpy", "dtype"),
     ("numpy", "ndarray"),
     ("pathlib", "PosixPath"),
@@ -143,15 +137,9 @@ class InertUnpickler(pickle.Unpickler):
             return Items
         package = module.split(".")[0]
         storage = module in ("torch", "torch.storage") and name.endswith("Storage")
-        if (
-            (module, name) in STAND_INS
-            or storage
-            or package in ("megatron", "transformer_engine")
-        ):
+        if (module, name) in STAND_INS or storage or package in ("megatron", "transformer_engine"):
             return _stand_in(name)
-        raise ForbiddenName(
-            f"names {module}.{name}, which has no place there; not loaded"
-        )
+        raise ForbiddenName(f"names {module}.{name}, which has no place there; not loaded")
 
     def persistent_load(self, pid: Any) -> Storage:
         if not (
@@ -225,11 +213,7 @@ def read_metadata(file: IO[bytes]) -> Table:
         for chunk in entry.state["chunks"]:
             offsets = _numbers(chunk.state["offsets"])
             chunks.append(
-                Chunk(
-                    offsets,
-                    _numbers(chunk.state["sizes"]),
-                    *places.pop((name, offsets)),
-                )
+                Chunk(offsets, _numbers(chunk.state["sizes"]), *places.pop((name, offsets)))
             )
         kind = entry.state["properties"].state[0]
         tensors[name] = (_numbers(entry.state["size"]), kind.__name__, tuple(chunks))
@@ -244,9 +228,7 @@ def _numbers(size: Inert) -> tuple[int, ...]:
 
 
 def _path(found: Any) -> str:
-    return (
-        "/".join(map(str, found.arguments)) if isinstance(found, Inert) else str(found)
-    )
+    return "/".join(map(str, found.arguments)) if isinstance(found, Inert) else str(found)
 
 
 DAMAGE = (

@@ -85,8 +85,7 @@ def _redact_url(word: str) -> str:
     if start < 0:
         return word
     address = _LOGIN.sub(
-        lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@",
-        word[start:],
+        lambda found: found[0] if found[1] in _HARMLESS_LOGINS else f"://{REDACTED}@", word[start:]
     )
     return word[:start] + _FRAGMENT.sub(
         rf"\1{REDACTED}", _PARAMETER.sub(_redact_parameter, address)

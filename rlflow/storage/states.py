@@ -68,8 +68,4 @@ def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
         if set(state) == {BYTES}:
             return tensors[state[BYTES]].numpy().tobytes()
         return {key: put_back(value, tensors) for key, value in state.items()}
-    return (
-        [put_back(value, tensors) for value in state]
-        if isinstance(state, list)
-        else state
-    )
+    return [put_back(value, tensors) for value in state] if isinstance(state, list) else state

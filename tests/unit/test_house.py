@@ -20,13 +20,13 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 261_875,
+    "rlflow": 261_826,
     "environments": 118_276,
     "tools": 29_981,
     "recipes": 4_852,
 }
 MOST = {
-    "tokens per 100 lines of rlflow/": 687,
+    "tokens per 100 lines of rlflow/": 689,
     "lines over 100 columns, of 10,000": 39,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
