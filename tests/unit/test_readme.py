@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -19,16 +20,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = README + (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)```", PAGES, flags=re.S))
 ENVIRONMENT, SCRIPT = "guess_number.py", "train_guess_number.py"
-
-NOTEBOOK = """
-import asyncio, sys
-
-async def cell(source):
-    exec(compile(source, sys.argv[1], "exec"), {"__name__": "__main__"})
-
-asyncio.run(cell(open(sys.argv[1]).read()))
-"""
-
 
 PLAYER, POLICY, CLASS = "guess_number_player.py:play", "guess_number_policy", "GuessNumber"
 
@@ -68,11 +59,20 @@ def test_environment_keeps_the_contract(workplace: Path, monkeypatch: pytest.Mon
     assert cli.main(["env", "check", f"{ENVIRONMENT}:{CLASS}"]) == 0
 
 
-def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(workplace: Path) -> None:
+def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = SNIPPETS[SCRIPT].replace("range(30)", "range(2)")
     assert short != SNIPPETS[SCRIPT]
-    (workplace / "short.py").write_text(short)
-    assert len(rewards(run(workplace, "-c", "import sys; sys.path.insert(0, '')\n" + NOTEBOOK, "short.py"))) == 2
+    monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(workplace)
+
+    async def cell() -> None:
+        exec(compile(short, SCRIPT, "exec"), {"__name__": "__main__"})
+
+    asyncio.run(cell())
+    del sys.modules["guess_number"]
+    assert len(rewards(capsys.readouterr().out)) == 2
 
 
 @pytest.mark.slow
