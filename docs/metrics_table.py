@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from rlflow.report.metrics import METRICS, Metric, Metrics
+from rlflow.report.metrics import METRICS, Metrics
 
 PAGE = Path(__file__).parent / "metrics.md"
 HEAD = "| metric | unit | meaning |"
@@ -19,27 +19,27 @@ def installed_metrics() -> dict[str, Metrics]:
 
 
 def metrics_table(plug_ins: Mapping[str, Metrics] | None = None) -> str:
-    """The core's metrics in Markdown, then those of each plug-in under its name."""
-    text = _table({f"`{name}`": metric for name, metric in METRICS.items()})
+    """The core's metrics in Markdown, then those of plug-ins, under all that have them."""
+    owners: dict[str, list[str]] = {}
     for plug_in, registered in (plug_ins or {}).items():
-        named = {_logged(name, metric): metric for name, metric in registered.items()}
-        text += f"\n## {plug_in}\n\n" + _table(named)
+        for row in _rows(registered):
+            owners.setdefault(row, []).append(plug_in)
+    text = _table(_rows(METRICS))
+    for names in dict.fromkeys(map(", ".join, owners.values())):
+        text += f"\n## {names}\n\n" + _table([row for row in owners if ", ".join(owners[row]) == names])
     return text
 
 
-def _logged(name: str, metric: Metric) -> str:
-    """Every name under which a registered metric stands in metrics.jsonl."""
-    if "/" in name:
-        return f"`{name}`"
-    section, ends = ("train", " (`_low`, `_high`)") if metric.score else ("rollout", "")
-    return f"`{section}/{name}`, `eval/{name}`{ends}"
-
-
-def _table(metrics: Metrics) -> str:
+def _rows(metrics: Metrics) -> list[str]:
     rows = []
     for name, metric in metrics.items():
-        reduction = "" if metric.reduction == "mean" else f" ({metric.reduction})"
-        rows.append(f"| {name} | {metric.unit} | {metric.meaning}{reduction} |")
+        notes = "score" * metric.score, metric.reduction.removeprefix("mean")
+        told = ", ".join(filter(None, notes))
+        rows.append(f"| `{name}` | {metric.unit} | {metric.meaning}{f' ({told})' if told else ''} |")
+    return rows
+
+
+def _table(rows: list[str]) -> str:
     return "\n".join([HEAD, "|---|---|---|", *rows]) + "\n"
 
 

@@ -48,18 +48,29 @@ class GpuPlan:
         rows = [("node", "GPU", "rank", "engine", "GiB")]
         for number, place in enumerate(self.bundles):
             rank = str(number) if number < self.ranks else "-"
-            engines = [str(i) for i, places in enumerate(self.engines) if place in places]
+            engines = [
+                str(i) for i, places in enumerate(self.engines) if place in places
+            ]
             planned = f"{bytes_[number] / 2**30:.1f}" if number < len(bytes_) else "?"
-            rows.append((place.node, place.gpu, rank, ", ".join(engines) or "-", planned))
+            rows.append(
+                (place.node, place.gpu, rank, ", ".join(engines) or "-", planned)
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
-            "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+            "  ".join(
+                f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)
+            )
             for row in rows
         ]
 
 
 def plan(
-    bundles: Sequence[Bundle], ranks: int, engines: int, each: int, shared: bool, again: bool
+    bundles: Sequence[Bundle],
+    ranks: int,
+    engines: int,
+    each: int,
+    shared: bool,
+    again: bool,
 ) -> GpuPlan:
     """Rank i on GPU i and engine i on `each` GPUs from i * each on, of those in this order. shared:
     engines are on the ranks' GPUs and behind, else behind them. again: where GPUs are used up,
@@ -69,7 +80,9 @@ def plan(
     free = bundles[0 if shared else ranks :]
     room = len(free) // each
     if ranks > len(bundles) or (engines and not room) or (engines > room and not again):
-        held = f"{ranks} ranks" + (f" and {engines} engines of {each}" if engines else "")
+        held = f"{ranks} ranks" + (
+            f" and {engines} engines of {each}" if engines else ""
+        )
         raise ConfigError(
             f"cluster.ranks: {held} on {len(bundles)} GPUs: expected one for each rank (NCCL "
             f"refuses two ranks on one) and {'' if shared else 'others '}for each engine. Lower "
@@ -88,7 +101,9 @@ def plan(
     return GpuPlan(tuple(one for one in bundles if one in used), ranks, tuple(placed))
 
 
-def visible_gpus(variables: Mapping[str, str] = os.environ, count: int | None = None) -> list[Bundle]:
+def visible_gpus(
+    variables: Mapping[str, str] = os.environ, count: int | None = None
+) -> list[Bundle]:
     """The GPUs that this process sees: those of CUDA_VISIBLE_DEVICES, where it is set. count: on
     the machine; none: they are counted. [] where there is none."""
     count = gpu_count() if count is None else count
@@ -106,6 +121,8 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, count: int | None = 
 def gpu_count() -> int:
     """GPUs of this machine, also for a torch that knows none."""
     try:
-        return max(torch.cuda.device_count(), len(os.listdir("/proc/driver/nvidia/gpus")))
+        return max(
+            torch.cuda.device_count(), len(os.listdir("/proc/driver/nvidia/gpus"))
+        )
     except OSError:
         return torch.cuda.device_count()

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import random
-import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.errors import ConfigError
+from rlflow.storage.daemon import start_daemon
 
 if TYPE_CHECKING:
     import aiohttp
@@ -291,7 +291,7 @@ class HttpClient:
         self.session = Session(**options)
         self._loop = asyncio.new_event_loop()
         self._slots = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
-        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        start_daemon("http", self._loop.run_forever)
         self._end = weakref.finalize(self, _end, self._loop, self.session)
 
     def submit(

@@ -27,7 +27,11 @@ LIBRARIES: tuple[Library, ...] = ("mkl", "onednn")
 VARIABLE = "RLFLOW_MATMUL"
 # For fewer, what oneDNN prepares per call and shape costs more than it saves
 ONEDNN_MULTIPLICATIONS = 1 << 20
-CLASSES = {"few rows": (16, 512, 1024), "rows": (256, 512, 512), "weights": (256, 512, 512)}
+CLASSES = {
+    "few rows": (16, 512, 1024),
+    "rows": (256, 512, 512),
+    "weights": (256, 512, 512),
+}
 """Classes of products, and the (rows, in, out) by which they are measured: decoding; forward
 passes, and the gradients of inputs; the gradients of weights. About 0.1 to 1 ms each."""
 FEW_ROWS = 64
@@ -82,7 +86,9 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return F.linear(inputs, weight, bias)
     if out % STEP and out < BLOCKS[0]:  # vectors of queries, not the weights of a layer
         filled = linear(
-            inputs, _filled(weight), None if bias is None else F.pad(bias, (0, -out % STEP))
+            inputs,
+            _filled(weight),
+            None if bias is None else F.pad(bias, (0, -out % STEP)),
         )
         return filled[:, :out].contiguous()
     if rows < FEW_ROWS:
@@ -92,13 +98,15 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return _onednn(inputs, weight, bias)
     result = inputs.new_empty(rows, out)
     for block in blocks:
-        result[block] = (_onednn if _is_whole(block) else F.linear)(inputs[block], weight, bias)
+        result[block] = (_onednn if _is_whole(block) else F.linear)(
+            inputs[block], weight, bias
+        )
     return result
 
 
 def linear_float32(inputs: Tensor, weight: Tensor) -> Tensor:
-    """As `linear` without a bias, in float32: on GPUs the sums of a product of bfloat16 as they are,
-    unrounded."""
+    """As `linear` without a bias, in float32: on GPUs the sums of a product of bfloat16 as they
+    are, unrounded."""
     if inputs.is_cuda and WIDE and inputs.dtype is not torch.float32:
         return torch.mm(inputs, weight.t(), out_dtype=torch.float32)
     return linear(inputs, weight).float()
@@ -111,7 +119,9 @@ def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
         _add(total, gradient, inputs)
         return
     for block in _blocks(inputs.shape[0]):
-        (_add_by_onednn if _is_whole(block) else _add)(total, gradient[block], inputs[block])
+        (_add_by_onednn if _is_whole(block) else _add)(
+            total, gradient[block], inputs[block]
+        )
 
 
 def measured() -> dict[str, Library]:
@@ -122,11 +132,9 @@ def measured() -> dict[str, Library]:
     result: dict[str, Library] = {}
     with torch.no_grad():
         for name, (rows, width, out) in CLASSES.items():
-            inputs, weight, gradient = (
-                torch.ones(rows, width),
-                torch.ones(out, width),
-                torch.ones(rows, out),
-            )
+            inputs = torch.ones(rows, width)
+            weight = torch.ones(out, width)
+            gradient = torch.ones(rows, out)
             pair: tuple[Callable[[], object], ...] = (
                 partial(F.linear, inputs, weight),
                 partial(_onednn, inputs, weight, None),
@@ -169,7 +177,11 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return next(iter(names), "") or platform.processor() or platform.machine()
 
 
@@ -188,7 +200,9 @@ def _from_environment() -> dict[str, Library] | None:
 
 
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
 
 
 def _is_for_onednn(left: Tensor, right: Tensor, of: str) -> bool:

@@ -41,7 +41,9 @@ class Range:
             ("to", self.high),
             ("below", self.below),
         )
-        return " ".join(f"{word} {bound:.12g}" for word, bound in bounds if math.isfinite(bound))
+        return " ".join(
+            f"{word} {bound:.12g}" for word, bound in bounds if math.isfinite(bound)
+        )
 
 
 PositiveInt = Annotated[int, Range(above=0)]
@@ -84,7 +86,10 @@ def checked(hint: Any, value: Any, where: str) -> Any:
             return value
         # Entries of different types are not looked into
         item = arguments[0] if len({*arguments} - {...}) == 1 else Any
-        items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+        items = [
+            checked(item, entry, f"{where}[{index}]")
+            for index, entry in enumerate(value)
+        ]
         return tuple(items) if (origin or hint) is tuple else items
     if hint is float and _is_number(value) and math.isfinite(value):
         return float(value)
@@ -119,7 +124,12 @@ def section_of(hint: Any) -> type | None:
         else (hint,)
     )
     return next(
-        (kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None
+        (
+            kind
+            for kind in kinds
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        ),
+        None,
     )
 
 
@@ -180,9 +190,13 @@ def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
         raise _unexpected(hint, value, where)
     try:
         return checked(base, value, where)
-    except ConfigError as problem:  # of an entry of a list, say: that place is the better one
+    except (
+        ConfigError
+    ) as problem:  # of an entry of a list, say: that place is the better one
         raise (
-            _unexpected(hint, value, where) if str(problem).startswith(f"{where}:") else problem
+            _unexpected(hint, value, where)
+            if str(problem).startswith(f"{where}:")
+            else problem
         ) from None
 
 
@@ -207,9 +221,12 @@ def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
     expected = describe(hint)
     if _is_number(value) and not math.isfinite(value):
         expected = " or ".join(
-            "a finite number" if kind == "a number" else kind for kind in expected.split(" or ")
+            "a finite number" if kind == "a number" else kind
+            for kind in expected.split(" or ")
         )
-    return ConfigError(f"{where}: expected {expected}, found {show(value)}.{hint_words}")
+    return ConfigError(
+        f"{where}: expected {expected}, found {show(value)}.{hint_words}"
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -217,7 +234,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(hint: Any) -> bool:
-    return (typing.get_origin(hint) or hint) in (str, bool, int, float, dict, Mapping, type(None))
+    return (typing.get_origin(hint) or hint) in (
+        str,
+        bool,
+        int,
+        float,
+        dict,
+        Mapping,
+        type(None),
+    )
 
 
 def _holds(kind: Any, value: Any) -> bool:
@@ -231,6 +256,8 @@ def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
         return annotation
     holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=dict(scope), include_extras=True)["value"]
+        return typing.get_type_hints(holder, globalns=dict(scope), include_extras=True)[
+            "value"
+        ]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return Any

@@ -23,7 +23,9 @@ Commands = Mapping[str, tuple[str, str]]
 def add_commands(parser: argparse.ArgumentParser, commands: Commands) -> None:
     """Adds every command to the group's parser; none of their modules is imported yet."""
     parser.set_defaults(run=lambda args: parser.print_help())
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", parser_class=_LazyParser)
+    actions = parser.add_subparsers(
+        title="actions", metavar="ACTION", parser_class=_LazyParser
+    )
     for name, (line, module) in commands.items():
         actions.add_parser(
             name, help=line, formatter_class=FORMATTER, allow_abbrev=False
@@ -31,11 +33,16 @@ def add_commands(parser: argparse.ArgumentParser, commands: Commands) -> None:
 
 
 def run_group(
-    prog: str, description: str, commands: Commands, arguments: Sequence[str] | None = None
+    prog: str,
+    description: str,
+    commands: Commands,
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Runs a group as a program of its own; returns the exit status: 0, or the error's after an
     error that it prints in one line."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=FORMATTER)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=FORMATTER
+    )
     add_commands(parser, commands)
     args = parser.parse_args(arguments)
     try:
@@ -61,13 +68,17 @@ def add_option(
     if default is not None:
         help = f"{help} (default {default})"
         kind = kind or type(default)
-    parser.add_argument(*names, metavar=place, type=kind or str, default=default, help=help)
+    parser.add_argument(
+        *names, metavar=place, type=kind or str, default=default, help=help
+    )
 
 
 def log_to_stderr() -> None:
     """What a service says while it runs: its own messages from INFO on, others' warnings."""
     logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
     )
     logging.getLogger("rlflow_environments").setLevel(logging.INFO)
 

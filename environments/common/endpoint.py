@@ -16,8 +16,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import RLFlowError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
+from rlflow.values import PositiveFloat, checked
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
 
@@ -81,13 +82,17 @@ class ChatEndpoint:
             ("tries", tries),
             ("concurrency", concurrency),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(f"{name_of(name)}: expected a number above 0, found {value!r}.")
-        self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+            checked(PositiveFloat, value, name_of(name))
+        self._body = {
+            "model": model,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+        }
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
         self._generator = random.Random(seed)
         self._fix = (
-            f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
+            f"Fix {name_of('url')}, {name_of('model')} or the key in "
+            f"{name_of('api_key_variable')}."
         )
         self._answers = _Answers(cache)
         address, self._client = model_client(
@@ -124,7 +129,9 @@ class ChatEndpoint:
         ]
         done = len(prompts) - len(missing)
         over = threading.Event()
-        futures = [self._client.submit(self._ask_and_keep, prompt, over) for prompt in missing]
+        futures = [
+            self._client.submit(self._ask_and_keep, prompt, over) for prompt in missing
+        ]
         try:
             for future in futures:
                 future.result()
@@ -146,7 +153,9 @@ class ChatEndpoint:
 
     def _key(self, prompt: str) -> str:
         """What an answer depends on; not the address, which may change between runs."""
-        return hashlib.sha256(json.dumps([self._body, prompt], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self._body, prompt], sort_keys=True).encode()
+        ).hexdigest()
 
     async def _ask_and_keep(self, prompt: str, over: threading.Event) -> None:
         if not over.is_set():
@@ -159,14 +168,21 @@ class ChatEndpoint:
         try:
             return await self._policy.call_async(attempt, self._generator)
         except GaveUp as end:
-            kind = UnreadableReplyError if isinstance(end.last, UnreadableReply) else EndpointError
+            kind = (
+                UnreadableReplyError
+                if isinstance(end.last, UnreadableReply)
+                else EndpointError
+            )
             raise kind(
                 f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}."
             ) from None
 
     async def _post(self, prompt: str) -> str:
         """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
-        body = {**self._body, "messages": [{"role": "user", "content": well_formed(prompt)}]}
+        body = {
+            **self._body,
+            "messages": [{"role": "user", "content": well_formed(prompt)}],
+        }
         reply = (await self._client.session.ask("POST", self.url, body)).checked()
         if reply.status != 200:
             raise EndpointRefusedError(
@@ -175,7 +191,9 @@ class ChatEndpoint:
         try:
             content = reply.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise UnreadableReply(f"expected a chat completion, found {reply.excerpt}") from None
+            raise UnreadableReply(
+                f"expected a chat completion, found {reply.excerpt}"
+            ) from None
         # null where the model only thought, or called a tool
         return content if isinstance(content, str) else ""
 
@@ -204,9 +222,13 @@ class _Answers:
             self._known[key] = answer
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                with self._path.open(
+                    "a", encoding="utf-8", errors="backslashreplace"
+                ) as file:
                     # A newline first as well, so that a line that a kill cut off spoils none but
                     # itself.
                     file.write(
-                        "\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n"
+                        "\n"
+                        + json.dumps({"key": key, "answer": answer}, ensure_ascii=False)
+                        + "\n"
                     )

@@ -52,29 +52,42 @@ def records(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def refuse(
-    path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, skip: bool = False
+    path: Path,
+    what: str,
+    bad: Sequence[tuple[str, str]],
+    good: int,
+    *,
+    skip: bool = False,
 ) -> None:
     """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip`
     bad ones are a warning."""
     if bad and path.suffix.lower() == ".csv":
         convert = (
-            "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+            "import csv, json, sys; "
+            "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
         )
-        source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+        source = shlex.quote(str(path))
+        target = shlex.quote(str(path.with_suffix(".jsonl")))
         raise DataError(
             f"{path}: found CSV, expected the {what} as JSON Lines or parquet. Convert it by "
             f"`python -c '{convert}' < {source} > {target}`."
         )
     if bad:
         shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:_SHOWN_BAD_ROWS])
-        more = f"; and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""
+        more = (
+            f"; and {len(bad) - _SHOWN_BAD_ROWS} more"
+            if len(bad) > _SHOWN_BAD_ROWS
+            else ""
+        )
         count = f"{len(bad)} of {good + len(bad)} rows of the {what} are bad"
         if not skip:
             raise DataError(f"{path}: {count}: {shown}{more}. Fix or remove them.")
         logger.warning("%s: %s and skipped: %s%s", path, count, shown, more)
     if not good:
         found = f"{len(bad)} bad ones only" if bad else "an empty file"
-        raise DataError(f"{path}: expected the {what}, one JSON object per line, found {found}.")
+        raise DataError(
+            f"{path}: expected the {what}, one JSON object per line, found {found}."
+        )
     logger.debug("%s: %d rows of the %s", path, good, what)
 
 
@@ -87,7 +100,9 @@ def parse_object(record: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as problem:
         raise BadRow(f"not JSON ({problem.msg} at column {problem.colno})") from None
     except ValueError:
-        raise BadRow("not JSON that can be read (a number of thousands of digits)") from None
+        raise BadRow(
+            "not JSON that can be read (a number of thousands of digits)"
+        ) from None
     except RecursionError:
         raise BadRow("not JSON that can be read (nested too deeply)") from None
     if not isinstance(row, dict):

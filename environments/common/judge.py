@@ -111,7 +111,9 @@ class JudgeEndpoint:
             verdict = self._known.get(key)
         if verdict is None and self._folder is not None:
             try:
-                return json.loads((self._folder / f"{key}.json").read_bytes())["verdict"]
+                return json.loads((self._folder / f"{key}.json").read_bytes())[
+                    "verdict"
+                ]
             except (FileNotFoundError, ValueError, KeyError, TypeError):
                 return None
         return verdict
@@ -121,7 +123,9 @@ class JudgeEndpoint:
             self._known[key] = verdict
         if self._folder is not None:
             write_text(
-                self._folder / f"{key}.json", json.dumps({"verdict": verdict}) + "\n", durable=False
+                self._folder / f"{key}.json",
+                json.dumps({"verdict": verdict}) + "\n",
+                durable=False,
             )
 
 

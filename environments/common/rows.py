@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError, install_command, needing
-from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records
+from rlflow_environments.common.jsonl import (
+    BadRow,
+    existing,
+    kind_of,
+    parse_object,
+    records,
+)
 
 Row = dict[str, Any]
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
@@ -29,7 +35,9 @@ def read_rows(path: str | Path, what: str) -> Iterator[tuple[str, Row | BadRow]]
         head = opened.read(4)
     if head == _PARQUET:
         return _parquet_rows(file, what)
-    return _text_rows(_unzipped(file, what) if head.startswith(_GZIP) else file.read_bytes())
+    return _text_rows(
+        _unzipped(file, what) if head.startswith(_GZIP) else file.read_bytes()
+    )
 
 
 def _unzipped(file: Path, what: str) -> bytes:

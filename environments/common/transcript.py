@@ -47,7 +47,10 @@ class Transcript:
 
     def _turns(self) -> Iterator[tuple[str, str]]:
         for number, response in enumerate(self.responses):
-            yield response, self.observations[number] if number < len(self.observations) else ""
+            yield (
+                response,
+                self.observations[number] if number < len(self.observations) else "",
+            )
 
 
 def as_text(observation: Observation) -> str:

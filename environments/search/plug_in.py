@@ -1,4 +1,4 @@
-"""What the search plug-in adds to the core's commands: options of train and eval, jobs of
+"""Additions of the search plug-in to the core's commands: options of train and eval, jobs of
 doctor, and tables of the field's configurations. Imports nothing heavy."""
 
 from __future__ import annotations

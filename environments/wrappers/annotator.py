@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlflow.errors import DataError
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.files import replacing
 from rlflow_environments.common.endpoint import ChatEndpoint
 from rlflow_environments.wrappers.reward_models import Question, RewardModel
@@ -49,12 +50,10 @@ class Annotator:
         """path: of the file in which labels and model are kept, at most every SAVE_S seconds and at
         the end; what it holds is taken over. Raises DataError where it holds something else."""
         self._endpoint, self._model, self._goal = endpoint, model, goal
-        self._batch, self._most_waiting, self._most_labels, self._retry_s = (
-            batch,
-            most_waiting,
-            most_labels,
-            retry_s,
-        )
+        self._batch = batch
+        self._most_waiting = most_waiting
+        self._most_labels = most_labels
+        self._retry_s = retry_s
         self._path = path
         self._labels: dict[Question, float] = {}
         self._waiting: OrderedDict[Question, None] = OrderedDict()
@@ -72,7 +71,9 @@ class Annotator:
         with self._changed:
             for question in questions:
                 known = (
-                    question in self._labels or question in self._waiting or question in self._asked
+                    question in self._labels
+                    or question in self._waiting
+                    or question in self._asked
                 )
                 if known or self._closed or len(self._labels) >= self._most_labels:
                     continue
@@ -82,8 +83,7 @@ class Annotator:
                 self._waiting[question] = None
                 self._changed.notify()
             if self._waiting and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="annotator", daemon=True)
-                self._thread.start()
+                self._thread = start_daemon("annotator", self._work)
 
     @property
     def waiting(self) -> int:
@@ -108,12 +108,18 @@ class Annotator:
     def _work(self) -> None:
         while batch := self._take():
             futures = {question: self._submit(question) for question in batch}
-            outcomes = {question: _outcome(future) for question, future in futures.items()}
+            outcomes = {
+                question: _outcome(future) for question, future in futures.items()
+            }
             labels = {
-                question: value for question, value in outcomes.items() if isinstance(value, float)
+                question: value
+                for question, value in outcomes.items()
+                if isinstance(value, float)
             }
             problems = [
-                problem for problem in outcomes.values() if isinstance(problem, BaseException)
+                problem
+                for problem in outcomes.values()
+                if isinstance(problem, BaseException)
             ]
             with self._changed:
                 self._asked.difference_update(batch)
@@ -139,14 +145,17 @@ class Annotator:
             if self._closed:
                 return []
             batch = [
-                self._waiting.popitem()[0] for _ in range(min(self._batch, len(self._waiting)))
+                self._waiting.popitem()[0]
+                for _ in range(min(self._batch, len(self._waiting)))
             ]
             self._asked.update(batch)
             return batch
 
     def _submit(self, question: Question) -> Future[float] | BaseException:
         try:
-            return self._endpoint.submit(self._model.ask(self._goal, question), self._model.read)
+            return self._endpoint.submit(
+                self._model.ask(self._goal, question), self._model.read
+            )
         except RuntimeError as ended:  # the endpoint was closed in the meantime
             return ended
 
@@ -161,18 +170,26 @@ class Annotator:
             return
         self._saved_at = time.monotonic()
         labels = [[list(question), label] for question, label in self._labels.items()]
-        state = {"labels": labels, "model": self._model.state_dict(), **self._identity()}
+        state = {
+            "labels": labels,
+            "model": self._model.state_dict(),
+            **self._identity(),
+        }
         try:
             with replacing(self._path) as aside:
                 torch.save(state, aside)
         except OSError as problem:
-            logger.warning("the annotator's state cannot be kept: %s: %s", self._path, problem)
+            logger.warning(
+                "the annotator's state cannot be kept: %s: %s", self._path, problem
+            )
 
     def _load(self, path: Path) -> None:
         try:
             state = torch.load(path, weights_only=True)
             told = {key: state[key] for key in self._identity()}
-            self._labels = {tuple(question): float(label) for question, label in state["labels"]}
+            self._labels = {
+                tuple(question): float(label) for question, label in state["labels"]
+            }
         except (
             OSError,
             KeyError,

@@ -40,7 +40,8 @@ class IntrinsicRewards(Wrapper):
 
     metrics = {
         "intrinsic_return": Metric(
-            "reward", "sum of the episode's intrinsic rewards, without their coefficient"
+            "reward",
+            "sum of the episode's intrinsic rewards, without their coefficient",
         ),
         "intrinsic/labels": Metric("count", "that the annotator has"),
         "intrinsic/waiting": Metric("count", "questions that were not asked yet"),
@@ -76,7 +77,9 @@ class IntrinsicRewards(Wrapper):
         next. Raises ConfigError, DataError, MissingPackageError.
         """
         super().__init__(base)
-        self._model: RewardModel = REWARD_MODEL.build(model or "retrieval", "environment.model")
+        self._model: RewardModel = REWARD_MODEL.build(
+            model or "retrieval", "environment.model"
+        )
         options = check_options(endpoint, make_endpoint, where="environment.endpoint")
         self._annotator = Annotator(
             make_endpoint(**options),
@@ -88,12 +91,10 @@ class IntrinsicRewards(Wrapper):
             retry_s=retry_s,
             path=None if state is None else Path(state).expanduser(),
         )
-        self._extrinsic, self._intrinsic, self._beta, self._lines = (
-            extrinsic,
-            intrinsic,
-            beta,
-            lines,
-        )
+        self._extrinsic = extrinsic
+        self._intrinsic = intrinsic
+        self._beta = beta
+        self._lines = lines
         self._told = {"failed": 0, "dropped": 0}
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
@@ -104,13 +105,19 @@ class IntrinsicRewards(Wrapper):
         if caption:
             counts: dict[str, int] = seen.own.setdefault("counts", {})
             counts[caption] = counts.get(caption, 0) + 1
-            value = self._model.reward(caption) * count_weight(counts[caption], self._beta)
+            value = self._model.reward(caption) * count_weight(
+                counts[caption], self._beta
+            )
             self._annotator.offer(self._model.questions(caption))
         seen.own["return"] = seen.own.get("return", 0.0) + value
         return dataclasses.replace(
             step,
             reward=self._extrinsic * step.reward + self._intrinsic * value,
-            rewards={**step.rewards, "extrinsic": float(step.reward), "intrinsic": value},
+            rewards={
+                **step.rewards,
+                "extrinsic": float(step.reward),
+                "intrinsic": value,
+            },
             metrics={**step.metrics, "intrinsic_return": seen.own["return"]},
         )
 
@@ -123,7 +130,8 @@ class IntrinsicRewards(Wrapper):
         """The base's numbers and the annotator's."""
         counts = {"failed": self._annotator.failed, "dropped": self._annotator.dropped}
         since = {
-            f"intrinsic/{name}": float(count - self._told[name]) for name, count in counts.items()
+            f"intrinsic/{name}": float(count - self._told[name])
+            for name, count in counts.items()
         }
         self._told = counts
         now = {

@@ -33,12 +33,16 @@ class ProgressRewards(Wrapper):
 
     metrics = {
         "progress_value": Metric(
-            "share", "of the work that is done in the end: v + c (1 - v) after each step"
+            "share",
+            "of the work that is done in the end: v + c (1 - v) after each step",
         ),
         "progress_order": Metric(
-            "1", "value-order correlation (VOC): Spearman's of an episode's values with time"
+            "1",
+            "value-order correlation (VOC): Spearman's of an episode's values with time",
         ),
-        "progress_negative": Metric("share", "of an episode's steps that went back (NR)"),
+        "progress_negative": Metric(
+            "share", "of an episode's steps that went back (NR)"
+        ),
         "progress_done": Metric("share", "of episodes that the critic says are done"),
     }
 
@@ -59,12 +63,10 @@ class ProgressRewards(Wrapper):
         """
         super().__init__(base)
         self._critic = CRITIC.build(critic, "environment.critic")
-        self._progress, self._outcome, self._ends, self._backward = (
-            progress,
-            outcome,
-            ends,
-            backward,
-        )
+        self._progress = progress
+        self._outcome = outcome
+        self._ends = ends
+        self._backward = backward
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step with the reward of its progress."""
@@ -105,4 +107,10 @@ class ProgressRewards(Wrapper):
 def _beginning(episode: Episode) -> dict[str, Any]:
     """What is remembered of an episode before its first step; v_0 is 0."""
     prompt = as_text(episode.task.prompt).strip()
-    return {"task": prompt, "last": prompt, "deltas": [], "values": [0.0], "done": False}
+    return {
+        "task": prompt,
+        "last": prompt,
+        "deltas": [],
+        "values": [0.0],
+        "done": False,
+    }

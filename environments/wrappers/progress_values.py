@@ -58,7 +58,11 @@ def reversed_order_correlation(found: Sequence[float]) -> float:
 
 def order_f1(forward: float, backward: float) -> float:
     """VOC-F1 = 2 VOC VROC / (VOC + VROC); 0 where one of them is not above 0."""
-    return 2 * forward * backward / (forward + backward) if forward > 0 and backward > 0 else 0.0
+    return (
+        2 * forward * backward / (forward + backward)
+        if forward > 0 and backward > 0
+        else 0.0
+    )
 
 
 def negative_rate(deltas: Sequence[float]) -> float:

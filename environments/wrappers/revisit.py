@@ -28,7 +28,11 @@ class RevisitFailures(Wrapper):
     process.
     """
 
-    metrics = {"revisited": Metric("count", "turns of an earlier episode that this one began with")}
+    metrics = {
+        "revisited": Metric(
+            "count", "turns of an earlier episode that this one began with"
+        )
+    }
 
     def __init__(
         self, base: Base, share: Share = 0.25, *, success: float = 1.0, seed: int = 0
@@ -39,7 +43,9 @@ class RevisitFailures(Wrapper):
         self._share, self._success = share, success
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
-        self._failed: dict[str, list[str]] = {}  # the responses of the latest failure, by task
+        self._failed: dict[
+            str, list[str]
+        ] = {}  # the responses of the latest failure, by task
 
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._from_a_failure(task)
@@ -54,7 +60,9 @@ class RevisitFailures(Wrapper):
                     self._failed[episode.task.id] = [*way, *seen.responses]
                 elif not way:
                     self._failed.pop(episode.task.id, None)
-        return dataclasses.replace(step, metrics={**step.metrics, "revisited": float(len(way))})
+        return dataclasses.replace(
+            step, metrics={**step.metrics, "revisited": float(len(way))}
+        )
 
     async def _from_a_failure(self, task: Task) -> Episode:
         episode = await super().reset(task)
@@ -71,7 +79,9 @@ class RevisitFailures(Wrapper):
         for response in way:
             episode.turns += 1
             # A plain one may take its time
-            step = await awaited(await asyncio.to_thread(self.base.step, episode, response))
+            step = await awaited(
+                await asyncio.to_thread(self.base.step, episode, response)
+            )
             if step.terminated or step.replace or not isinstance(step.observation, str):
                 await awaited(self.base.close(episode))
                 return await super().reset(task)

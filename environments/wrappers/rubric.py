@@ -46,7 +46,11 @@ class RubricRewards(Wrapper):
     """
 
     def __init__(
-        self, base: Base, criteria: Mapping[str, Any], *, judge: Mapping[str, Any] | None = None
+        self,
+        base: Base,
+        criteria: Mapping[str, Any],
+        *,
+        judge: Mapping[str, Any] | None = None,
     ) -> None:
         """criteria: name -> {name: ..., weight: 1, gate: none, options}; names: pattern, metric,
         base_return, judge, functions (played, **options) -> number as `package.module:Name` or
@@ -55,12 +59,18 @@ class RubricRewards(Wrapper):
         """
         super().__init__(base)
         if not criteria:
-            raise ConfigError("environment.criteria: expected at least one criterion, found none.")
+            raise ConfigError(
+                "environment.criteria: expected at least one criterion, found none."
+            )
         self._judge = None if judge is None else make_judge(judge, "environment.judge")
-        self._criteria = [self._criterion(str(name), given) for name, given in criteria.items()]
+        self._criteria = [
+            self._criterion(str(name), given) for name, given in criteria.items()
+        ]
         self.add_metrics(
             {
-                f"rubric_{one.name}": Metric("score", f"criterion {one.name} of the rubric")
+                f"rubric_{one.name}": Metric(
+                    "score", f"criterion {one.name} of the rubric"
+                )
                 for one in self._criteria
             }
         )
@@ -70,7 +80,9 @@ class RubricRewards(Wrapper):
         component = CRITERION.component(given, where)
         weight = checked(float, component.pop("weight", 1.0), f"{where}.weight")
         gate = checked(float | None, component.pop("gate", None), f"{where}.gate")
-        return Criterion(name, CRITERION.build(component, where, judge=self._judge), weight, gate)
+        return Criterion(
+            name, CRITERION.build(component, where, judge=self._judge), weight, gate
+        )
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step, without its reward until the last, which has the rubric's."""
@@ -78,7 +90,9 @@ class RubricRewards(Wrapper):
             return dataclasses.replace(step, reward=0.0)
         scores, passed = await self._scores(seen.played(episode.task))
         total = (
-            math.fsum(one.weight * scores[one.name] for one in self._criteria) if passed else 0.0
+            math.fsum(one.weight * scores[one.name] for one in self._criteria)
+            if passed
+            else 0.0
         )
         named = {one.name: scores.get(one.name, 0.0) for one in self._criteria}
         if taken := sorted(set(named) & set(step.rewards)):
@@ -105,7 +119,10 @@ class RubricRewards(Wrapper):
                     return scores, False
         others = [one for one in self._criteria if one.gate is None]
         found = await asyncio.gather(*(_score(one, played) for one in others))
-        return {**scores, **dict(zip((one.name for one in others), found, strict=True))}, True
+        return {
+            **scores,
+            **dict(zip((one.name for one in others), found, strict=True)),
+        }, True
 
     def shutdown(self) -> None:
         """Ends the judge and the base."""

@@ -39,7 +39,11 @@ class Seen:
 
     def played(self, task: Task) -> Played:
         return Played(
-            task, tuple(self.responses), tuple(self.observations), dict(self.metrics), self.returned
+            task,
+            tuple(self.responses),
+            tuple(self.observations),
+            dict(self.metrics),
+            self.returned,
         )
 
 
@@ -57,26 +61,28 @@ class Wrapper(Environment):
         """Raises ConfigError where the base is no environment or has a metric of the wrapper's
         name."""
         made = (
-            base if isinstance(base, Environment) else ENVIRONMENT.build(base, "environment.base")
+            base
+            if isinstance(base, Environment)
+            else ENVIRONMENT.build(base, "environment.base")
         )
         if not isinstance(made, Environment):
             raise ConfigError(
                 f"environment.base: expected an environment, found {type(made).__name__}."
             )
         self.base: Environment = made
-        self.stop, self.max_turns, self.tools, self.frame = (
-            made.stop,
-            made.max_turns,
-            made.tools,
-            made.frame,
-        )
+        self.stop = made.stop
+        self.max_turns = made.max_turns
+        self.tools = made.tools
+        self.frame = made.frame
         self.depth: int = made.depth + 1 if isinstance(made, Wrapper) else 0
         self._key = f"wrapper {self.depth}"
         self.metrics = made.metrics
         self.add_metrics(type(self).metrics)
 
     @classmethod
-    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
+    def rehearse(
+        cls, **options: Any
+    ) -> tuple[Environment | None, list[RLFlowError]] | None:
         """See Environment: the base is rehearsed, and the wrapper made over it."""
         base: Base = options.pop("base")
         if isinstance(base, Environment):
@@ -95,7 +101,9 @@ class Wrapper(Environment):
             return None
         under, wrong = rehearsal
         problems.note(*wrong)
-        return (None if under is None else problems.attempt(cls, base=under, **options)), problems
+        return (
+            None if under is None else problems.attempt(cls, base=under, **options)
+        ), problems
 
     def add_metrics(self, own: Mapping[str, Any]) -> None:
         """Registers metrics beside the base's. Raises ConfigError for a name that is taken."""
@@ -146,7 +154,9 @@ class Wrapper(Environment):
 
     async def _begun(self, begun: Any) -> Episode:
         episode: Episode = await awaited(begun)
-        if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
+        if isinstance(
+            episode, Episode
+        ):  # the rollout says what is wrong with anything else
             episode.scratch[self._key] = Seen()
         return episode
 

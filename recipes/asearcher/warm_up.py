@@ -1,6 +1,8 @@
-"""Makes the demo's starting policy: that of recipes/searchr1, fine-tuned to search and to open pages, in the end hastily.
+"""Makes the demo's starting policy: that of recipes/searchr1, fine-tuned to search and to open
+pages, in the end hastily.
 
-The shipped recipes/asearcher/starting_policy/ came from the defaults. Stopped in the middle, the same command goes on.
+The shipped recipes/asearcher/starting_policy/ came from the defaults. Stopped in the middle, the
+same command goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from rlflow_environments.search.world.demonstrations import Part, Slips, demonst
 
 HASTY = Slips(guess=0.15, early=0.3, give_up=0.6)
 START = Path("recipes/searchr1/starting_policy")
-HASTY_FROM = 0.6  # share of the steps after which the demonstrations go wrong, which spoils the behaviour and not the skill
+HASTY_FROM = 0.6
+"""Share of the steps after which the demonstrations go wrong: it spoils the behaviour, not the
+skill."""
 
 
 def row(generator: random.Random, done: float) -> Sequence[Part]:
@@ -25,7 +29,9 @@ def row(generator: random.Random, done: float) -> Sequence[Part]:
 
 
 def main() -> None:
-    args = parser_of(__doc__, steps=280, rows=12, lr=1.5e-3, out="runs/warm-up-asearcher").parse_args()
+    args = parser_of(
+        __doc__, steps=280, rows=12, lr=1.5e-3, out="runs/warm-up-asearcher"
+    ).parse_args()
     print(f"wrote {warm_up(START, row, args, repeats=False)}")
 
 

@@ -1,7 +1,7 @@
 """Gives the demo's starting policy experts: at first it computes what it computed before.
 
-A quarter of each MLP is copied into four experts, two for each token; the rest stays beside them (sparse upcycling,
-Komatsuzaki et al. 2022, arXiv 2212.05055). Training makes the copies differ.
+A quarter of each MLP is copied into four experts, two for each token; the rest stays beside them
+(sparse upcycling, Komatsuzaki et al. 2022, arXiv 2212.05055). Training makes the copies differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ EXPERTS, CHOSEN = 4, 2
 
 
 def with_experts(dense: Path, width: int, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of a Qwen2-MoE that computes what the Qwen2 in `dense` does. width: of an expert."""
+    """(name, tensor) pairs of a Qwen2-MoE that computes what the Qwen2 in `dense` does. width: of
+    an expert."""
     draw = torch.Generator().manual_seed(seed)
     for name, weight in iterate_weights(dense):
         block, found, projection = name.partition(".mlp.")
@@ -56,7 +57,10 @@ def write(dense: Path, out: Path, seed: int = 0) -> None:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    weights = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in with_experts(dense, width, seed)}
+    weights = {
+        name: weight.clone(memory_format=torch.contiguous_format)
+        for name, weight in with_experts(dense, width, seed)
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing_directory(out) as partial:
         save_file(weights, partial / SINGLE_FILE, metadata={"format": "pt"})
@@ -64,9 +68,12 @@ def write(dense: Path, out: Path, seed: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="the model directory to write")
-    parser.add_argument("--dense", type=Path, default=DENSE, help="the Qwen2 to start from (recipes/searchr1/starting_policy)")
+    start = "the Qwen2 to start from (recipes/searchr1/starting_policy)"
+    parser.add_argument("--dense", type=Path, default=DENSE, help=start)
     parser.add_argument("--seed", type=int, default=0, help="of the routers (0)")
     options = parser.parse_args()
     write(options.dense, options.out, options.seed)

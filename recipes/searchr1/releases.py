@@ -1,4 +1,5 @@
-"""The field's public releases: downloaded from the HuggingFace hub, checked, and unpacked to what servers and recipes take."""
+"""The field's public releases: downloaded from the HuggingFace hub, checked, and unpacked to what
+servers and recipes take."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlflow.errors import ConfigError, DataError, MissingPackageError, RLFlowError, StorageError
+from rlflow.errors import (
+    ConfigError,
+    DataError,
+    MissingPackageError,
+    RLFlowError,
+    StorageError,
+    did_you_mean,
+)
 from rlflow.storage.files import clear_partials, replace_file, replacing, write_text
 
 logger = logging.getLogger(__name__)
@@ -29,8 +37,8 @@ class DownloadError(RLFlowError):
 
 @dataclass(frozen=True)
 class Release:
-    """A dataset repository of the hub, or some of its files (patterns). joined: the name of what the parts in `files` make,
-    one behind the other. about: what it is, with its size."""
+    """A dataset repository of the hub, or some of its files (patterns). joined: the name of what
+    the parts in `files` make, one behind the other. about: what it is, with its size."""
 
     repo: str
     about: str
@@ -39,22 +47,29 @@ class Release:
 
 
 RELEASES: dict[str, Release] = {
-    "wiki-18": Release("PeterJinGo/wiki-18-corpus", "Search-R1's corpus: 21,015,324 passages, 14 GB unpacked", ("*.jsonl.gz",)),
-    "wiki-18-e5": Release("PeterJinGo/wiki-18-e5-index", "its E5 index, Flat: 60 GiB", ("part_*",), "e5_Flat.index"),
-    "wiki-18-e5-hnsw": Release(
-        "PeterJinGo/wiki-18-e5-index-HNSW64", "its E5 index, HNSW64: 71 GB", ("part_*",), "e5_HNSW64.index"
-    ),
+    "wiki-18": Release("PeterJinGo/wiki-18-corpus",
+                       "Search-R1's corpus: 21,015,324 passages, 14 GB unpacked", ("*.jsonl.gz",)),
+    "wiki-18-e5": Release("PeterJinGo/wiki-18-e5-index",
+                          "its E5 index, Flat: 60 GiB", ("part_*",), "e5_Flat.index"),
+    "wiki-18-e5-hnsw": Release("PeterJinGo/wiki-18-e5-index-HNSW64",
+                               "its E5 index, HNSW64: 71 GB", ("part_*",), "e5_HNSW64.index"),
     "wiki-18-bm25": Release("PeterJinGo/wiki-18-bm25-index", "its BM25 index, for Lucene"),
-    "nq-hotpotqa": Release("PeterJinGo/nq_hotpotqa_train", "Search-R1's questions, parquet: 170k training, 51.7k of seven sets"),
-    "rlinf-data": Release("RLinf/Search-R1-Data", "RLinf's version of them: train.jsonl with prompt and solutions"),
-    "rlinf-wiki": Release("RLinf/Wiki-2018-Corpus", "RLinf's corpus, pages and Qdrant storage: 156 GB"),
-    "asearcher-wiki": Release("inclusionAI/ASearcher-Local-Knowledge", "ASearcher's corpus, pages and links: 61 GB"),
-    "asearcher-train": Release("inclusionAI/ASearcher-train-data", "ASearcher-Base-35k and -LRM-35k"),
-    "asearcher-test": Release("inclusionAI/ASearcher-test-data", "evaluation sets, 1,000 questions each; GAIA, frames, xbench"),
-    "flashrag": Release(
-        "RUC-NLPIR/FlashRAG_datasets", "the seven evaluation sets, whole",
-        tuple(f"{name}/*.jsonl" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")),
-    ),
+    "nq-hotpotqa": Release("PeterJinGo/nq_hotpotqa_train",
+                           "Search-R1's questions, parquet: 170k training, 51.7k of seven sets"),
+    "rlinf-data": Release("RLinf/Search-R1-Data",
+                          "RLinf's version of them: train.jsonl with prompt and solutions"),
+    "rlinf-wiki": Release("RLinf/Wiki-2018-Corpus",
+                          "RLinf's corpus, pages and Qdrant storage: 156 GB"),
+    "asearcher-wiki": Release("inclusionAI/ASearcher-Local-Knowledge",
+                              "ASearcher's corpus, pages and links: 61 GB"),
+    "asearcher-train": Release("inclusionAI/ASearcher-train-data",
+                               "ASearcher-Base-35k and -LRM-35k"),
+    "asearcher-test": Release("inclusionAI/ASearcher-test-data",
+                              "evaluation sets, 1,000 questions each; GAIA, frames, xbench"),
+    "flashrag": Release("RUC-NLPIR/FlashRAG_datasets", "the seven evaluation sets, whole",
+                        tuple(f"{name}/*.jsonl" for name in
+                              ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique",
+                               "bamboogle"))),
     "e5": Release("intfloat/e5-base-v2", "the encoder of the field: 0.4 GB"),
 }  # fmt: skip
 """What can be asked for by name."""
@@ -65,7 +80,7 @@ MODELS = ("e5",)
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. sha256: of large files only (LFS); others are checked by their size."""
+    """A file of a repository. sha256: of large files (LFS); others are checked by their size."""
 
     name: str
     size: int
@@ -73,9 +88,7 @@ class RemoteFile:
 
 
 def select(names: Sequence[str]) -> dict[str, Release]:
-    """The releases of the names; a name with a slash is any dataset repository. Raises ConfigError."""
-    from rlflow.errors import did_you_mean
-
+    """The releases of the names; with a slash: of any dataset repository. Raises ConfigError."""
     chosen: dict[str, Release] = {}
     for name in names:
         if "/" in name:
@@ -104,12 +117,17 @@ def download(
 ) -> list[Path]:
     """Downloads, checks and unpacks a release; returns the files that are ready.
 
-    files: patterns instead of the release's. What is there and whole is not fetched again; a file that was stopped in the middle
-    goes on there. Raises DownloadError, DataError (a file is not what the hub says), StorageError (no room).
+    files: patterns instead of the release's. What is there and whole is not fetched again; a file
+    that was stopped in the middle goes on there. Raises DownloadError, DataError (a file is not
+    what the hub says), StorageError (no room).
     """
     hub = _Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
     patterns = tuple(files) or release.files
-    wanted = [remote for remote in hub.files() if any(fnmatch(remote.name, pattern) for pattern in patterns)]
+    wanted = [
+        remote
+        for remote in hub.files()
+        if any(fnmatch(remote.name, pattern) for pattern in patterns)
+    ]
     if not wanted:
         raise DownloadError(f"{release.repo}: no file there matches {', '.join(patterns)}.")
     ledger = _Ledger(folder / "downloads.json")
@@ -123,7 +141,9 @@ def download(
     if joined is not None:
         return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
     return [
-        _unpacked(folder / remote.name, ledger, say) if remote.name.endswith(".jsonl.gz") else folder / remote.name
+        _unpacked(folder / remote.name, ledger, say)
+        if remote.name.endswith(".jsonl.gz")
+        else folder / remote.name
         for remote in wanted
     ]
 
@@ -146,19 +166,25 @@ class _Hub:
         """The repository's files. Raises DownloadError."""
         api = self._hub.HfApi(endpoint=self._endpoint)
         info = self._reached(
-            lambda: api.repo_info(self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True)
+            lambda: api.repo_info(
+                self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True
+            )
         )
         return [
-            RemoteFile(entry.rfilename, int(entry.size or 0), entry.lfs.sha256 if entry.lfs else None)
+            RemoteFile(
+                entry.rfilename, int(entry.size or 0), entry.lfs.sha256 if entry.lfs else None
+            )
             for entry in info.siblings or []
         ]
 
     def fetch(self, remote: RemoteFile, partial: Path) -> None:
-        """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then stays."""
+        """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then
+        stays."""
         self._reached(lambda: self._transfer(remote, partial))
 
     def _transfer(self, remote: RemoteFile, partial: Path) -> None:
-        # hf_hub_download would begin again after every kill; its own transfer function goes on where it is told to.
+        # hf_hub_download would begin again after every kill; its own transfer function goes on
+        # where it is told to.
         from huggingface_hub.file_download import http_get
 
         kind = {"repo_type": self._kind, "revision": self._revision, "endpoint": self._endpoint}
@@ -166,26 +192,31 @@ class _Hub:
         headers = self._hub.utils.build_hf_headers()
         location = self._hub.get_hf_file_metadata(url, endpoint=self._endpoint).location
         if urlsplit(location).netloc != urlsplit(url).netloc:
-            headers.pop("authorization", None)  # the account's token is for the hub, not for its storage
+            # The account's token is for the hub, not for its storage
+            headers.pop("authorization", None)
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as file:
-            http_get(location, file, resume_size=partial.stat().st_size, headers=headers, expected_size=remote.size)
+            http_get(
+                location,
+                file,
+                resume_size=partial.stat().st_size,
+                headers=headers,
+                expected_size=remote.size,
+            )
 
     def _reached(self, ask: Callable[[], Any]) -> Any:
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-        # The errors of the hub's HTTP library share no base with OSError; ValueError: a file over 50 GB, a name that is none.
-        transport: tuple[type[BaseException], ...] = (
-            OSError,
-            ValueError,
+        from huggingface_hub.errors import (
             HfHubHTTPError,
             LocalEntryNotFoundError,
             OfflineModeIsEnabled,
-            *_transport_errors(),
         )
+
+        from rlflow.models.hub import transport_errors
+
+        own = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled)
         try:
             return ask()
-        except transport as problem:
+        except (*own, *transport_errors()) as problem:  # ValueError: a file over 50 GB
             reason = " ".join(str(problem).split())[:300] or type(problem).__name__
             raise DownloadError(
                 f"{self._repo}: {reason}. Check the name, the network, HF_ENDPOINT and HF_TOKEN; "
@@ -193,20 +224,9 @@ class _Hub:
             ) from None
 
 
-def _transport_errors() -> tuple[type[BaseException], ...]:
-    import importlib
-
-    found: list[type[BaseException]] = []
-    for package in ("httpx", "httpx2"):
-        try:
-            found.append(importlib.import_module(package).HTTPError)
-        except ImportError:
-            continue
-    return tuple(found)
-
-
 class _Ledger:
-    """Which files were found whole, so that sixty gigabytes are not hashed at every start: {name: [identity, size, mtime]}."""
+    """Which files were found whole, so that sixty gigabytes are not hashed at every start: {name:
+    [identity, size, mtime]}."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -233,18 +253,25 @@ def _stamp(file: Path) -> list[int]:
 
 
 def _identity(files: Sequence[RemoteFile]) -> str:
-    return hashlib.sha256(json.dumps([[remote.name, remote.size, remote.sha256] for remote in files]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([[remote.name, remote.size, remote.sha256] for remote in files]).encode()
+    ).hexdigest()
 
 
-def _fetch(hub: _Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]) -> None:
-    """Fetches a file that is not there and whole, and checks it; a damaged one is fetched once more."""
+def _fetch(
+    hub: _Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]
+) -> None:
+    """Fetches a file that is not there and whole, and checks it; a damaged one is fetched once
+    more."""
     file, identity = folder / remote.name, _identity([remote])
     if ledger.holds(file, identity):
         say(f"{file}: there and whole")
         return
-    partial = file.with_name(f"{file.name}.{identity[:12]}.partial")  # another revision's beginning is another file
+    # Another revision's beginning is another file
+    partial = file.with_name(f"{file.name}.{identity[:12]}.partial")
     if file.is_file() and not partial.exists():
-        file.rename(partial)  # fetched by other means, or before it was noted: it is checked, not fetched again
+        # Fetched by other means, or before it was noted: it is checked, not fetched again
+        file.rename(partial)
     problem = ""
     for last in (False, True):
         if partial.exists() and partial.stat().st_size > remote.size:
@@ -254,7 +281,8 @@ def _fetch(hub: _Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Ca
         if not problem:
             replace_file(partial, file)
             ledger.note(file, identity)
-            say(f"{file}: {remote.size:,} bytes, {'SHA-256' if remote.sha256 else 'size'} as released")
+            checked = "SHA-256" if remote.sha256 else "size"
+            say(f"{file}: {remote.size:,} bytes, {checked} as released")
             return
         partial.unlink()
         say(f"{file}: {problem}" + ("" if last else "; fetched once more"))
@@ -276,11 +304,19 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release) -> None:
-    """Raises StorageError where the disk has no room for what is missing, and for what is made of it."""
+def _check_room(
+    folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release
+) -> None:
+    """Raises StorageError where the disk has no room for what is missing, and for what is made of
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = sum(remote.size for remote in wanted if not ledger.holds(folder / remote.name, _identity([remote])))
-    # The joined file grows while parts go, one at a time; text unpacks to about three times its size.
+    missing = sum(
+        remote.size
+        for remote in wanted
+        if not ledger.holds(folder / remote.name, _identity([remote]))
+    )
+    # The joined file grows while parts go, one at a time; text unpacks to about three times its
+    # size.
     made = max((remote.size for remote in wanted), default=0) if release.joined else 0
     made += sum(3 * remote.size for remote in wanted if remote.name.endswith(".jsonl.gz"))
     free = shutil.disk_usage(folder).free
@@ -300,7 +336,8 @@ def _join(
     keep_parts: bool,
     say: Callable[[str], None],
 ) -> Path:
-    """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes once it is copied."""
+    """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes
+    once it is copied."""
     ordered = sorted(parts, key=lambda part: part.name)
     expected = sum(part.size for part in ordered)
     clear_partials(target.parent)  # what a kill left has the size of an index
@@ -311,7 +348,9 @@ def _join(
                 with (folder / part.name).open("rb") as source:
                     shutil.copyfileobj(source, joined, _BLOCK)
         if aside.stat().st_size != expected:
-            raise DataError(f"{target}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again.")
+            raise DataError(
+                f"{target}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again."
+            )
     ledger.note(target, _identity(parts))
     if not keep_parts:
         for part in ordered:
@@ -331,6 +370,8 @@ def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path
         with replacing(target) as aside, gzip.open(packed) as source, aside.open("wb") as out:
             shutil.copyfileobj(source, out, _BLOCK)
     except (OSError, EOFError, zlib.error) as problem:
-        raise DataError(f"{packed}: cannot be unpacked: {problem}. Remove it and try again.") from None
+        raise DataError(
+            f"{packed}: cannot be unpacked: {problem}. Remove it and try again."
+        ) from None
     ledger.note(target, identity)
     return target

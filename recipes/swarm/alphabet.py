@@ -1,7 +1,7 @@
 """The example's task, and its two models: `python recipes/swarm/alphabet.py DIRECTORY` writes them.
 
-Shown a letter, say the next one of the alphabet. Each of two peers has one half of the letters to train on, and both are
-evaluated on all: what a peer can do beyond its half, it has from the other.
+Shown a letter, say the next one of the alphabet. Each of two peers has one half of the letters to
+train on, and both are evaluated on all: what a peer can do beyond its half, it has from the other.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ class Alphabet(Environment):
     metrics = {"exact_match": Metric("share", "of letters", score=True, shown="EM {:.2f}")}
 
     def __init__(self, half: str) -> None:
-        self._own = LETTERS[: len(LETTERS) // 2] if half == "first" else LETTERS[len(LETTERS) // 2 :]
+        middle = len(LETTERS) // 2
+        self._own = LETTERS[:middle] if half == "first" else LETTERS[middle:]
 
     def tasks(self, split: str) -> Sequence[Task]:
         following = dict(zip(LETTERS, LETTERS[1:] + LETTERS[0], strict=True))
-        return [Task(f"after-{one}", f"{one}?", following[one]) for one in (self._own if split == "train" else LETTERS)]
+        return [
+            Task(f"after-{one}", f"{one}?", following[one])
+            for one in (self._own if split == "train" else LETTERS)
+        ]
 
     async def step(self, episode: Episode, response: str) -> Step:
         right = float(response == episode.task.answer)
@@ -41,11 +45,18 @@ def write_model(path: Path, family: str, words: Sequence[str], width: int, seed:
 
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(str(path))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(str(path))
     torch.manual_seed(seed)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.08}  # fmt: skip
-    ends = {"bos_token_id": None, "pad_token_id": words.index("<pad>"), "eos_token_id": words.index("<end>")}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+             "initializer_range": 0.08}  # fmt: skip
+    ends = {
+        "bos_token_id": None,
+        "pad_token_id": words.index("<pad>"),
+        "eos_token_id": words.index("<end>"),
+    }
     config = AutoConfig.for_model(family, vocab_size=len(words), **sizes, **ends)
     AutoModelForCausalLM.from_config(config).save_pretrained(str(path))
 

@@ -304,9 +304,6 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
     return batch.logprobs
 
 
-def check_anchor(anchor: str, who: str) -> None:
-    """Raises ConfigError for an anchor that does not exist."""
-    if anchor not in ("rollout", "proximal"):
-        raise ConfigError(
-            f"{who}: anchor must be rollout or proximal, found '{anchor}'"
-        )
+def needs_of(anchor: Anchor) -> set[str]:
+    """What a part needs for the log-probs of an anchor."""
+    return {"proximal"} if anchor == "proximal" else set()

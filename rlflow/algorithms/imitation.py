@@ -211,10 +211,8 @@ def make_policy(
         raise ConfigError(
             "the environment has no tasks of the split 'train' to demonstrate."
         )
-    drawn, place = (
-        [tasks[index % len(tasks)] for index in range(lessons.episodes or TEXTS)],
-        f"{lessons.seed}/texts",
-    )
+    drawn = [tasks[index % len(tasks)] for index in range(lessons.episodes or TEXTS)]
+    place = f"{lessons.seed}/texts"
     clumsy = demonstrate(environment, player, drawn, lessons.turns, place, clumsy=True)
     careful = demonstrate(environment, player, drawn, lessons.turns, place)
     texts = ["".join(text for text, _ in one.parts) for one in [*careful, *clumsy]]
@@ -233,12 +231,12 @@ def make_policy(
 
         def batch_of(step: int) -> Batch:
             place = f"{lessons.seed}/{step}"
-            generator, spoilt = (
-                random.Random(place),
-                step >= lessons.clumsy * lessons.steps,
-            )
+            generator = random.Random(place)
+            spoilt = step >= lessons.clumsy * lessons.steps
             if lessons.episodes is not None:
-                played = generator.choices(clumsy if spoilt else careful, k=lessons.rows)
+                played = generator.choices(
+                    clumsy if spoilt else careful, k=lessons.rows
+                )
             else:
                 chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
                 played = demonstrate(

@@ -1,4 +1,4 @@
-"""What a pool of rollout workers knows of each, and which one gets the next attempts."""
+"""A pool's knowledge of each rollout worker, and the choice of who gets the next attempts."""
 
 from __future__ import annotations
 

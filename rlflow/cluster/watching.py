@@ -1,4 +1,4 @@
-"""What trainer ranks do while a call runs, and which one holds up the others when nobody moves."""
+"""Looks at trainer ranks while a call runs; finds the one that holds up the others."""
 
 from __future__ import annotations
 

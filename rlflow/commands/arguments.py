@@ -27,7 +27,10 @@ class CommandParser(argparse.ArgumentParser):
         return as_called(super().format_help())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+        if (
+            isinstance(action, argparse._SubParsersAction)
+            and value not in action.choices
+        ):
             hint, known = did_you_mean(value, action.choices), ", ".join(action.choices)
             told = f"found no command '{value}'.{hint} Known: {known}"
             raise argparse.ArgumentError(action, told)
@@ -86,7 +89,9 @@ def add_command(
         name,
         help=help,
         description=inspect.cleandoc(text),
-        epilog=f"examples:\n{textwrap.indent(inspect.cleandoc(epilog), '  ')}" if epilog else "",
+        epilog=f"examples:\n{textwrap.indent(inspect.cleandoc(epilog), '  ')}"
+        if epilog
+        else "",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -184,8 +189,13 @@ def quoted(text: str) -> str:
 
 def _groups(command: str) -> Iterator[tuple[str, list[Option]]]:
     """(name of the plug-in, "" for the core, its options of the command)."""
-    registered = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
-    groups = [("", (MODEL, ENVIRONMENT)), *((entry.name, entry.load()) for entry in registered)]
+    registered = sorted(
+        metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name
+    )
+    groups = [
+        ("", (MODEL, ENVIRONMENT)),
+        *((entry.name, entry.load()) for entry in registered),
+    ]
     for name, options in groups:
         offered = [option for option in options if command in option.commands]
         if offered:

@@ -101,13 +101,17 @@ def run(args: argparse.Namespace) -> int:
 
 def all_jobs() -> list[Job]:
     """The core's jobs and those of the plug-ins."""
-    entries = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
+    entries = sorted(
+        metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name
+    )
     return [*JOBS, *(job for entry in entries for job in entry.load())]
 
 
 def versions_tested() -> dict[str, str]:
     """Package -> version, the plug-ins' included."""
-    return functools.reduce(operator.or_, (dict(job.tested) for job in all_jobs()), TESTED)
+    return functools.reduce(
+        operator.or_, (dict(job.tested) for job in all_jobs()), TESTED
+    )
 
 
 def diagnose() -> int:
@@ -136,7 +140,9 @@ def package_names() -> list[str]:
     for job in all_jobs():
         for package in job.packages:
             options = package.split("|")
-            chosen[next((name for name in options if installed_version(name)), options[0])] = None
+            chosen[
+                next((name for name in options if installed_version(name)), options[0])
+            ] = None
     return list(chosen)
 
 
@@ -160,12 +166,16 @@ def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
 
 def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
     def there(need: str) -> bool:
-        return any(installed.get(name) or installed_version(name) for name in need.split("|"))
+        return any(
+            installed.get(name) or installed_version(name) for name in need.split("|")
+        )
 
     return [need for need in job.packages if not there(need)]
 
 
-def job_row(job: Job, installed: dict[str, str | None], gpu: bool) -> tuple[str, str, str, str]:
+def job_row(
+    job: Job, installed: dict[str, str | None], gpu: bool
+) -> tuple[str, str, str, str]:
     packages = [need.replace("|", " or ") for need in missing_packages(job, installed)]
     missing = ["an NVIDIA GPU", *packages] if job.gpu and not gpu else packages
     ready = "no" if missing else "yes"
@@ -184,7 +194,10 @@ def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
 
 def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0))
-    given = {name: os.environ.get(name, "unset") for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
+    given = {
+        name: os.environ.get(name, "unset")
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    }
     said = " ".join(f"{name}={value}" for name, value in given.items())
     if given["OMP_NUM_THREADS"] == "unset" and given["OMP_WAIT_POLICY"] != "passive":
         said += " (set OMP_NUM_THREADS or OMP_WAIT_POLICY=passive: waiting threads are slow)"
@@ -207,8 +220,13 @@ def products_text() -> str:
     from rlflow import matmul
 
     chosen = matmul.PRODUCTS.chosen()
-    names = {one: [name for name in chosen if chosen[name] == one] for one in matmul.LIBRARIES}
-    told = "; ".join(f"{one} for {', '.join(found)}" for one, found in names.items() if found)
+    names = {
+        one: [name for name in chosen if chosen[name] == one]
+        for one in matmul.LIBRARIES
+    }
+    told = "; ".join(
+        f"{one} for {', '.join(found)}" for one, found in names.items() if found
+    )
     setting = f"{matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')}"
     return f"{told} ({matmul.processor_name()}; {setting})"
 
@@ -228,7 +246,9 @@ def gpu_names() -> list[str]:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     told = done.stdout if done.returncode == 0 else ""
@@ -239,7 +259,11 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     """Aligned columns; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in rows
     ]
-    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]])
+    return "\n".join(
+        [lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]]
+    )

@@ -35,8 +35,8 @@ def look(config: RunConfig) -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory.
     Returns 0 where a run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
+    from rlflow.run.examine import examine
     from rlflow.run.origin import fetch_models
-    from rlflow.run.preflight import examine
 
     unreached = Problems()
     waiting = unreached.attempt(fetch_models, config, weights=False)
@@ -47,7 +47,9 @@ def look(config: RunConfig) -> int:
         told = as_called(redact_text(str(problem)))
         print(f"rlflow: {type(problem).__name__}: {told}", file=sys.stderr, flush=True)
     count = len(found.problems)
-    found_some = f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
+    found_some = (
+        f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
+    )
     print(found_some if count else "ready: nothing is in the way of this run.")
     for note in found.notes:
         print(f"note: {redact_text(note)}")
@@ -61,7 +63,9 @@ def look(config: RunConfig) -> int:
 
 
 def _estimate(
-    print_it: Callable[[RunConfig, Architecture], None], config: RunConfig, model: Architecture
+    print_it: Callable[[RunConfig, Architecture], None],
+    config: RunConfig,
+    model: Architecture,
 ) -> None:
     try:
         # What is wrong is among the problems that are told
@@ -96,9 +100,11 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
 def print_time(config: RunConfig, model: Architecture) -> None:
     """Prints about how long the run and a step take."""
     from rlflow.report.lines import clock
-    from rlflow.run.estimates import cores_of, estimate_step
+    from rlflow.run.step_time import cores_of, estimate_step
 
-    print("\n# time (a rough estimate; without evaluations and the environment's own time)")
+    print(
+        "\n# time (a rough estimate; without evaluations and the environment's own time)"
+    )
     cores = cores_of(config)
     if cores is None:
         print("unknown: seconds on GPUs were not held against measurements yet")
@@ -109,7 +115,11 @@ def print_time(config: RunConfig, model: Architecture) -> None:
         f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode "
         "fills its budget"
     )
-    spent = {"sampling": time.sample_s, "scores": time.score_s, "updates": time.update_s}
+    spent = {
+        "sampling": time.sample_s,
+        "scores": time.score_s,
+        "updates": time.update_s,
+    }
     parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in spent.items())
     print(f"a step: {clock(time.total_s)} ({parts}) on {cores} CPU cores")
 
@@ -121,7 +131,9 @@ def fitted(table: str) -> str:
     for line in table.splitlines():
         column = re.match(r"(?:.*?\S  +)?(?:[\d.]+ = )?", line)
         indent = " " * (column.end() if column else 0)
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 
@@ -131,6 +143,8 @@ def memory_lines(phases: list[PhaseMemory]) -> list[str]:
     width = max(map(len, names))
     return [
         f"{name:<{width}}  {phase.total / GIB:8.2f} = "
-        + " + ".join(f"{part} {size / GIB:.2f}" for part, size in phase.parts.items() if size)
+        + " + ".join(
+            f"{part} {size / GIB:.2f}" for part, size in phase.parts.items() if size
+        )
         for name, phase in zip(names, phases, strict=True)
     ]

@@ -99,9 +99,15 @@ def _add_new(actions: Commands) -> None:
         rlflow env new my_task --policy && rlflow train --config my_task.yaml
         """,
     )
-    new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
+    new.add_argument(
+        "name", metavar="NAME", help="snake_case; the class gets the CamelCase of it"
+    )
     option(new, "--directory", "DIR", "where to write", default=".")
-    flag(new, "--policy", "also a scripted player, a tiny policy that imitates it, a configuration")
+    flag(
+        new,
+        "--policy",
+        "also a scripted player, a tiny policy that imitates it, a configuration",
+    )
 
 
 def _add_limits(
@@ -109,7 +115,13 @@ def _add_limits(
     check: argparse.ArgumentParser,
     play: argparse.ArgumentParser,
 ) -> None:
-    option(policy, "--out", "DIR", "the HuggingFace directory that is written", required=True)
+    option(
+        policy,
+        "--out",
+        "DIR",
+        "the HuggingFace directory that is written",
+        required=True,
+    )
     flag(policy, "--overwrite", "replace a model in --out")
     option(policy, "--steps", "N", "optimizer steps", default=LESSONS)
     option(policy, "--turns", "N", "turn limit of an episode", default=TURNS)
@@ -133,7 +145,9 @@ def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> N
     parser.add_argument("name", metavar="NAME", help=named)
     if player:
         function = "(prompt, [(response, observation)], generator, clumsy) -> response"
-        parser.add_argument("player", metavar="PLAYER", help=f"file.py:function of {function}")
+        parser.add_argument(
+            "player", metavar="PLAYER", help=f"file.py:function of {function}"
+        )
     option(parser, "--config", "FILE", "keywords from this file's environment section")
     keyword = "a constructor keyword; the value is YAML"
     add_overrides(parser, "environment.key=value", keyword)
@@ -158,13 +172,17 @@ def run_new(args: argparse.Namespace) -> int:
         written += [made.player_file, made.configuration]
         lessons = Lessons(steps=LESSONS, turns=TURNS)
         try:
-            _make_policy(_environment(made.reference), made.player, made.policy, lessons)
+            _make_policy(
+                _environment(made.reference), made.player, made.policy, lessons
+            )
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
                 path.unlink(missing_ok=True)
             raise
         written.append(made.policy)
-        following.append(f"rlflow train --config {shlex.quote(str(made.configuration))}")
+        following.append(
+            f"rlflow train --config {shlex.quote(str(made.configuration))}"
+        )
     print(f"wrote {', '.join(map(str, written))}\n")
     print("\n".join(f"  {as_called(command)}" for command in following))
     return 0
@@ -184,9 +202,17 @@ def run_policy(args: argparse.Namespace) -> int:
     )
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
-        _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
+        _make_policy(
+            environment, args.player, Path(args.out), lessons, overwrite=args.overwrite
+        )
     words = ["--config", args.config] if args.config else []
-    words += ["--model", args.out, "--env", args.name, f"run.name={Path(args.out).name}"]
+    words += [
+        "--model",
+        args.out,
+        "--env",
+        args.name,
+        f"run.name={Path(args.out).name}",
+    ]
     words += [f"rollout.max_turns={args.turns}", *LEARNING, *args.overrides]
     following = shlex.join(words)
     print(f"wrote {args.out}\n\n  {as_called(f'rlflow train {following}')}")
@@ -205,7 +231,11 @@ def run_check(args: argparse.Namespace) -> int:
     watch = InterpreterWatch(LIMIT_S, "env check waits no longer")
     with _shut_down(environment), watch:
         report = check_environment(
-            environment, episodes=args.episodes, max_turns=args.turns, seed=args.seed, player=player
+            environment,
+            episodes=args.episodes,
+            max_turns=args.turns,
+            seed=args.seed,
+            player=player,
         )
     print(report)
     return 0 if report.passed else 1
@@ -235,13 +265,19 @@ def _environment(
     from rlflow.components import ENVIRONMENT
     from rlflow.config.schema import load_config
 
-    config = load_config(config_file, [f"environment.name={quoted(name)}", *(overrides or [])])
+    config = load_config(
+        config_file, [f"environment.name={quoted(name)}", *(overrides or [])]
+    )
     environment: Environment = ENVIRONMENT.build(config.environment)
     return environment
 
 
 def _make_policy(
-    environment: Environment, player: str, out: Path, lessons: Lessons, overwrite: bool = False
+    environment: Environment,
+    player: str,
+    out: Path,
+    lessons: Lessons,
+    overwrite: bool = False,
 ) -> None:
     """Imitates the player, with a line that counts the steps."""
     from rlflow.algorithms.imitation import make_policy
@@ -255,8 +291,15 @@ def _make_policy(
             seconds = f"{time.monotonic() - began:.0f} s"
             done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"
             start, end = ("\r" if live else "", "" if live and not last else "\n")
-            print(f"{start}imitating the player: {done}", end=end, file=sys.stderr, flush=True)
+            print(
+                f"{start}imitating the player: {done}",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
 
     played = Kind("player").resolve(player)
-    reward = make_policy(environment, played, out, lessons, overwrite=overwrite, say=say)
+    reward = make_policy(
+        environment, played, out, lessons, overwrite=overwrite, say=say
+    )
     print(f"the clumsy player's mean reward is {reward:.2f}", file=sys.stderr)

@@ -54,11 +54,21 @@ def add(commands: Commands) -> None:
     option(parser, "--model", "PATH", f"{model} checkpoint) or a Megatron checkpoint")
     server = "in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1"
     option(parser, "--server", "URL", f"{server}; text, no exact tokens")
-    option(parser, "--server-model", "NAME", "the model's name there (default: the only one)")
+    option(
+        parser,
+        "--server-model",
+        "NAME",
+        "the model's name there (default: the only one)",
+    )
     key = "environment variable with the server's key"
     option(parser, "--api-key-variable", "NAME", key, default="OPENAI_API_KEY")
     add_model_options(parser)
-    option(parser, "--data", "PATH", "validation tasks, in a form that the environment reads")
+    option(
+        parser,
+        "--data",
+        "PATH",
+        "validation tasks, in a form that the environment reads",
+    )
     out = "for summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
     option(parser, "--out", "DIR", out)
     flag(parser, "--overwrite", "replace an earlier evaluation in --out")
@@ -88,17 +98,26 @@ def run(args: argparse.Namespace) -> int:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
             tasks = tasks[: args.questions]
-            attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
+            attempts = (
+                f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
+            )
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
             result = evaluate(
-                rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature
+                rollout,
+                tasks,
+                samples_per_prompt=args.samples,
+                temperature=args.temperature,
             )
     out = Path(args.out) if args.out else new_directory(Path("runs"), f"eval-{name}")
     write_trajectories(out / "trajectories.jsonl", result.groups)
     save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
     named, means = str(args.model or args.server), means_over_sets(by_set, registered)
-    summary = {"model": named, "temperature": args.temperature, "prompts_dropped": dropped}
+    summary = {
+        "model": named,
+        "temperature": args.temperature,
+        "prompts_dropped": dropped,
+    }
     summary |= result.metrics
     if by_set:
         summary |= {"sets": by_set}
@@ -118,7 +137,9 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
     if args.server is not None:
         name = (args.server_model or "server").rpartition("/")[2]
         return nullcontext(ModelDirectory(Path(), name, None))
-    return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
+    return model_directory(
+        args.model, args.hf, lambda text: print(text, file=sys.stderr)
+    )
 
 
 def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:

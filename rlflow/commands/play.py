@@ -32,7 +32,9 @@ def play(
     """
     tasks = tasks_of(environment, split)
     chosen = find_task(tasks, task, split)
-    return asyncio.run(_episode(environment, chosen, max_turns, source or sys.stdin, Paint(color)))
+    return asyncio.run(
+        _episode(environment, chosen, max_turns, source or sys.stdin, Paint(color))
+    )
 
 
 def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
@@ -45,7 +47,9 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
         if task.id == wanted:
             return task
     if not tasks:
-        raise ConfigError(f"env play: tasks('{split}') is empty; try the other split with --split.")
+        raise ConfigError(
+            f"env play: tasks('{split}') is empty; try the other split with --split."
+        )
     if wanted.isdigit() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
     hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
@@ -59,7 +63,11 @@ async def _episode(
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
-    ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
+    ends = (
+        " or ".join(["an empty line", *map(_shown_stop, stop)])
+        if "\n" not in stop
+        else "Enter"
+    )
     told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
     print(paint(f"task {task.id}. {told}", "dim"))
     episode = await awaited(environment.reset(task))
@@ -75,12 +83,18 @@ async def _episode(
             step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
                 found = type(step).__name__
-                raise EnvironmentContractError(f"step: expected an rlflow.Step, found {found}.")
+                raise EnvironmentContractError(
+                    f"step: expected an rlflow.Step, found {found}."
+                )
             total += step.reward
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
-            numbers = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
-            reward = paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
+            numbers = "  ".join(
+                f"{name} {value:g}" for name, value in step.metrics.items()
+            )
+            reward = paint(
+                f"reward {step.reward:g}", "good" if step.reward > 0 else "dim"
+            )
             print(f"{reward}  {numbers}".rstrip())
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
@@ -91,7 +105,9 @@ async def _episode(
         await awaited(environment.close(episode))
 
 
-def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
+def read_response(
+    source: Iterable[str], stop: Sequence[str], prompt: str = "> "
+) -> str | None:
     """What was typed up to the first stop string (text after it is not sent) or an empty line.
 
     None at the end of the input. With a line break as stop string each line is a response."""
@@ -101,7 +117,11 @@ def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> "
         line = line.rstrip("\r\n") + "\n"
         begin = len(said)
         said += line
-        ends = [span for text in stop if (span := _first_span(said, text, begin)) is not None]
+        ends = [
+            span
+            for text in stop
+            if (span := _first_span(said, text, begin)) is not None
+        ]
         if ends:
             return said[: min(ends)[1]]
         if line == "\n":

@@ -57,13 +57,21 @@ def write_environment(name: str, directory: Path, policy: bool = False) -> Scaff
     made = scaffold(name, directory)
     files = {made.source: "environment.py.txt", made.test: "test_environment.py.txt"}
     if policy:
-        files |= {made.player_file: "player.py.txt", made.configuration: "configuration.yaml.txt"}
+        files |= {
+            made.player_file: "player.py.txt",
+            made.configuration: "configuration.yaml.txt",
+        }
     for path in [*files, *([made.policy] if policy else [])]:
         if path.exists():
             advice = "choose another name, or remove it"
             raise ConfigError(f"env new: {path} is there already; {advice}.")
     source, _, class_name = made.reference.rpartition(":")
-    values = {"module": name, "Class": class_name, "source": source, "policy": str(made.policy)}
+    values = {
+        "module": name,
+        "Class": class_name,
+        "source": source,
+        "policy": str(made.policy),
+    }
     directory.mkdir(parents=True, exist_ok=True)
     for path, template in files.items():
         text = (_TEMPLATES / template).read_text(encoding="utf-8")

@@ -33,7 +33,9 @@ def report(source: str, translation: Translation) -> None:
                     print(f"    {_shown(key)}")
 
 
-def write(source: str, translation: Translation, given: str | None, overwrite: bool) -> None:
+def write(
+    source: str, translation: Translation, given: str | None, overwrite: bool
+) -> None:
     """Writes our configuration to the given path, else beside the run, and prints how to run it.
 
     Raises ConfigError where another file is in the way.
@@ -52,10 +54,14 @@ def write(source: str, translation: Translation, given: str | None, overwrite: b
     if translation.evaluates:
         asked = translation.config.evaluation
         model = translation.config.model.path
-        command = f"eval --config {path} --model {model} --temperature {asked.temperature:g}"
+        command = (
+            f"eval --config {path} --model {model} --temperature {asked.temperature:g}"
+        )
         command += f" --samples {asked.samples_per_prompt}"
         command += f" --questions {asked.questions}" if asked.questions else ""
-    print(f"\nwritten: {path}. Nothing was started; run it with\n\n  {program} {command}")
+    print(
+        f"\nwritten: {path}. Nothing was started; run it with\n\n  {program} {command}"
+    )
 
 
 def _shown(key: ReadKey) -> str:

@@ -188,7 +188,11 @@ class RunConfig:
     @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return self.run.steps * self.algorithm.minibatches_per_step * self.algorithm.epochs_per_step
+        return (
+            self.run.steps
+            * self.algorithm.minibatches_per_step
+            * self.algorithm.epochs_per_step
+        )
 
     @property
     def asynchrony(self) -> Asynchrony:

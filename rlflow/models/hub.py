@@ -99,7 +99,7 @@ def _reached(key: str, name: str, ask: Callable[[], Any]) -> Any:
         raise ModelError(
             f"{key}: {name}: {constants.ENDPOINT} has the model, but not this revision of it."
         ) from None
-    except _transport_errors() as problem:
+    except transport_errors() as problem:
         offline = bool(constants.HF_HUB_OFFLINE)
         reason = (
             "HF_HUB_OFFLINE is set"
@@ -115,7 +115,7 @@ def _reached(key: str, name: str, ask: Callable[[], Any]) -> Any:
         ) from None
 
 
-def _transport_errors() -> tuple[type[BaseException], ...]:
+def transport_errors() -> tuple[type[BaseException], ...]:
     """What a transfer ends with. The errors of huggingface_hub's HTTP library, which changes
     between its versions, share no base with OSError; ValueError: a name that is none."""
     found: list[type[BaseException]] = [OSError, ValueError]

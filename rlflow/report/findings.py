@@ -204,7 +204,9 @@ def router_collapse(recent: Records) -> str:
 def routed_apart(recent: Records) -> str:
     """Log-probs differ where the trainer routes tokens itself, without the engine's routes."""
     gaps = _lasting(recent, "train/logprob_gap")
-    free = _lasting(recent, "train/expert_spread") and not values_of(recent, "train/routes_differ")
+    free = _lasting(recent, "train/expert_spread") and not values_of(
+        recent, "train/routes_differ"
+    )
     stale = values_of(recent[-LASTING:], "rollout/staleness")
     if not free or not gaps or min(gaps) < FREE_GAP or max(stale, default=0.0) > 0:
         return ""

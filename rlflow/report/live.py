@@ -35,6 +35,7 @@ from rlflow.report.page import (
 )
 from rlflow.report.recorded import RunFiles
 from rlflow.report.terminal import Progress
+from rlflow.storage.daemon import start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,7 @@ class PageServer:
         self.token = secrets.token_urlsafe(16)
         self._server = _Host(("127.0.0.1", port), _Request)
         self._server.token, self._server.answer = self.token, answer
-        serve = self._server.serve_forever
-        self._thread = threading.Thread(target=serve, name="rlflow-page", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon("rlflow-page", self._server.serve_forever)
 
     @property
     def url(self) -> str:

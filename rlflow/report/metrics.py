@@ -215,10 +215,12 @@ METRICS: Metrics = {
         "per episode", "observations cut to rollout.max_observation_tokens"
     ),
     "rollout/forks": Metric(
-        "per episode", "times that earlier turns were rewritten or left; each starts a segment"
+        "per episode",
+        "times that earlier turns were rewritten or left; each starts a segment",
     ),
     "rollout/refed_tokens": Metric(
-        "tokens/episode", "fed again after forks, rewritten: what was in view before them"
+        "tokens/episode",
+        "fed again after forks, rewritten: what was in view before them",
     ),
     "rollout/truncated_max_turns": Metric(
         "share", "of episodes cut by rollout.max_turns"
@@ -272,17 +274,23 @@ METRICS: Metrics = {
     ),
     "sync/mib": Metric(
         "MiB",
-        "of weights that went to all engines together; of rollout workers, what they read since the step before",
+        "of weights that went to all engines together; of rollout workers, what they read since "
+        "the step before",
         "sum",
     ),
     "sync/delta_share": Metric(
-        "share", "of these reads that got what had changed; the others got whole weights"
+        "share",
+        "of these reads that got what had changed; the others got whole weights",
     ),
     "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
     "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),
-    "time/sync_read_s": Metric("s", "reading and verifying them, of the slowest rollout worker", "max"),
+    "time/sync_read_s": Metric(
+        "s", "reading and verifying them, of the slowest rollout worker", "max"
+    ),
     "time/sync_load_s": Metric(
-        "s", "engines taking them over; of the slowest rollout worker, verification included", "max"
+        "s",
+        "engines taking them over; of the slowest rollout worker, verification included",
+        "max",
     ),
     "time/sync_verify_s": Metric("s", "comparing what engines have, by hash or probe"),
     "data/prompts_dropped": Metric(

@@ -34,7 +34,9 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     total = sum(len(segment) for segment in trajectory.segments)
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
     # Segments repeat what stood before them
-    observed = trajectory.metrics.get("observation_tokens", total - sampled - prompt_tokens)
+    observed = trajectory.metrics.get(
+        "observation_tokens", total - sampled - prompt_tokens
+    )
     turns = [
         {
             "response": turn.response,

@@ -1,4 +1,4 @@
-"""Whether engine and trainer agree on the log-probs of a weight probe's tokens."""
+"""Decides whether engine and trainer agree on the log-probs of a weight probe's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the engines, and how it is known that they did."""
+"""Brings the trainer's weights to the engines, and verifies that they arrived."""
 
 from __future__ import annotations
 

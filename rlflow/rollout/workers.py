@@ -1,4 +1,4 @@
-"""What the driver and its rollout workers say to each other. Trajectories travel as arrays of
+"""Messages between the driver and its rollout workers. Trajectories travel as arrays of
 bytes, not as objects of torch."""
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def fitting_tasks(
 
 
 def make_trainer(config: RunConfig, placement: Placement | None = None) -> Trainer:
-    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors, at
-    the places of a placement where there is one.
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors,
+    at the places of a placement where there is one.
 
     Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without
     Ray."""
@@ -201,7 +201,9 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
             "stall_timeout_s",
         )
     }
-    return RayTrainer(config.model.path, ranks=ranks, placement=placement, **places, **options)
+    return RayTrainer(
+        config.model.path, ranks=ranks, placement=placement, **places, **options
+    )
 
 
 @contextmanager
@@ -248,11 +250,9 @@ def make_groups(
 ) -> Groups:
     """The groups of a run's steps, of tasks from the source; the caller closes it. tasks: all that
     the source may name."""
-    asynchrony, section, faults = (
-        config.asynchrony,
-        config.rollout,
-        config.rollout.faults,
-    )
+    asynchrony = config.asynchrony
+    section = config.rollout
+    faults = config.rollout.faults
     ages = (asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
     pacing = Pacing(section.prompts_per_step, *ages)
     terms = Terms(
@@ -307,7 +307,10 @@ def make_probe(
             for row, values in zip(rows, logprobs, strict=True)
         ]
 
-    dtypes = {getattr(torch, dtype), *(one.dtype for one in rollout.engines if one.dtype)}
+    dtypes = {
+        getattr(torch, dtype),
+        *(one.dtype for one in rollout.engines if one.dtype),
+    }
     step = max(spacing(one, TEMPERATURE) for one in dtypes)
     count, tokens = (4 * PROMPTS, TOKENS) if step else (PROMPTS, PROBED)
     prompts = [rollout.prompt_tokens(task) for task in tasks[:count]]

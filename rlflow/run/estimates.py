@@ -1,4 +1,4 @@
-"""Estimates of a run before it starts: memory by process and phase, disk, seconds per step.
+"""Estimates of a run before it starts: memory by process and phase, disk.
 
 Closed forms of configuration and shapes; numbers measured by `benchmarks/memory_estimate.py` and
 `docs/benchmarks.md`. Every episode is taken to fill its budget."""
@@ -6,7 +6,6 @@ Closed forms of configuration and shapes; numbers measured by `benchmarks/memory
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from rlflow.components import ENGINE
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import Architecture, architecture, padded_vocab
-from rlflow.models.flops import forward_flops, training_flops
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.trainer.layout import ParallelLayout, stage_parameters
@@ -25,7 +23,7 @@ from rlflow.trainer.layout import ParallelLayout, stage_parameters
 GRADIENT_BYTES, MOMENT_BYTES = 4, 8  # per parameter: float32; Adam's two
 MAIN_BYTES = 4  # per parameter: the float32 weights behind bfloat16
 LIBRARIES = 600 * 2**20
-"""Of a process once torch, megatron-core and transformers are imported; on a GPU, of its context."""
+"""Of a process once torch, megatron-core and transformers are imported; on a GPU, its context."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_CUDA = 0.28, 0.1
 """What an update's allocations take beyond their sizes: holes, freed memory that is kept, products'
@@ -35,11 +33,6 @@ VLLM_FRONT, VLLM_CORE = 900 * 2**20, 800 * 2**20
 """Of vLLM's two processes that do not compute, and of each that does, by imports and threads."""
 VLLM_STEP_TOKENS = 8192
 """Of prompts in a step at the least; see `rlflow.rollout.vllm.launch.Launch.flags`."""
-CORE_FLOPS, CORE_MEMORY_RATE = 90e9, 10e9
-"""FLOP/s and bytes/s of a core of a server of 2022 to 2025 in float32: what a step of 93M parameters
-reached on an Intel Xeon (75e9) and an AMD EPYC (130e9), attention, optimizer and all."""
-SCORES = ("proximal", "reference", "values", "teacher")
-"""Needs of an algorithm that cost a forward pass over the step's rows."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +56,6 @@ class LargestMicrobatch:
     scored: int
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds, without the environment's own and without the weights' way to the engine."""
-
-    sample_s: float
-    score_s: float
-    update_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.sample_s + self.score_s + self.update_s
-
-
 def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     """Every process and phase of a run: one process, or a driver with the engine and a rank of each
     pipeline stage. Raises ConfigError for a layout that the model cannot have."""
@@ -96,7 +76,9 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
         between = {name: size for name, size in held.items() if name not in released}
         if engine:
             found.append(PhaseMemory(process, "rollout", {**between, **engine}))
-        found.append(PhaseMemory(process, "update", {**held, **kept, **update_parts(config, model, stage)}))
+        found.append(
+            PhaseMemory(process, "update", {**held, **kept, **update_parts(config, model, stage)})
+        )
     return found
 
 
@@ -104,7 +86,7 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
 
 
 def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
-    """Weights, gradients and optimizer of a rank, a critic's included; snapshots and the teacher."""
+    """Weights, gradients, optimizer of a rank, a critic's included; snapshots and the teacher."""
     trainer, layout = config.trainer, config.trainer.layout
     width = DTYPE_BYTES[config.model.dtype]
     parameters = stage_parameters(model, layout)[stage]
@@ -127,13 +109,17 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
         "optimizer": (trained - experts) * held // shards + experts * held // expert_shards,
     }
     copied = adapters or parameters  # a reference beside adapters is the model without them
-    frozen = 0 if trainer.offload_snapshots else snapshots(config) * copied + teacher_parameters(config, stage)
+    frozen = (
+        0
+        if trainer.offload_snapshots
+        else snapshots(config) * copied + teacher_parameters(config, stage)
+    )
     return {**parts, **({"reference, teacher": frozen * width} if frozen else {})}
 
 
 def adapter_parameters(config: RunConfig, model: Architecture) -> int:
-    """Parameters of low-rank adapters on a rank: A (rank, in) and B (out, rank) of each target, one of
-    the two split over the tensor-parallel ranks; 0 where all weights are trained."""
+    """Parameters of low-rank adapters on a rank: A (rank, in) and B (out, rank) of each target, one
+    of the two split over the tensor-parallel ranks; 0 where all weights are trained."""
     lora = config.trainer.adapters
     if lora is None:
         return 0
@@ -157,26 +143,32 @@ def teacher_parameters(config: RunConfig, stage: int) -> int:
     teacher = config.algorithm.teacher
     if teacher.get("name") != "model" or not isinstance(teacher.get("path"), str):
         return 0
-    return stage_parameters(architecture(read_config(teacher["path"])), config.trainer.layout)[stage]
+    return stage_parameters(architecture(read_config(teacher["path"])), config.trainer.layout)[
+        stage
+    ]
 
 
 # ---------------------------------------------------------------- an update
 
 
 def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
-    """Activations that wait for their backward pass, and what the backward pass or the output layer needs at its highest."""
+    """Activations that wait for their backward pass, and what the backward pass or the output layer
+    needs at its highest."""
     layout, batch = config.trainer.layout, largest_microbatch(config)
     width = DTYPE_BYTES[config.model.dtype]
     tokens = math.ceil(batch.tokens / layout.context_parallel)
     chunk_layers = model.layers // layout.stages
     in_flight = _in_flight(layout, stage)
     kept = _kept_per_token(model, layout, width, config.trainer.recomputed)
-    again = _kept_per_token(model, layout, width, frozenset()) - kept  # of the layer that is computed again
+    again = (
+        _kept_per_token(model, layout, width, frozenset()) - kept
+    )  # of the layer that is computed again
     parts = {"activations": round(tokens * (in_flight * chunk_layers * kept + again))}
     parts["backward pass"] = round(tokens * _transient_per_token(model, layout, width))
     if stage == layout.pipeline_parallel - 1:
         head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
-        # The output layer comes before the first layer of the backward pass: they are not there at the same time.
+        # The output layer comes before the first layer of the backward pass: they are not there at
+        # the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
     slack = SLACK_CUDA if on_gpus(config) else SLACK
     return {**parts, "slack": round(slack * sum(parts.values())) + FIRST_USE}
@@ -186,7 +178,11 @@ def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
     """The largest micro-batch that a data-parallel rank may get. Padded, of episodes that all fill
     their budget; packed, shorter ones fill it to its limit."""
     rollout, trainer = config.rollout, config.trainer
-    rows = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.minibatches_per_step
+    rows = (
+        rollout.prompts_per_step
+        * rollout.samples_per_prompt
+        // config.algorithm.minibatches_per_step
+    )
     rows = math.ceil(rows / trainer.layout.data_parallel(config.cluster.ranks))
     longest, limit = rollout.max_total_tokens, trainer.tokens_per_microbatch
     full = max(limit if trainer.packing else limit // longest * longest, longest)
@@ -196,40 +192,56 @@ def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> int:
-    """Chunks' worth of activations that a rank holds at a time: 1F1B, and its interleaved form (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2)."""
+    """Chunks' worth of activations that a rank holds at a time: 1F1B, and its interleaved form
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     after = layout.pipeline_parallel - stage - 1
     if layout.virtual_pipeline == 1:
         return after + 1
     return 2 * after + (layout.virtual_pipeline - 1) * layout.pipeline_parallel + 1
 
 
-def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, recomputed: frozenset[str]) -> float:
-    """Bytes that a layer keeps of a token for its backward pass; see `rlflow.trainer.megatron.layers`."""
+def _kept_per_token(
+    model: Architecture, layout: ParallelLayout, width: int, recomputed: frozenset[str]
+) -> float:
+    """Bytes that a layer keeps of a token for its backward pass; see
+    `rlflow.trainer.megatron.layers`."""
     tensor, hidden = layout.tensor_parallel, model.hidden
     outside = hidden / (tensor if layout.sequence_parallel else 1)  # norms and residuals
     query, ffn = model.heads * model.key_dim / tensor, model.active_ffn / tensor
     if "full" in recomputed:
         return width * outside
-    residuals, normed = 2 * outside, 2 * outside  # the inputs of the two norms, and what they give to the linear layers
-    scaled = 2 * outside * (4 if width == 4 else 8)  # the norms' own, in float32; with bfloat16 their inputs too
-    attention = 4 * query  # queries, the result, and keys and values, which keep as much memory as the queries
+    residuals, normed = (
+        2 * outside,
+        2 * outside,
+    )  # the inputs of the two norms, and what they give to the linear layers
+    scaled = (
+        2 * outside * (4 if width == 4 else 8)
+    )  # the norms' own, in float32; with bfloat16 their inputs too
+    attention = (
+        4 * query
+    )  # queries, the result, and keys and values, which keep as much memory as the queries
     mlp = 0.0 if "mlp" in recomputed else 3 * ffn  # gate and up, and their product
-    statistics = 4 * model.heads / tensor + 2 * 4  # log-sum-exp of attention and the norms' scales, float32
+    statistics = (
+        4 * model.heads / tensor + 2 * 4
+    )  # log-sum-exp of attention and the norms' scales, float32
     return width * (residuals + normed + attention + mlp) + scaled + statistics
 
 
 def _transient_per_token(model: Architecture, layout: ParallelLayout, width: int) -> float:
-    """Bytes per token beside the kept ones in the middle of a layer's MLP: gradients of its parts."""
+    """Bytes per token beside the kept ones amid a layer's MLP: gradients of its parts."""
     return width * (5 * model.active_ffn / layout.tensor_parallel + 2 * model.hidden)
 
 
 def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int) -> int:
-    """Hidden states that predict, their gradients, and the chunk of logits with what is made of it."""
-    columns = padded_vocab(model.vocab, config.trainer.tensor_parallel) // config.trainer.tensor_parallel
+    """Hidden states that predict, their gradients, the chunk of logits with what is made of it."""
+    columns = (
+        padded_vocab(model.vocab, config.trainer.tensor_parallel) // config.trainer.tensor_parallel
+    )
     most = max(1, int(min(config.trainer.logits_chunk_mib, 2**40) * 2**20) // (4 * columns))
     chunk = min(scored, most)
-    cast = width if width < 4 else 0  # the product in the weights' precision beside the float32 copy
+    cast = (
+        width if width < 4 else 0
+    )  # the product in the weights' precision beside the float32 copy
     return chunk * columns * (4 + cast) + 2 * scored * model.hidden * width
 
 
@@ -242,7 +254,7 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     if not is_embedded(config):
         return {}
     width = DTYPE_BYTES[options.get("dtype", config.model.dtype)]
-    slots = min(int(options.get("max_concurrency", 128)), _episodes(config))
+    slots = min(int(options.get("max_concurrency", 128)), episodes(config))
     limit = options.get("max_tokens") or config.rollout.max_total_tokens
     blocks = slots * blocks_for(min(limit, config.rollout.max_total_tokens))
     if options.get("kv_tokens") is not None:
@@ -255,10 +267,16 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     prefilled = min(int(options.get("prefill_tokens", 8192)), slots * longest)
     attention = model.heads * model.key_dim + 2 * model.groups * both
     activations = 3 * model.hidden + attention + 3 * model.active_ffn
-    prefill = prefilled * width * (activations + longest)  # with the masks of all that is prefilled in a step
+    prefill = (
+        prefilled * width * (activations + longest)
+    )  # with the masks of all that is prefilled in a step
     slack = SLACK_CUDA if on_gpus(config) else SLACK
     sampling = round((1 + slack) * max(decode, prefill)) + FIRST_USE
-    return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": sampling}
+    return {
+        "engine's weights": parameters * width,
+        "keys and values": blocks * block,
+        "sampling": sampling,
+    }
 
 
 def is_embedded(config: RunConfig) -> bool:
@@ -289,7 +307,7 @@ def on_gpus(config: RunConfig) -> bool:
     return config.cluster.gpus_per_rank > 0 if config.cluster.ranks else torch.cuda.is_available()
 
 
-def _episodes(config: RunConfig) -> int:
+def episodes(config: RunConfig) -> int:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
 
 
@@ -300,19 +318,26 @@ def checkpoint_bytes(config: RunConfig, model: Architecture) -> tuple[int, int]:
     """(a checkpoint of the trainer, the export at the end), in bytes on disk."""
     width = DTYPE_BYTES[config.model.dtype]
     policy = sum(stage_parameters(model, ParallelLayout()))
-    lora = adapter_parameters(config, model) * config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    lora = (
+        adapter_parameters(config, model)
+        * config.trainer.tensor_parallel
+        * config.trainer.pipeline_parallel
+    )
     trained = lora or policy
     if config.algorithm.critic is not None:
         trained += sum(stage_parameters(model, ParallelLayout(), values=True))
     main = MAIN_BYTES if width < MAIN_BYTES else 0
-    return trained * (width + main + MOMENT_BYTES) + snapshots(config) * (lora or policy) * width, policy * width
+    return trained * (width + main + MOMENT_BYTES) + snapshots(config) * (
+        lora or policy
+    ) * width, policy * width
 
 
 # ---------------------------------------------------------------- vLLM on a CPU
 
 
 def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
-    """vLLM's processes of one engine together, what they share counted once; none on a GPU (see `gpu_memory`).
+    """vLLM's processes of one engine together, what they share counted once; none on a GPU (see
+    `gpu_memory`).
 
     Keys and values are allotted whole at the start. A step of prompts and an update, which holds
     two files of new weights in memory, do not happen at the same time."""
@@ -336,47 +361,3 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     count = int(options.get("engines", 1))
     name = "vLLM" if count == 1 else f"vLLM, each of {count} engines"
     return [PhaseMemory(name, "rollout", parts)]
-
-
-# ---------------------------------------------------------------- time on CPU cores
-
-
-def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTime:
-    """Seconds of a step on so many cores. Decoding is bound by the bytes of weights, keys and values
-    that each token reads, or by its operations."""
-    rollout = config.rollout
-    episodes, budget = _episodes(config), rollout.max_total_tokens
-    sampled = min(rollout.max_turns * rollout.max_response_tokens, budget - 1)
-    rows, scored = [budget] * episodes, sampled * episodes
-    forward, rate = forward_flops(model, rows, scored), CORE_FLOPS * cores
-    trained = training_flops(model, rows, scored)
-    if "full" in config.trainer.recomputed:
-        trained += forward
-    if config.algorithm.critic is not None:
-        trained *= 2
-    passes = sum(name in config_needs(config) for name in SCORES)
-    return StepTime(
-        sample_s=_decoding_s(config, model, cores, sampled),
-        score_s=passes * forward / rate,
-        update_s=trained * config.algorithm.epochs_per_step / rate,
-    )
-
-
-def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int) -> float:
-    """Of one engine, whose threads have all cores."""
-    width, episodes = DTYPE_BYTES[config.model.dtype], _episodes(config)
-    at_once = min(episodes, int(config.rollout.engine.get("max_concurrency", 128)))
-    weights = stage_parameters(model, ParallelLayout())[0] * width
-    token = model.layers * model.groups * (model.key_dim + model.value_dim) * width
-    cache = at_once * config.rollout.max_total_tokens / 2 * token
-    read_s = (weights + cache) / CORE_MEMORY_RATE
-    computed_s = forward_flops(model, [1] * at_once, at_once) / (CORE_FLOPS * cores)
-    return math.ceil(episodes / at_once) * sampled * max(read_s, computed_s)
-
-
-def cores_of(config: RunConfig) -> int | None:
-    """CPU cores that the run uses; None where it trains on GPUs."""
-    if on_gpus(config):
-        return None
-    ranks, threads = config.cluster.ranks, config.cluster.threads_per_rank
-    return min(len(os.sched_getaffinity(0)), ranks * threads or torch.get_num_threads())

@@ -142,7 +142,9 @@ class EvaluationSchedule:
     def tasks(self, final: bool = False) -> list[Task]:
         """The tasks of a scheduled evaluation, or of the last one."""
         section = self._section
-        return list(self._tasks[: section.final_questions if final else section.questions])
+        return list(
+            self._tasks[: section.final_questions if final else section.questions]
+        )
 
     def record(
         self, step: int, metrics: Mapping[str, float], final: bool = False

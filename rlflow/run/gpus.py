@@ -78,7 +78,9 @@ def gpu_demand(config: RunConfig) -> GpuDemand:
     count = section.rollout_workers or int(options.get("engines", 1))
     beside = is_embedded(config) and section.address is None  # on the first GPU that it sees
     known = section.rollout_workers or is_vllm(config) or beside
-    shared = not section.rollout_workers or (0 < section.gpus_per_rank < 1 and section.ranks > 0)
+    shared = not section.rollout_workers or (
+        0 < section.gpus_per_rank < 1 and section.ranks > 0
+    )
     each = int(options.get("tensor_parallel") or 1)
     engines, in_workers = count if known else 0, section.rollout_workers > 0
     return GpuDemand(section.ranks or 1, engines, each, shared, in_workers)
@@ -120,7 +122,10 @@ def store_bytes(config: RunConfig) -> int:
     """What Ray's object store holds at a time: the two newest versions of the weights, what readers
     have of a third, and batches."""
     values = sum(map(math.prod, WeightFiles(config.model.path).shapes().values()))
-    return VERSIONS_STORED * values * torch_dtype(config.model.dtype).itemsize + BATCHES_BYTES
+    return (
+        VERSIONS_STORED * values * torch_dtype(config.model.dtype).itemsize
+        + BATCHES_BYTES
+    )
 
 
 def make_placement(config: RunConfig) -> Placement | None:
@@ -152,7 +157,9 @@ def make_placement(config: RunConfig) -> Placement | None:
     return placement
 
 
-def engine_gpus(config: RunConfig, placement: Placement | None) -> list[list[str]] | None:
+def engine_gpus(
+    config: RunConfig, placement: Placement | None
+) -> list[list[str]] | None:
     """The GPUs of each engine of this process, as CUDA_VISIBLE_DEVICES names them; None where
     nobody has placed them. Raises ConfigError for engines that cannot be where they would have to
     be."""
@@ -161,7 +168,10 @@ def engine_gpus(config: RunConfig, placement: Placement | None) -> list[list[str
         return None
     found = demand.plan(placement.bundles)
     here = placement.bundles[0].node
-    far = {bundle.node for engine in found.engines for bundle in engine} - {here, own_node()}
+    far = {bundle.node for engine in found.engines for bundle in engine} - {
+        here,
+        own_node(),
+    }
     if demand.in_workers:
         return None
     if far or (found.engines and here != own_node()):
@@ -218,7 +228,9 @@ def roles(config: RunConfig) -> list[tuple[int | None, bool]]:
     where no two engines share one."""
     demand = gpu_demand(config)
     found = demand.plan([Bundle("", str(number)) for number in range(demand.most)])
-    engines = {bundle for engine in found.engines for bundle in engine if is_vllm(config)}
+    engines = {
+        bundle for engine in found.engines for bundle in engine if is_vllm(config)
+    }
     # Ranks of a stage follow each other
     per_stage = demand.ranks // config.trainer.pipeline_parallel
     return [
@@ -248,12 +260,18 @@ def _planned(config: RunConfig, model: Architecture) -> list[int]:
     """Bytes at the most of each GPU of the run; of the ranks' alone where the engine is not
     vLLM."""
     if is_vllm(config):
-        found = [gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config)]
-        return [max(sum(parts.values()) for parts in phases.values()) for phases in found]
+        found = [
+            gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config)
+        ]
+        return [
+            max(sum(parts.values()) for parts in phases.values()) for phases in found
+        ]
     ranks = config.cluster.ranks or 1
     held = [one for one in estimate(config, model) if one.process != "driver"]
     names = list(dict.fromkeys(phase.process for phase in held))
-    most = [max(phase.total for phase in held if phase.process == name) for name in names]
+    most = [
+        max(phase.total for phase in held if phase.process == name) for name in names
+    ]
     return [size for size in most for _ in range(ranks // len(most))]
 
 
@@ -264,7 +282,9 @@ def gpu_memory(config: RunConfig, model: Architecture, size: int) -> list[PhaseM
         return []
     config.trainer.layout.check_model(model)
     found = []
-    for (stage, engine), alike in itertools.groupby(enumerate(roles(config)), lambda pair: pair[1]):
+    for (stage, engine), alike in itertools.groupby(
+        enumerate(roles(config)), lambda pair: pair[1]
+    ):
         name = _name([gpu for gpu, _ in alike], stage is not None, engine)
         phases = gpu_phases(config, model, size, stage, engine)
         found += [PhaseMemory(name, phase, parts) for phase, parts in phases.items()]

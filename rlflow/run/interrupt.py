@@ -20,6 +20,7 @@ from typing import Any
 from rlflow.cluster.watching import Stillness, Work
 from rlflow.report.timer import PhaseTimer
 from rlflow.storage.child import start_listener
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.forks import in_forked_child
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,7 @@ class Interrupt:
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            watcher = threading.Thread(
-                target=self._watch, args=(reader,), name="rlflow-signals", daemon=True
-            )
-            watcher.start()
+            watcher = start_daemon("rlflow-signals", self._watch, reader)
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
             self._closing.callback(reader.close)
@@ -93,7 +91,8 @@ class Interrupt:
             raise Stopped(number)
         self.requested = signal.Signals(number).name
         logger.warning(
-            "%s: finishing this step, then saving; once more stops at once", self.requested
+            "%s: finishing this step, then saving; once more stops at once",
+            self.requested,
         )
 
     def _watch(self, reader: socket.socket) -> None:
@@ -111,7 +110,9 @@ class Interrupt:
             except TimeoutError:
                 pass
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
+            place = (
+                f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
+            )
             text = (
                 f"rlflow: {signal.Signals(number).name}: the process ends without closing what "
                 f"hangs (in {place}).\n"
@@ -211,8 +212,7 @@ class InterpreterWatch:
             self._process = start_listener(
                 "-c", _CODE, str(os.getpid()), str(number), *self._seconds, self._what
             )
-            self._thread = threading.Thread(target=self._beat, name="rlflow-beat", daemon=True)
-            self._thread.start()
+            self._thread = start_daemon("rlflow-beat", self._beat)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,10 +253,9 @@ class Watchdog:
         self._work = Work()
         self._work.begin("run")
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rlflow-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        self._thread = start_daemon("rlflow-watchdog", self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:

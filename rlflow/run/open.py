@@ -221,7 +221,9 @@ def _score_early(run: Run) -> None:
     algorithm, stages = run.algorithm, dict[str, Stage]()
     if "reference" in algorithm.needs:
         stages["reference"] = lambda batch, tasks: batch.replace(
-            reference_logprobs=run.trainer.score(batch.replace(wanted=batch.trained), "reference")["logprobs"]
+            reference_logprobs=run.trainer.score(
+                batch.replace(wanted=batch.trained), "reference"
+            )["logprobs"]
         )
     if algorithm.teacher is not None and algorithm.teacher.frozen:
         stages["teacher"] = algorithm.teacher.fill

@@ -1,70 +1,60 @@
-"""Whether a training run can start, before anything is built or written: `check_start` stops at the
-first problem that files and installed packages show, `examine` opens everything and tells all of them."""
+"""Checks that a training run can start, before anything is built or written: `check_start` stops at
+the first problem that files and installed packages show. `rlflow.run.examine` opens everything."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import itertools
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
-from rlflow.addresses import unreachable
 from rlflow.algorithms.algorithm import check_parts
-from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.components import ENGINE
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
-from rlflow.environment import Environment
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
-    ModelError,
-    Problems,
-    RLFlowError,
-    StorageError,
     imports_triton,
     install_command,
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.rollout.embedded.embedded_engine import device_of
-from rlflow.rollout.environment_calls import shut_down, tasks_of
-from rlflow.rollout.rollout import Rollout
-from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.devices import check_engine_devices
 from rlflow.rollout.vllm.launch import check_python, find_python
-from rlflow.run.assemble import environment_class, fitting_tasks, make_environment, rollout_over
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import checkpoint_bytes, is_embedded, is_vllm
-from rlflow.run.gpus import check_gpu_memory, check_gpus
-from rlflow.run.resume import check_continuation
+from rlflow.run.estimates import is_embedded, is_vllm
+from rlflow.run.gpus import check_gpus
 from rlflow.trainer.routing import balance_of
 
 
 def check_start(config: RunConfig) -> None:
-    """Returns when nothing is known to be in the way of a run: values, model directory, layout, packages, run directory.
+    """Returns when nothing is known to be in the way of a run: values, model directory, layout,
+    packages, run directory.
 
-    Raises ConfigError, ModelError or MissingPackageError, the first. Data and tokenizer are read when the environment is built.
+    Raises ConfigError, ModelError or MissingPackageError, the first. Data and tokenizer are read
+    when the environment is built.
     """
     for check in itertools.chain(config_checks(config), start_checks(config)):
         check()
 
 
-def start_checks(config: RunConfig, model: bool = True, weights: bool = True) -> Iterator[Callable[[], object]]:
-    """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they are there, and
-    looked at."""
+def start_checks(
+    config: RunConfig, model: bool = True, weights: bool = True
+) -> Iterator[Callable[[], object]]:
+    """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they
+    are there, and looked at."""
     yield lambda: check_parts(config)
     if model:
         yield lambda: policy_architecture(config)
     if model and config.model.path:
-        yield lambda: config.trainer.layout.check_model(architecture(read_config(config.model.path)))
+        yield lambda: config.trainer.layout.check_model(
+            architecture(read_config(config.model.path))
+        )
         if weights:
             yield lambda: _check_weights(config)
     for package in _needed_packages(config):
@@ -76,20 +66,26 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
     yield lambda: _check_workers(config)
     yield lambda: _check_vllm(config)
     yield lambda: _check_resume_step(config)
-    yield lambda: RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
+    yield lambda: RunDirectory.check(
+        run_path(config), resume=config.run.resume, overwrite=config.run.overwrite
+    )
 
 
 def policy_architecture(config: RunConfig) -> Architecture:
-    """The architecture of `model.path`. Raises ConfigError without one, ModelError for a directory that holds no such model."""
+    """The architecture of `model.path`. Raises ConfigError without one, ModelError for a directory
+    that holds no such model."""
     if not config.model.path:
         raise ConfigError(
-            "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
+            "model.path: expected a HuggingFace model directory, found nothing; set it, or give "
+            "--model PATH."
         )
     return architecture(read_config(config.model.path))
 
 
 def _check_weights(config: RunConfig) -> None:
-    policy_architecture(config)  # the families of its error are those that can be trained; more can be read
+    policy_architecture(
+        config
+    )  # the families of its error are those that can be trained; more can be read
     check_loadable(config.model.path)
 
 
@@ -112,15 +108,21 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """What the trainer would spare of a GPU that it has not. Ranks see the GPUs that Ray gives them."""
+    """What the trainer would spare of a GPU that it has not. Ranks see the GPUs that Ray gives
+    them."""
     section = config.cluster
-    if config.trainer.backend == "megatron" and not (section.gpus_per_rank if section.ranks else torch.cuda.is_available()):
+    if config.trainer.backend == "megatron" and not (
+        section.gpus_per_rank if section.ranks else torch.cuda.is_available()
+    ):
         config.trainer.check_without_gpu()
 
 
 def _check_engine_device(config: RunConfig) -> None:
     if not config.cluster.rollout_workers and is_embedded(config):
-        device_of(config.rollout.engine.get("device"), config.rollout.engine.get("cuda_graphs"))
+        device_of(
+            config.rollout.engine.get("device"),
+            config.rollout.engine.get("cuda_graphs"),
+        )
 
 
 def _check_workers(config: RunConfig) -> None:
@@ -131,22 +133,31 @@ def _check_workers(config: RunConfig) -> None:
     made = options.get("engines", 1)
     if isinstance(made, int) and made != 1:
         raise ConfigError(
-            f"rollout.engine.engines: expected 1 with cluster.rollout_workers, found {made}: each worker has one engine; set "
-            f"cluster.rollout_workers={section.rollout_workers * made} and rollout.engine.engines=1."
+            f"rollout.engine.engines: expected 1 with cluster.rollout_workers, found {made}: each "
+            "worker has one engine; set "
+            f"cluster.rollout_workers={section.rollout_workers * made} and "
+            "rollout.engine.engines=1."
         )
-    if "url" in options and (section.rollout_workers > 1 or not isinstance(options["url"], str)):
+    if "url" in options and (
+        section.rollout_workers > 1 or not isinstance(options["url"], str)
+    ):
         raise ConfigError(
-            f"rollout.engine.url: {section.rollout_workers} workers would load their weights into the same servers, each at its "
+            f"rollout.engine.url: {section.rollout_workers} workers would load their weights into "
+            "the same servers, each at its "
             "own time; set cluster.rollout_workers=0, where every url is an engine of the run."
         )
 
 
 def _check_vllm(config: RunConfig) -> None:
-    """Whether vLLM is there for the run's engines, and those of workers here. Raises RLFlowError."""
+    """Whether vLLM is there for the run's engines and those of workers. Raises RLFlowError."""
     section = config.cluster
-    if is_vllm(config) and not (section.rollout_workers and section.address):  # workers elsewhere have interpreters of their own
+    if is_vllm(config) and not (
+        section.rollout_workers and section.address
+    ):  # workers elsewhere have interpreters of their own
         options = config.rollout.engine
-        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        named = (
+            config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
+        )
         check_python(find_python(options.get("python")), triton=named)
         check_engine_devices(
             options, section.ranks, section.rollout_workers, section.gpus_per_rank
@@ -155,7 +166,9 @@ def _check_vllm(config: RunConfig) -> None:
 
 def _check_resume_step(config: RunConfig) -> None:
     if config.run.resume_step is not None and not config.run.resume:
-        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
+        raise ConfigError(
+            f"run.resume_step: {config.run.resume_step} needs run.resume (--resume)."
+        )
 
 
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -164,234 +177,50 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
     megatron = config.trainer.backend == "megatron"
     needed = (
         ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
-        ("cluster.rollout_workers", config.cluster.rollout_workers > 0, "ray", install_command("ray")),
-        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
-        ("metrics.progress", config.metrics.progress == "rich", "rich", "pip install rich"),
-        ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
+        (
+            "cluster.rollout_workers",
+            config.cluster.rollout_workers > 0,
+            "ray",
+            install_command("ray"),
+        ),
+        (
+            "metrics.sinks",
+            "tensorboard" in sinks,
+            "tensorboard",
+            install_command("tensorboard"),
+        ),
+        (
+            "metrics.progress",
+            config.metrics.progress == "rich",
+            "rich",
+            "pip install rich",
+        ),
+        (
+            "metrics.picture",
+            config.metrics.picture,
+            "matplotlib",
+            "pip install matplotlib",
+        ),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
-        ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),
+        (
+            "trainer.fp8",
+            config.trainer.fp8 != "none",
+            "transformer_engine",
+            install_command("gpu"),
+        ),
         ("trainer.backend=megatron", megatron, "megatron", "pip install megatron-core"),
-        ("trainer.backend=megatron", megatron and imports_triton(), "triton", "pip install triton"),
+        (
+            "trainer.backend=megatron",
+            megatron and imports_triton(),
+            "triton",
+            "pip install triton",
+        ),
     )
     return [(key, package, command) for key, asked, package, command in needed if asked]
 
 
 def _check_package(key: str, package: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")
-
-
-PROMPTS_READ = 1000  # of each split
-GIB = 2**30
-MOST = 2**80  # bytes; a message need not tell more
-
-
-@dataclass
-class Readiness:
-    """What is known of a configuration. problems: what would stop the run. notes: what is worth a look, one line each."""
-
-    problems: Problems = field(default_factory=Problems)
-    notes: list[str] = field(default_factory=list)
-    model: Architecture | None = None
-    fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
-
-
-def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Readiness:
-    """Opens the model directory, tokenizer, teacher, data, index and environment options, and looks at packages, addresses, disk
-    and the run directory. model, weights: they are there, and looked at."""
-    found = Readiness()
-    checks = config_checks(config)
-    found.problems.attempt(next(checks))
-    if found.problems:  # what stands there is not what the other checks expect
-        return found
-    for check in checks:
-        found.problems.attempt(check)
-    found.fits = not found.problems
-    for check in start_checks(config, model, weights):
-        found.problems.attempt(check)
-    if model:
-        found.model = found.problems.attempt(policy_architecture, config)
-    tokenizer = found.problems.attempt(_policy_tokenizer, config, found) if found.model is not None else None
-    environment = _rehearsed(config, found.problems)
-    if environment is not None:
-        try:
-            _look_at_tasks(config, environment, tokenizer, found)
-        finally:
-            shut_down(environment)
-    found.problems.attempt(_check_teacher, config, tokenizer)
-    found.problems.attempt(_check_cluster, config)
-    if not found.problems:
-        found.problems.attempt(check_continuation, config)
-    if found.model is not None:
-        found.problems.attempt(_check_disk, config, found.model)
-        found.problems.attempt(check_gpu_memory, config, found.model)
-    return found
-
-
-def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
-    """The policy's tokenizer. Raises ModelError where the model has no embedding for some of its tokens."""
-    tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    highest, vocab = max(tokenizer.inner.get_vocab().values()), policy_architecture(config).vocab
-    if highest >= vocab:
-        raise ModelError(
-            f"{config.model.path}: the tokenizer has ids up to {highest}, the model an embedding for {vocab}: they do not belong "
-            "together. Take the tokenizer of this model."
-        )
-    if not tokenizer.eos_ids:
-        found.notes.append(
-            f"{config.model.path}: the tokenizer has no end-of-sequence token; responses end by stop strings or limits"
-        )
-    if config.rollout.chat_template:
-        tokenizer.render([{"role": "user", "content": "?"}])  # says itself where there is no template
-    return tokenizer
-
-
-def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
-    """The environment, as far as it can be had without what is expensive."""
-    known = None
-    while known is None:
-        try:
-            known = environment_class(config)
-        except ConfigError as problem:
-            problems.note(problem)
-            if problem.option is None:
-                return None
-            rest = {key: value for key, value in config.environment.items() if key != problem.option}
-            config = replace(config, environment=rest)  # what else is wrong is told as well
-    target, options = known
-    rehearsal = None if target is None else target.rehearse(**options)
-    if rehearsal is None:
-        return problems.attempt(make_environment, config)
-    environment, wrong = rehearsal
-    problems.note(*wrong)
-    return environment
-
-
-def _look_at_tasks(config: RunConfig, environment: Environment, tokenizer: Tokenizer | None, found: Readiness) -> None:
-    """Whether there are tasks, whether their prompts fit, and whether the tokenizer can say what the environment waits for."""
-    splits = dict.fromkeys((config.data.train_split, config.data.val_split))
-    if tokenizer is None:
-        for split in splits:
-            found.problems.attempt(tasks_of, environment, split)
-        return
-    for text in environment.stop if isinstance(environment.stop, (tuple, list)) else (environment.stop,):
-        found.problems.attempt(_check_stop, text, tokenizer)
-    rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
-    if rollout is not None:
-        for split in splits:
-            found.problems.attempt(_count_tasks, rollout, split, config, found)
-        found.notes += found.problems.attempt(task_notes, config, environment) or []
-
-
-def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for a stop string that no response could end with."""
-    if not isinstance(text, str) or not text:
-        raise ConfigError(
-            f"environment: its stop strings are a tuple of texts, none of them empty; found {text!r:.60}."
-        )
-    tokens = tokenizer.encode(text)
-    said = tokenizer.decode(tokens)
-    # A special token has no text, and ends a response by itself
-    alone = len(tokens) == 1 and tokens[0] in tokenizer.special_ids
-    if text not in said and not alone:
-        raise ConfigError(
-            f"environment: the stop string {text!r} cannot be said with this tokenizer, which makes {said!r} of it: responses "
-            "would run into the token limit. Take another protocol or model."
-        )
-
-
-def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readiness) -> None:
-    kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
-    longest = max(len(rollout.prompt_tokens(task)) for task in kept)
-    total, read = len(tasks_of(rollout.environment, split)), len(kept) + dropped
-    of = f"the first {read:,}" if read < total else "them"
-    found.notes.append(
-        f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, {dropped:,} are too long"
-    )
-    first, tokenizer = kept[0], rollout.tokenizer
-    chat = config.rollout.chat_template or not isinstance(first.prompt, str)
-    note = tokenizer.history_note if chat and config.rollout.history == "template" else ""
-    if note and note not in found.notes:
-        found.notes.append(note)
-    templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(rollout.prompt_tokens(first))
-    if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
-        found.notes.append(
-            f"split '{split}': prompts are used as they stand and hold no token of the model's chat template; "
-            "a chat model expects it: rollout.chat_template=true"
-        )
-
-
-def task_notes(config: RunConfig, environment: Environment) -> list[str]:
-    """How often the run takes each training task, and which validation tasks are among them."""
-    train, val = (tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split))
-    steps, prompts = config.run.steps, config.rollout.prompts_per_step
-    epochs = steps * prompts / len(train)
-    notes = [
-        f"{steps:,} x {prompts:,} prompts are {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs of the {len(train):,} tasks "
-        f"of split '{config.data.train_split}'"
-    ]
-    if len(train) < prompts:
-        notes.append(
-            f"split '{config.data.train_split}' has {len(train):,} tasks for {prompts:,} prompts per step: "
-            "each step repeats tasks. Lower rollout.prompts_per_step, or add tasks"
-        )
-    known = {repr((task.prompt, task.answer)) for task in train}
-    copies = sum(repr((task.prompt, task.answer)) in known for task in val)
-    if copies:
-        notes.append(
-            f"{copies:,} of {len(val):,} tasks of split '{config.data.val_split}' are also in split "
-            f"'{config.data.train_split}' (same prompt and answer): their scores do not show what is learned for new tasks"
-        )
-    return notes
-
-
-def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError, ModelError where a teacher's model cannot be split, or its tokenizer is another; RLFlowError where its
-    server does not answer. What the parts of the algorithm expect of it is `check_parts`' matter."""
-    teacher = config.algorithm.teacher
-    path, url = teacher.get("path"), teacher.get("url")
-    if isinstance(path, str):
-        config.trainer.layout.check_model(architecture(read_config(path)))
-    directory = path or teacher.get("tokenizer")
-    if isinstance(directory, str) and tokenizer is not None:
-        check_tokenizers(tokenizer, directory, "algorithm.teacher", bool(teacher.get("same_template", True)))
-    if isinstance(url, str):
-        try:
-            address, port = urlsplit(url), urlsplit(url).port
-        except ValueError as problem:
-            raise ConfigError(f"algorithm.teacher.url: {url}: no address ({problem}).") from None
-        check_address(
-            "algorithm.teacher.url", address.hostname or "", port or (443 if address.scheme == "https" else 80)
-        )
-
-
-def _check_cluster(config: RunConfig) -> None:
-    """Raises RLFlowError where nobody answers at `cluster.address`."""
-    host, _, port = (config.cluster.address or "").removeprefix("ray://").rpartition(":")
-    if (config.cluster.ranks or config.cluster.rollout_workers) and host and port.isdigit():
-        check_address("cluster.address", host, int(port))
-
-
-def check_address(key: str, host: str, port: int) -> None:
-    """Returns where a server takes connections. Raises RLFlowError after a few seconds."""
-    reason = unreachable(host, port)
-    if reason is not None:
-        raise RLFlowError(
-            f"{key}: nobody answers at {host}:{port} ({reason}); start the server, or correct the address."
-        )
-
-
-def _check_disk(config: RunConfig, model: Architecture) -> None:
-    """Raises StorageError where the disk has no room for the checkpoints that are kept, one more, and the export."""
-    path = run_path(config)
-    ground = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
-    each, export = size
-    needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
-    if needed > free:
-        each, needed = min(each, MOST), min(needed, MOST)
-        raise StorageError(
-            f"run.directory: {path}: {config.checkpoint.keep} checkpoints of {each / GIB:.1f} GiB each, one more while it is "
-            f"written, and the export take {needed / GIB:.1f} GiB; {free / GIB:.1f} GiB are free. Lower "
-            "checkpoint.keep, or choose another disk."
+        raise MissingPackageError(
+            f"{key}: the package '{package}' is not installed: {command}."
         )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from rlflow.errors import RLFlowError
 from rlflow.storage import guard
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.guard import start_of
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,7 @@ class Child:
                 ) from None
         self.pid = process.pid
         self._guard = Guard(process.pid)
-        threading.Thread(
-            target=_reap, args=(process, self.ended), name=f"child-{process.pid}", daemon=True
-        ).start()
+        start_daemon(f"child-{process.pid}", _reap, process, self.ended)
         self._end = weakref.finalize(self, _end, process.pid, self.ended, os.getpid())
 
     def wait_until(
@@ -126,7 +124,7 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}{memory}: {self.last_words()}"
 
     def last_words(self) -> str:
-        """How its log ends, in one line: the last line that tells of an error, else the last one."""
+        """How its log ends: the last line that tells of an error, else the last one."""
         lines = [line.strip() for line in tail(self.log).splitlines() if line.strip()]
         said = self._telling(lines)[:400] if lines else "it said nothing"
         return f"{said} (its log: {self.log})"

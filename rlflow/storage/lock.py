@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DirectoryLostError
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.forks import in_forked_child
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,7 @@ class DirectoryLock:
         self._write({**_this_process(), "epoch": self.epoch, "token": self.token})
         in_forked_child(self._let_go)
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon("run-lock", self._renew)
 
     def confirm(self) -> None:
         """Returns where this process still has the directory; asked before each write.

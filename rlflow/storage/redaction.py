@@ -40,7 +40,8 @@ _LOGIN = re.compile(r"://([^\s/]*)@")
 _PARAMETER = re.compile(r"""([?&;])([^=&;#"'<>]*)(=?)([^&;#"'<>)}\]]*)""")
 _FRAGMENT = re.compile(r"""(#[^=&;#"'<>]*=)[^&;#"'<>)}\]]+""")
 _TOKEN = re.compile(
-    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}|(bearer\s+)[\w.~+/=-]{8,})""",
+    r"""\b(?:(authorization["']?\s*[:=]\s*["']?(?:\w+\s+)?)[^\s"',}]{4,}"""
+    r"""|(bearer\s+)[\w.~+/=-]{8,})""",
     re.I,
 )
 

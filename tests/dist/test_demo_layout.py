@@ -68,7 +68,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         policy, environment, samples_per_prompt=4, max_turns=section.max_turns,
         max_response_tokens=section.max_response_tokens, max_total_tokens=section.max_total_tokens,
     ) as rollout:  # fmt: skip
-        steps = [rollout.collect(tasks[start : start + 4], step) for step, start in enumerate((0, 4, 8))]
+        steps = [rollout.collect(tasks[start : start + 2], step) for step, start in enumerate((0, 2, 4))]
     return Demo(config, [_with_rewards([one for group in groups for one in group.usable]) for groups in steps])
 
 

@@ -82,7 +82,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "rlflow")
-    options = (*AHEAD, "run.steps=7", "evaluation.at_start=false", "evaluation.every_steps=0", "checkpoint.every_steps=2",
+    options = (*AHEAD, "run.steps=5", "evaluation.at_start=false", "evaluation.every_steps=0", "checkpoint.every_steps=2",
                "evaluation.final_questions=4")  # fmt: skip
 
     def training_step_or_death(number: int, *rest: Any) -> dict[str, float]:
@@ -99,9 +99,9 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
     kept = {one.id: one for one in from_bytes(run.saved.read_state(last)["groups"]["ended"])}
     assert last == step // 2 * 2 and kept
     train(letters_config(model, tmp_path, *options, "run.resume=true", layout))
-    assert_trained_exactly_once(run, 7)
+    assert_trained_exactly_once(run, 5)
     assert f"{len(kept)} finished attempts are kept" in caplog.text
-    found = {record["id"]: record for step in range(1, 8) for record in read_trajectories(run.trajectories(step))}
+    found = {record["id"]: record for step in range(1, 6) for record in read_trajectories(run.trajectories(step))}
     for name, one in kept.items():  # what had been finished was not sampled twice
         assert [turn["duration_s"] for turn in found[name]["turns"]] == [round(turn.duration_s, 4) for turn in one.turns]
 

@@ -20,7 +20,8 @@ from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.preflight import check_start, examine
+from rlflow.run.examine import examine
+from rlflow.run.preflight import check_start
 from rlflow.trainer.routing import routing_metrics
 from tests.flow.letters import letters_config, write_letters_model
 from tests.flow.thinking import TURNS, thinking_config, write_thinking_model

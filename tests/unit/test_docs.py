@@ -69,8 +69,11 @@ def test_metrics_page_holds_the_table_of_the_code() -> None:
     table = metrics_table({"maze": {"exact_match": score, "longest": longest}})
     core, _, own = table.partition("## maze")
     assert core.strip() == metrics_table().strip()
-    assert "| `train/exact_match`, `eval/exact_match` (`_low`, `_high`) | share | of tasks |" in own
-    assert "| `rollout/longest`, `eval/longest` | steps | longest walk (max) |" in own
+    assert "| `exact_match` | share | of tasks (score) |" in own
+    assert "| `longest` | steps | longest walk (max) |" in own
+    both = metrics_table({"maze": {"longest": longest}, "cave": {"longest": longest}})
+    row = "| `longest` | steps | longest walk (max) |"
+    assert both.partition("## maze, cave\n\n")[2].splitlines() == [*own.splitlines()[2:4], row]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"storage", "errors"},
     "environment": {"report", *BASIS},
     "batching": BASIS,
-    "http": {"errors"},
+    "http": {"storage", "errors"},
     "addresses": set(),
     "connections": set(),
     "places": set(),

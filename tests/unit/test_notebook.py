@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,26 +15,27 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 SIZES = "LESSONS, STEPS, PROMPTS = 300, 30, 16"
-KERNEL = """
-import asyncio, json, sys
-
-async def kernel(cells):
-    names = {"__name__": "__main__"}
-    for number, cell in enumerate(cells):
-        exec(compile(cell, f"cell {number}", "exec"), names)
-
-asyncio.run(kernel(json.load(sys.stdin)))
-"""
 
 
-def run(cells: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL], cwd=folder, env=environment, input=json.dumps(cells),
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    """Runs cells as Jupyter does; returns what they print."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+
+    async def kernel(cells: list[str]) -> None:
+        names = {"__name__": "__main__"}
+        for number, cell in enumerate(cells):
+            exec(compile(cell, f"cell {number}", "exec"), names)
+
+    def run(cells: list[str]) -> str:
+        asyncio.run(kernel(cells))
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_it_is_a_notebook_without_outputs() -> None:
@@ -42,15 +43,15 @@ def test_it_is_a_notebook_without_outputs() -> None:
     assert not [cell for cell in NOTEBOOK["cells"] if cell.get("outputs") or cell.get("execution_count")]
 
 
-def test_the_cells_run_in_order_with_tiny_settings(tmp_path: Path) -> None:
+def test_the_cells_run_in_order_with_tiny_settings(run: Callable[[list[str]], str]) -> None:
     assert SIZES in CELLS[0]
     tiny = CELLS[0].replace(SIZES, "LESSONS, STEPS, PROMPTS = 2, 2, 2")
-    printed = run([tiny, *CELLS[1:]], tmp_path)
+    printed = run([tiny, *CELLS[1:]])
     assert "the contract holds" in printed and len(re.findall(r"^step \d: reward ", printed, flags=re.M)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_notebook_as_it_is_teaches_the_game(tmp_path: Path) -> None:
-    rewards = [float(reward) for reward in re.findall(r"^step \d+: reward ([\d.]+)", run(CELLS, tmp_path), flags=re.M)]
+def test_the_notebook_as_it_is_teaches_the_game(run: Callable[[list[str]], str]) -> None:
+    rewards = [float(reward) for reward in re.findall(r"^step \d+: reward ([\d.]+)", run(CELLS), flags=re.M)]
     assert len(rewards) == 30 and rewards[0] <= 0.3 and sum(rewards[-5:]) / 5 >= 0.8, rewards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.commands import cli
 from rlflow.commands.scaffold import write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,16 +20,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = README + (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)```", PAGES, flags=re.S))
 ENVIRONMENT, SCRIPT = "guess_number.py", "train_guess_number.py"
-
-NOTEBOOK = """
-import asyncio, sys
-
-async def cell(source):
-    exec(compile(source, sys.argv[1], "exec"), {"__name__": "__main__"})
-
-asyncio.run(cell(open(sys.argv[1]).read()))
-"""
-
 
 PLAYER, POLICY, CLASS = "guess_number_player.py:play", "guess_number_policy", "GuessNumber"
 
@@ -38,7 +31,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = write_environment("guess_number", folder, policy=True)
     (folder / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
     assert f'MODEL = "{POLICY}"' in SNIPPETS[SCRIPT] and made.policy.name == POLICY
-    run(folder, "-m", "rlflow", "env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2")
+    with contextlib.chdir(folder):
+        assert cli.main(["env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2"]) == 0
     return folder
 
 
@@ -60,15 +54,25 @@ def test_the_environment_is_what_the_command_writes(workplace: Path) -> None:
     assert (workplace / ENVIRONMENT).read_text() == SNIPPETS[ENVIRONMENT]
 
 
-def test_environment_keeps_the_contract(workplace: Path) -> None:
-    run(workplace, "-m", "rlflow", "env", "check", f"{ENVIRONMENT}:{CLASS}")
+def test_environment_keeps_the_contract(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    assert cli.main(["env", "check", f"{ENVIRONMENT}:{CLASS}"]) == 0
 
 
-def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(workplace: Path) -> None:
+def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     short = SNIPPETS[SCRIPT].replace("range(30)", "range(2)")
     assert short != SNIPPETS[SCRIPT]
-    (workplace / "short.py").write_text(short)
-    assert len(rewards(run(workplace, "-c", "import sys; sys.path.insert(0, '')\n" + NOTEBOOK, "short.py"))) == 2
+    monkeypatch.chdir(workplace)
+    monkeypatch.syspath_prepend(workplace)
+
+    async def cell() -> None:
+        exec(compile(short, SCRIPT, "exec"), {"__name__": "__main__"})
+
+    asyncio.run(cell())
+    del sys.modules["guess_number"]
+    assert len(rewards(capsys.readouterr().out)) == 2
 
 
 @pytest.mark.slow

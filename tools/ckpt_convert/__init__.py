@@ -1,1 +1,1 @@
-"""Checkpoint conversion on the command line; the work is done in rlflow/weights."""
+"""Conversion of checkpoints between Megatron and HuggingFace, on the command line."""

@@ -16,7 +16,7 @@ class Options:
     it gets its name.
 
     expected: sizes that a checkpoint must have: fields of Architecture, `tensor_parallel`, ...,
-    `iteration`. layout, format: of a checkpoint that is written; `torch`: legacy mp_rank_* files."""
+    `iteration`. layout, format: of a checkpoint that is written; `torch`: legacy mp_rank_*."""
 
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9

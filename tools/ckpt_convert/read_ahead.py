@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
+
+from rlflow.storage.daemon import start_daemon
 
 AHEAD_BYTES = 2 << 30
 STEP_BYTES = 64 << 20
@@ -15,7 +16,7 @@ def read_ahead(directory: str | Path) -> None:
     all; returns at once.
 
     A hint and no more: what cannot be read is for the conversion to say."""
-    threading.Thread(target=_ask, args=(Path(directory),), daemon=True).start()
+    start_daemon("read-ahead", _ask, Path(directory))
 
 
 def _ask(directory: Path) -> None:

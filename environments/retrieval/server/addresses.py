@@ -1,7 +1,7 @@
-"""Where a server listens, and the files by which clients find servers: one per server in a folder
-that all of them see (ASearcher, AstraFlow).
+"""A server's listening socket, and the files by which clients find servers: one per server in a
+folder that all of them see (ASearcher, AstraFlow).
 
-It is bound before anything heavy is imported, so that a port in use is known at once."""
+The socket is bound before anything heavy is imported, so that a port in use is known at once."""
 
 from __future__ import annotations
 

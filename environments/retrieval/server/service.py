@@ -6,13 +6,13 @@ import asyncio
 import concurrent.futures
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import RLFlowError
+from rlflow.storage.daemon import start_daemon
 from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.shared import SharedState
@@ -124,7 +124,7 @@ class SearchService:
 
         # A daemon thread: loading may take long and must not keep a server alive that is asked to
         # stop.
-        threading.Thread(target=work, name="search-load", daemon=True).start()
+        start_daemon("search-load", work)
         return await asyncio.wrap_future(loaded)
 
     def _serve(self, index: ServedIndex) -> None:

@@ -1,4 +1,4 @@
-"""What the starting policy learns from: the texts of its tokenizer, and the training rows of its
+"""Sources of the starting policy: the texts of its tokenizer, and the training rows of its
 supervised warm-up."""
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rlflow.algorithms.base import (
     Anchor,
     anchor_logprobs,
     as_part,
-    check_anchor,
+    needs_of,
 )
 from rlflow.components import ADVANTAGE
 from rlflow.types import Batch
@@ -39,7 +39,6 @@ class OnPolicyDistillation(Advantage):
         base: Component | None = None,
         anchor: Anchor = "rollout",
     ) -> None:
-        check_anchor(anchor, "advantage opd")
         self._coefficient, self._anchor = coefficient, anchor
         made = (
             None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
@@ -51,10 +50,8 @@ class OnPolicyDistillation(Advantage):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        own = {"teacher", "proximal"} if self._anchor == "proximal" else {"teacher"}
-        return frozenset(own) | (
-            frozenset() if self._base is None else self._base.needs
-        )
+        own = frozenset({"teacher"} | needs_of(self._anchor))
+        return own if self._base is None else own | self._base.needs
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         teacher = batch.require("teacher_logprobs", "advantage opd")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlflow.algorithms.base import Anchor
 from rlflow.algorithms.losses.ratio_kernel import RatioKernel, row_mean
-from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, Share
 
@@ -32,13 +31,6 @@ class GSPOLoss(RatioKernel):
     clip_high: NonNegativeFloat = 4e-4
     level: Literal["sequence", "token"] = "sequence"
     anchor: Anchor = "rollout"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.level not in ("sequence", "token"):
-            raise ConfigError(
-                f"loss gspo: level must be sequence or token, found '{self.level}'"
-            )
 
     def objective(
         self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch

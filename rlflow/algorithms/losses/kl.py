@@ -12,11 +12,10 @@ from torch import Tensor
 from rlflow.algorithms.base import (
     Anchor,
     anchor_logprobs,
-    check_anchor,
     kl_estimate,
     log_ratio,
+    needs_of,
 )
-from rlflow.errors import ConfigError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -44,23 +43,13 @@ class KLLoss(Loss):
     anchor: Anchor = "rollout"
     refresh_steps: PositiveInt | None = None
 
-    def __post_init__(self) -> None:
-        if self.estimator not in ("k1", "k2", "k3", "wk1", "wk3"):
-            raise ConfigError(
-                f"loss kl: estimator must be k1, k2, k3, wk1 or wk3, found '{self.estimator}'"
-            )
-        check_anchor(self.anchor, "loss kl")
-
     @property
     def _weighted(self) -> bool:
         return self.estimator.startswith("w")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(
-            {"reference"}
-            | ({"proximal"} if self._weighted and self.anchor == "proximal" else set())
-        )
+        return frozenset({"reference"} | (needs_of(self.anchor) if self._weighted else set()))
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]

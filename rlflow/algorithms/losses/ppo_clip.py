@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Anchor
 from rlflow.algorithms.losses.ratio_kernel import RatioKernel
-from rlflow.errors import ConfigError
 from rlflow.types import Batch
+from rlflow.values import NonNegativeFloat, Range, Share
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,10 @@ class PPOClipLoss(RatioKernel):
     name = "ppo_clip"
     bounded = True
 
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.2
-    dual_clip: float | None = None
+    clip_low: Share | None = 0.2
+    clip_high: NonNegativeFloat | None = 0.2
+    dual_clip: Annotated[float, Range(above=1)] | None = None
     anchor: Anchor = "rollout"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= (self.clip_low or 0) <= 1 or (self.clip_high or 0) < 0:
-            raise ConfigError(
-                "loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found "
-                f"{self.clip_low}, {self.clip_high}"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(
-                "loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found "
-                f"{self.dual_clip}"
-            )
 
     def objective(
         self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch

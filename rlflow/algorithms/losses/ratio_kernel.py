@@ -10,9 +10,9 @@ from rlflow.algorithms.base import (
     Anchor,
     Kernel,
     anchor_logprobs,
-    check_anchor,
     kl_estimate,
     log_ratio,
+    needs_of,
 )
 from rlflow.types import Batch, LossResult, PolicyOutput
 
@@ -29,10 +29,7 @@ class RatioKernel(Kernel):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"proximal"} if self.anchor == "proximal" else ())
-
-    def __post_init__(self) -> None:
-        check_anchor(self.anchor, f"loss {self.name}")
+        return frozenset(needs_of(self.anchor))
 
     @abstractmethod
     def objective(

@@ -10,7 +10,6 @@ import torch
 from rlflow.algorithms.base import Transform
 from rlflow.algorithms.transforms.importance import mismatch, multiplied
 from rlflow.algorithms.transforms.interpolation import interpolated_logprobs
-from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
 
@@ -34,18 +33,6 @@ class Decoupled(Transform):
     cap: PositiveFloat | None = 5.0
     over: Literal["mask", "clamp"] = "mask"
     proximal: Literal["recompute", "loglinear", "linear"] = "recompute"
-
-    def __post_init__(self) -> None:
-        if self.over not in ("mask", "clamp") or self.proximal not in (
-            "recompute",
-            "loglinear",
-            "linear",
-        ):
-            raise ConfigError(
-                "transform decoupled: expected over mask or clamp, and proximal recompute, "
-                "loglinear or linear; found "
-                f"{self.over}, {self.proximal}"
-            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

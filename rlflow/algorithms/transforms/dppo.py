@@ -7,10 +7,9 @@ from typing import Literal
 
 import torch
 
-from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs, check_anchor
+from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs, needs_of
 from rlflow.algorithms.transforms.divergence import binary_kl, binary_tv
 from rlflow.algorithms.transforms.importance import multiplied
-from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
 
@@ -33,18 +32,9 @@ class DPPO(Transform):
     high: PositiveFloat = 0.2
     anchor: Anchor = "rollout"
 
-    def __post_init__(self) -> None:
-        check_anchor(self.anchor, "transform dppo")
-        if self.divergence not in ("tv", "kl"):
-            raise ConfigError(
-                f"transform dppo: divergence must be tv or kl, found '{self.divergence}'"
-            )
-
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(
-            {"current", "proximal"} if self.anchor == "proximal" else {"current"}
-        )
+        return frozenset({"current"} | needs_of(self.anchor))
 
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform dppo")

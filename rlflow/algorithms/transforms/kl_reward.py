@@ -12,9 +12,9 @@ from rlflow.algorithms.base import (
     Anchor,
     RewardTerm,
     anchor_logprobs,
-    check_anchor,
     kl_estimate,
     log_ratio,
+    needs_of,
 )
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, PositiveInt
@@ -35,14 +35,9 @@ class KLReward(RewardTerm):
     anchor: Anchor = "rollout"
     refresh_steps: PositiveInt | None = None
 
-    def __post_init__(self) -> None:
-        check_anchor(self.anchor, "transform kl_reward")
-
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(
-            {"reference"} | ({"proximal"} if self.anchor == "proximal" else set())
-        )
+        return frozenset({"reference"} | needs_of(self.anchor))
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlflow.algorithms.base import MAX_LOG_RATIO, Transform, anchor_logprobs, log_ratio
 from rlflow.algorithms.transforms.importance import multiplied
-from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
 
@@ -42,13 +41,6 @@ class M2PO(Transform):
 
     variant: Variant = "mask"
     threshold: PositiveFloat = 0.04
-
-    def __post_init__(self) -> None:
-        if self.variant not in ("mask", "winsor", "range", "mask_all"):
-            raise ConfigError(
-                "transform m2po: variant must be mask, winsor, range or mask_all, found "
-                f"'{self.variant}'"
-            )
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

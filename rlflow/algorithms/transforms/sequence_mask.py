@@ -8,8 +8,8 @@ from rlflow.algorithms.base import (
     Anchor,
     Transform,
     anchor_logprobs,
-    check_anchor,
     log_ratio,
+    needs_of,
 )
 from rlflow.algorithms.transforms.importance import at_level, multiplied
 from rlflow.types import Batch
@@ -30,14 +30,9 @@ class SequenceMask(Transform):
     threshold: PositiveFloat
     anchor: Anchor = "rollout"
 
-    def __post_init__(self) -> None:
-        check_anchor(self.anchor, "transform sequence_mask")
-
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(
-            {"current", "proximal"} if self.anchor == "proximal" else {"current"}
-        )
+        return frozenset({"current"} | needs_of(self.anchor))
 
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform sequence_mask")

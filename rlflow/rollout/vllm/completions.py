@@ -1,4 +1,4 @@
-"""What a server is asked for a completion, and what it answers."""
+"""Requests to a server for completions, and its answers."""
 
 from __future__ import annotations
 

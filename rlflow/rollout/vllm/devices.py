@@ -1,4 +1,4 @@
-"""Which GPUs each engine of a process gets."""
+"""GPUs of each engine of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vLLM server is: whether it answers, which model and weights it has, whether its log-probs
+"""Facts of a vLLM server: whether it answers, which model and weights it has, whether its log-probs
 are of the distribution that is sampled from."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whether a server that keeps its weights has those of a model directory: log-probs of a few tokens, computed here."""
+"""Checks that a server that keeps its weights has those of a model directory: log-probs of a few
+tokens, computed here."""
 
 from __future__ import annotations
 

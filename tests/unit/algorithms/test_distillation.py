@@ -9,6 +9,7 @@ from torch import Tensor
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.advantages.opd import OnPolicyDistillation
 from rlflow.algorithms.losses.teacher_kl import TeacherKLLoss
+from rlflow.components import ADVANTAGE
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, PolicyOutput
 
@@ -45,8 +46,8 @@ def test_the_anchor_says_whose_log_probs_are_the_policys() -> None:
     advantage = OnPolicyDistillation(anchor="proximal")
     assert advantage(batch).tolist() == [[0.0, 2.0]] and advantage.needs == {"teacher", "proximal"}
     assert OnPolicyDistillation()(batch).tolist() == [[0.0, -1.0]] and OnPolicyDistillation().needs == {"teacher"}
-    with pytest.raises(ConfigError, match="anchor must be rollout or proximal"):
-        OnPolicyDistillation(anchor="policy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected one of rollout, proximal"):
+        ADVANTAGE.check({"name": "opd", "anchor": "policy"})
 
 
 def test_it_is_added_to_any_other_advantage() -> None:

@@ -382,7 +382,7 @@ def test_losses_are_made_from_their_components():
         ([{"name": "kl", "coefficient": "much"}], r"losses\[0\].coefficient: expected a number from 0, found 'much'"),
         ([{"name": "kl", "coefficient": -1}], r"losses\[0\].coefficient: expected a number from 0, found -1"),
         ([{"name": "kl", "coefficient": float("nan")}], r"losses\[0\].coefficient: expected a number from 0, found nan"),
-        ([{"name": "ppo_clip", "clip_low": True}], "expected a number or null, found true"),
+        ([{"name": "ppo_clip", "clip_low": True}], "expected a number from 0 to 1 or null, found true"),
         ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], r"estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'"),
         ([{"name": "ppo_clip", "clip_low": 1.5}], "clip_low"),
         ([{"name": "ppo_clip", "dual_clip": 0.5}], "dual_clip"),

@@ -7,6 +7,7 @@ import ast
 import io
 import os
 import pty
+import runpy
 import signal
 import subprocess
 import sys
@@ -186,16 +187,21 @@ def test_without_an_environment_the_installed_ones_are_named(capsys: pytest.Capt
 # ---------------------------------------------------------------- env
 
 
-def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own_test(tmp_path: Path) -> None:
+def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = write_environment("word_game", tmp_path)
     source, test, reference = made.source, made.test, made.reference
     assert len(source.read_text().splitlines()) <= 30
     assert [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)] == ["WordGame"]
     report = check_environment(ENVIRONMENT.build({"name": reference}), episodes=8)
     assert report.passed, str(report)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    monkeypatch.setattr(sys, "path", [*sys.path])  # its test puts its folder there
+    tests = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}
+    del sys.modules["word_game"]
+    assert len(tests) == 2
+    for each in tests.values():
+        each()
 
 
 @pytest.mark.parametrize("name", ["Word-Game", "class", "9lives", "a b"])

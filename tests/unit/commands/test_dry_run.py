@@ -19,7 +19,7 @@ from rlflow import errors
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
-from rlflow.run import preflight
+from rlflow.run import examine, preflight
 from rlflow.run.preflight import check_start
 from tests.fixtures import tiny_model
 from tests.unit.rollout.chat_templates import QWEN3
@@ -316,7 +316,7 @@ def test_a_disk_that_is_too_small_is_told(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(place.path)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    monkeypatch.setattr(examine.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     code, _, problems = dry(place, capsys)
     assert code == 2 and len(problems) == 1 and "GiB are free. Lower checkpoint.keep" in problems[0]
 
@@ -332,7 +332,7 @@ def test_a_stop_string_that_the_tokenizer_cannot_say_is_told(place: Place, tmp_p
     config = load_config(
         None, [f"model.path={tmp_path}/model", f"environment={source}:Strange", f"run.directory={tmp_path}/run"]
     )
-    found = preflight.examine(config)
+    found = examine.examine(config)
     assert len(found.problems) == 1 and "stop string '<|im_end|> now' cannot be said" in str(found.problems[0])
 
 

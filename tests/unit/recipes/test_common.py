@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -61,11 +62,11 @@ def installs(tmp_path: Path) -> list[str]:
 
 def test_a_set_up_says_package_and_size_while_it_goes_on(shell: Shell, tmp_path: Path) -> None:
     downloading = "Collecting numpy>=1.26\\n  Downloading https://host/numpy-2.4.6-cp311-cp311-linux.whl (16.9 MB)\\n"
-    done = shell("rlflow_setup run", FAKE_SAYS=downloading, FAKE_SECONDS="3", RLFLOW_PROGRESS_S="1")
+    done = shell("rlflow_setup run", FAKE_SAYS=downloading, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
     assert re.search(r"^\[rlflow\]   [1-3] s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M), done.stderr
     shutil.rmtree(tmp_path / "venv")
     installing = "  Downloading a-1-b.whl (1 kB)\\nInstalling collected packages: a, b, c\\n"
-    done = shell("rlflow_setup run", FAKE_SAYS=installing, FAKE_SECONDS="3", RLFLOW_PROGRESS_S="1")
+    done = shell("rlflow_setup run", FAKE_SAYS=installing, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
     assert "s: installing packages: 0 of 3\n" in done.stderr
     shutil.rmtree(tmp_path / "venv")
     typed = f"script -qec 'bash -c \". {ROOT}/recipes/common.sh; rlflow_setup run\"' /dev/null"
@@ -197,14 +198,19 @@ def test_help_needs_no_python() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["searchr1", "asearcher"])
-def test_the_program_of_a_warm_up_starts(recipe: str) -> None:
+def test_the_program_of_a_warm_up_starts(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The script's last line, with this interpreter, from where the script has gone."""
     last = (ROOT / "recipes" / recipe / "warm_up.sh").read_text().splitlines()[-1]
     assert last.startswith("exec ")
-    environment = {**os.environ, "RLFLOW_PYTHON": sys.executable}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(["bash", "-c", last, "-", "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "--save-every" in done.stdout, done.stderr
+    command = ["env", "RLFLOW_PYTHON=echo", "bash", "-c", last, "-", "--help"]
+    option, module, *words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module(module, run_name="__main__")
+    assert option == "-m" and "--save-every" in capsys.readouterr().out
 
 
 def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, tmp_path: Path) -> None:

@@ -14,20 +14,18 @@ from rlflow.config.schema import load_config
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.flops import forward_flops
 from rlflow.run.estimates import (
-    CORE_FLOPS,
-    CORE_MEMORY_RATE,
     VLLM_CORE,
     VLLM_FRONT,
     LargestMicrobatch,
     checkpoint_bytes,
     engine_parts,
     estimate,
-    estimate_step,
     largest_microbatch,
     rank_parts,
     update_parts,
     vllm_memory,
 )
+from rlflow.run.step_time import CORE_FLOPS, CORE_MEMORY_RATE, estimate_step
 from rlflow.trainer.layout import ParallelLayout, stage_parameters
 
 ROOT = Path(__file__).resolve().parents[3]

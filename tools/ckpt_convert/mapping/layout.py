@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow.errors import ConversionError
 from rlflow.models.architecture import Architecture
 
 from ..problems import other_layout
@@ -45,7 +44,7 @@ class CheckpointLayout:
         ends = [end for end in (self.first_layers, self.last_layers) if end is not None]
         left, middle = layers - sum(ends), self.pipeline - len(ends)
         if ends and self.pipeline == 1:
-            raise _refused(
+            raise other_layout(
                 "--first-stage-layers and --last-stage-layers need several pipeline ranks; raise "
                 "--pp."
             )
@@ -55,7 +54,7 @@ class CheckpointLayout:
         found[-1] = found[-1] if self.last_layers is None else self.last_layers
         uneven = any(height < 1 or height % self.virtual for height in found)
         if sum(found) != layers or uneven:
-            raise _refused(
+            raise other_layout(
                 f"{layers} layers, {sum(ends)} of them by --first-stage-layers and "
                 f"--last-stage-layers, do not come out even on --pp {self.pipeline} with "
                 f"--vpp {self.virtual}."
@@ -68,18 +67,18 @@ def check_divides(model: Architecture, layout: CheckpointLayout) -> None:
     for flag, ranks, what, size in _divisions(model, layout):
         if size % ranks:
             possible = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
-            raise _refused(
+            raise other_layout(
                 f"{flag} {ranks} does not divide the model's {size} {what}; possible: "
                 f"{', '.join(map(str, possible))}."
             )
     layout.heights(model.layers)
     if layout.expert > 1 and model.experts is None:
-        raise _refused(
+        raise other_layout(
             f"--ep {layout.expert}: the model of family '{model.family}' has no experts; leave it "
             "out."
         )
     if layout.virtual > 1 and layout.pipeline == 1:
-        raise _refused(
+        raise other_layout(
             f"--vpp {layout.virtual} needs several pipeline ranks; raise --pp or leave it out."
         )
 
@@ -102,7 +101,3 @@ def _divisions(
         yield "--tp", layout.tensor, what, size
     if layout.first_layers is None and layout.last_layers is None:
         yield "--pp times --vpp", layout.pipeline * layout.virtual, "layers", model.layers
-
-
-def _refused(text: str) -> ConversionError:
-    return other_layout(text)

@@ -1,0 +1,326 @@
+"""Opens everything that a training run needs, before anything is built or written, and tells all
+problems (`rlflow train --dry-run`, `rlflow doctor --config`)."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlflow.addresses import unreachable
+from rlflow.algorithms.teachers.vocabulary import check_tokenizers
+from rlflow.config.checks import config_checks
+from rlflow.config.schema import RunConfig
+from rlflow.environment import Environment
+from rlflow.errors import (
+    ConfigError,
+    ModelError,
+    Problems,
+    RLFlowError,
+    StorageError,
+)
+from rlflow.models.architecture import Architecture, architecture
+from rlflow.models.huggingface import read_config
+from rlflow.rollout.environment_calls import shut_down, tasks_of
+from rlflow.rollout.rollout import Rollout
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.run.assemble import (
+    environment_class,
+    fitting_tasks,
+    make_environment,
+    rollout_over,
+)
+from rlflow.run.directory import run_path
+from rlflow.run.estimates import checkpoint_bytes
+from rlflow.run.gpus import check_gpu_memory
+from rlflow.run.preflight import policy_architecture, start_checks
+from rlflow.run.resume import check_continuation
+
+PROMPTS_READ = 1000  # of each split
+GIB = 2**30
+MOST = 2**80  # bytes; a message need not tell more
+
+
+@dataclass
+class Readiness:
+    """What is known of a configuration. problems: what would stop the run. notes: what is worth a
+    look, one line each."""
+
+    problems: Problems = field(default_factory=Problems)
+    notes: list[str] = field(default_factory=list)
+    model: Architecture | None = None
+    fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
+
+
+def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Readiness:
+    """Opens the model directory, tokenizer, teacher, data, index and environment options, and looks
+    at packages, addresses, disk and the run directory. model, weights: they are there, and looked
+    at."""
+    found = Readiness()
+    checks = config_checks(config)
+    found.problems.attempt(next(checks))
+    if found.problems:  # what stands there is not what the other checks expect
+        return found
+    for check in checks:
+        found.problems.attempt(check)
+    found.fits = not found.problems
+    for check in start_checks(config, model, weights):
+        found.problems.attempt(check)
+    if model:
+        found.model = found.problems.attempt(policy_architecture, config)
+    tokenizer = (
+        found.problems.attempt(_policy_tokenizer, config, found)
+        if found.model is not None
+        else None
+    )
+    environment = _rehearsed(config, found.problems)
+    if environment is not None:
+        try:
+            _look_at_tasks(config, environment, tokenizer, found)
+        finally:
+            shut_down(environment)
+    found.problems.attempt(_check_teacher, config, tokenizer)
+    found.problems.attempt(_check_cluster, config)
+    if not found.problems:
+        found.problems.attempt(check_continuation, config)
+    if found.model is not None:
+        found.problems.attempt(_check_disk, config, found.model)
+        found.problems.attempt(check_gpu_memory, config, found.model)
+    return found
+
+
+def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
+    """The policy's tokenizer. Raises ModelError where the model has no embedding for some of its
+    tokens."""
+    tokenizer = Tokenizer.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    highest = max(tokenizer.inner.get_vocab().values())
+    vocab = policy_architecture(config).vocab
+    if highest >= vocab:
+        raise ModelError(
+            f"{config.model.path}: the tokenizer has ids up to {highest}, the model an embedding "
+            f"for {vocab}: they do not belong "
+            "together. Take the tokenizer of this model."
+        )
+    if not tokenizer.eos_ids:
+        found.notes.append(
+            f"{config.model.path}: the tokenizer has no end-of-sequence token; responses end by "
+            "stop strings or limits"
+        )
+    if config.rollout.chat_template:
+        tokenizer.render(
+            [{"role": "user", "content": "?"}]
+        )  # says itself where there is no template
+    return tokenizer
+
+
+def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
+    """The environment, as far as it can be had without what is expensive."""
+    known = None
+    while known is None:
+        try:
+            known = environment_class(config)
+        except ConfigError as problem:
+            problems.note(problem)
+            if problem.option is None:
+                return None
+            rest = {
+                key: value
+                for key, value in config.environment.items()
+                if key != problem.option
+            }
+            config = replace(config, environment=rest)  # what else is wrong is told as well
+    target, options = known
+    rehearsal = None if target is None else target.rehearse(**options)
+    if rehearsal is None:
+        return problems.attempt(make_environment, config)
+    environment, wrong = rehearsal
+    problems.note(*wrong)
+    return environment
+
+
+def _look_at_tasks(
+    config: RunConfig,
+    environment: Environment,
+    tokenizer: Tokenizer | None,
+    found: Readiness,
+) -> None:
+    """Whether there are tasks, whether their prompts fit, and whether the tokenizer can say what
+    the environment waits for."""
+    splits = dict.fromkeys((config.data.train_split, config.data.val_split))
+    if tokenizer is None:
+        for split in splits:
+            found.problems.attempt(tasks_of, environment, split)
+        return
+    for text in (
+        environment.stop
+        if isinstance(environment.stop, (tuple, list))
+        else (environment.stop,)
+    ):
+        found.problems.attempt(_check_stop, text, tokenizer)
+    rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
+    if rollout is not None:
+        for split in splits:
+            found.problems.attempt(_count_tasks, rollout, split, config, found)
+        found.notes += found.problems.attempt(task_notes, config, environment) or []
+
+
+def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a stop string that no response could end with."""
+    if not isinstance(text, str) or not text:
+        raise ConfigError(
+            "environment: its stop strings are a tuple of texts, none of them empty; found "
+            f"{text!r:.60}."
+        )
+    tokens = tokenizer.encode(text)
+    said = tokenizer.decode(tokens)
+    # A special token has no text, and ends a response by itself
+    alone = len(tokens) == 1 and tokens[0] in tokenizer.special_ids
+    if text not in said and not alone:
+        raise ConfigError(
+            f"environment: the stop string {text!r} cannot be said with this tokenizer, which "
+            f"makes {said!r} of it: responses "
+            "would run into the token limit. Take another protocol or model."
+        )
+
+
+def _count_tasks(
+    rollout: Rollout, split: str, config: RunConfig, found: Readiness
+) -> None:
+    kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
+    longest = max(len(rollout.prompt_tokens(task)) for task in kept)
+    total, read = len(tasks_of(rollout.environment, split)), len(kept) + dropped
+    of = f"the first {read:,}" if read < total else "them"
+    found.notes.append(
+        f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, "
+        f"{dropped:,} are too long"
+    )
+    first, tokenizer = kept[0], rollout.tokenizer
+    chat = config.rollout.chat_template or not isinstance(first.prompt, str)
+    note = (
+        tokenizer.history_note if chat and config.rollout.history == "template" else ""
+    )
+    if note and note not in found.notes:
+        found.notes.append(note)
+    templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(
+        rollout.prompt_tokens(first)
+    )
+    if (
+        tokenizer.inner.chat_template
+        and isinstance(first.prompt, str)
+        and not templated
+    ):
+        found.notes.append(
+            f"split '{split}': prompts are used as they stand and hold no token of the model's "
+            "chat template; "
+            "a chat model expects it: rollout.chat_template=true"
+        )
+
+
+def task_notes(config: RunConfig, environment: Environment) -> list[str]:
+    """How often the run takes each training task, and which validation tasks are among them."""
+    train, val = (
+        tasks_of(environment, split)
+        for split in (config.data.train_split, config.data.val_split)
+    )
+    steps, prompts = config.run.steps, config.rollout.prompts_per_step
+    epochs = steps * prompts / len(train)
+    notes = [
+        f"{steps:,} x {prompts:,} prompts are {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs "
+        f"of the {len(train):,} tasks "
+        f"of split '{config.data.train_split}'"
+    ]
+    if len(train) < prompts:
+        notes.append(
+            f"split '{config.data.train_split}' has {len(train):,} tasks for {prompts:,} prompts "
+            "per step: "
+            "each step repeats tasks. Lower rollout.prompts_per_step, or add tasks"
+        )
+    known = {repr((task.prompt, task.answer)) for task in train}
+    copies = sum(repr((task.prompt, task.answer)) in known for task in val)
+    if copies:
+        notes.append(
+            f"{copies:,} of {len(val):,} tasks of split '{config.data.val_split}' are also in "
+            "split "
+            f"'{config.data.train_split}' (same prompt and answer): their scores do not show what "
+            "is learned for new tasks"
+        )
+    return notes
+
+
+def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Raises ConfigError, ModelError where a teacher's model cannot be split, or its tokenizer is
+    another; RLFlowError where its server does not answer. What the parts of the algorithm expect of
+    it is `check_parts`' matter."""
+    teacher = config.algorithm.teacher
+    path, url = teacher.get("path"), teacher.get("url")
+    if isinstance(path, str):
+        config.trainer.layout.check_model(architecture(read_config(path)))
+    directory = path or teacher.get("tokenizer")
+    if isinstance(directory, str) and tokenizer is not None:
+        check_tokenizers(
+            tokenizer,
+            directory,
+            "algorithm.teacher",
+            bool(teacher.get("same_template", True)),
+        )
+    if isinstance(url, str):
+        try:
+            address, port = urlsplit(url), urlsplit(url).port
+        except ValueError as problem:
+            raise ConfigError(
+                f"algorithm.teacher.url: {url}: no address ({problem})."
+            ) from None
+        check_address(
+            "algorithm.teacher.url",
+            address.hostname or "",
+            port or (443 if address.scheme == "https" else 80),
+        )
+
+
+def _check_cluster(config: RunConfig) -> None:
+    """Raises RLFlowError where nobody answers at `cluster.address`."""
+    host, _, port = (
+        (config.cluster.address or "").removeprefix("ray://").rpartition(":")
+    )
+    if (
+        (config.cluster.ranks or config.cluster.rollout_workers)
+        and host
+        and port.isdigit()
+    ):
+        check_address("cluster.address", host, int(port))
+
+
+def check_address(key: str, host: str, port: int) -> None:
+    """Returns where a server takes connections. Raises RLFlowError after a few seconds."""
+    reason = unreachable(host, port)
+    if reason is not None:
+        raise RLFlowError(
+            f"{key}: nobody answers at {host}:{port} ({reason}); start the server, or correct the "
+            "address."
+        )
+
+
+def _check_disk(config: RunConfig, model: Architecture) -> None:
+    """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
+    and the export."""
+    path = run_path(config)
+    ground = next(
+        folder for folder in (path, *path.absolute().parents) if folder.is_dir()
+    )
+    size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
+    each, export = size
+    needed = each * (config.checkpoint.keep + 1) + (
+        export if config.checkpoint.export else 0
+    )
+    if needed > free:
+        each, needed = min(each, MOST), min(needed, MOST)
+        raise StorageError(
+            f"run.directory: {path}: {config.checkpoint.keep} checkpoints of {each / GIB:.1f} GiB "
+            "each, one more while it is "
+            f"written, and the export take {needed / GIB:.1f} GiB; {free / GIB:.1f} GiB are free. "
+            "Lower "
+            "checkpoint.keep, or choose another disk."
+        )
