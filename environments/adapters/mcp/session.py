@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -139,11 +140,11 @@ async def _over_http(server: Server) -> AsyncIterator[Any]:
     """The streams of a session over HTTP."""
     transport = importlib.import_module("mcp.client.streamable_http")
     make_client = importlib.import_module("mcp.shared._httpx_utils").create_mcp_http_client
+    connect, limit = transport.streamable_http_client, "max_sse_event_size"  # from mcp 2.3 on
+    limits = {limit: LONGEST_MESSAGE} if limit in inspect.signature(connect).parameters else {}
     async with (
         make_client(headers=server.headers) as client,
-        transport.streamable_http_client(
-            server.name, http_client=client, max_sse_event_size=LONGEST_MESSAGE
-        ) as streams,
+        connect(server.name, http_client=client, **limits) as streams,
     ):
         yield streams
 
