@@ -237,22 +237,22 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
     assert_equal_runs(run, whole)
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_cleanly_and_it_resumes(
-    sent: signal.Signals, code: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
-) -> None:
+def test_signals_end_a_run_cleanly_and_it_resumes(disturbed: tuple[Path, RunDirectory], whole: RunDirectory) -> None:
     from rlflow.config.schema import load_config
 
     config, run = disturbed
-    process = start(config)
-    wait_for(reached(run, 3), process)
-    process.send_signal(sent)
-    err = finish(process)
-    assert process.returncode == code, err
-    assert f"{sent.name}: finishing this step" in err and "Traceback" not in err
-    summary = read_json(run.summary)
-    assert summary["status"] == f"interrupted by {sent.name}" and 3 <= summary["steps"] < STEPS
-    assert run.saved.steps()[-1] == summary["steps"] and not run.export.exists()
+    step = 1
+    for sent, code, words in ((signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--resume",))):
+        process = start(config, *words)
+        wait_for(reached(run, step), process)
+        process.send_signal(sent)
+        err = finish(process)
+        assert process.returncode == code, err
+        assert f"{sent.name}: finishing this step" in err and "Traceback" not in err
+        summary = read_json(run.summary)
+        assert summary["status"] == f"interrupted by {sent.name}" and step <= summary["steps"] < STEPS
+        assert run.saved.steps()[-1] == summary["steps"] and not run.export.exists()
+        step = summary["steps"] + 1
     assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
     assert_equal_runs(run, whole, evaluations=False)
 
