@@ -34,6 +34,7 @@ from rlflow_environments.sandboxed.tables import (
 )
 
 PREDICTIONS = "predictions.csv"
+RULE_NAMES = tuple(rule.name for rule in RULES)
 NEITHER = "Write <python>program</python>.\n"
 PROMPT = (
     "train.csv has {rows} rows of {features} numbers, x1 to x{features}, and the target y, {kind}. "
@@ -68,7 +69,7 @@ class MlEngineering(Environment):
 
     def __init__(
         self,
-        rules: Sequence[str] = tuple(rule.name for rule in RULES),
+        rules: Sequence[str] = RULE_NAMES,
         tasks_per_split: PositiveInt = 256,
         *,
         tries: PositiveInt = 1,
@@ -82,7 +83,7 @@ class MlEngineering(Environment):
         and further options of JudgeEndpoint) that inserts the print statements; none: patterns do.
         limits: of each program. at_once: programs that run at the same time; none: two per
         processor. Raises ConfigError, SandboxError."""
-        known = [rule.name for rule in RULES]
+        known = RULE_NAMES
         for name in rules:
             if name not in known:
                 raise ConfigError(

@@ -120,28 +120,6 @@ def test_what_is_no_prediction_is_told_and_earns_nothing(program: str, said: str
 
 
 @pytest.mark.slow
-def test_the_hidden_half_is_nowhere_in_the_sandbox() -> None:
-    """Nor is the seed, from which it could be made again."""
-    made = environment(limits={"timeout_s": 20.0})
-    task = made.tasks("train")[0]
-    table = made_table(**task.metadata)
-    texts = [f"{value}" for value in table.targets if f"{value}" not in table.train + table.test]
-    wanted = [text[::-1] for text in (*texts[:50], str(task.metadata["seed"]))]  # it would find itself
-    program = f"""import os
-found = b"".join(open(f"/proc/{{at}}", "rb").read() for at in ("self/environ", "self/cmdline", "1/cmdline"))
-for top in (".", "/run"):
-    for folder, _, names in os.walk(top):
-        for name in names:
-            path = os.path.join(folder, name)
-            found += open(path, "rb").read(100_000) if os.path.isfile(path) and os.access(path, os.R_OK) else b""
-print(len(found) > 10_000, [text for text in {wanted} if text[::-1].encode() in found])
-"""
-    [step] = answered(made, program, task=task)
-    assert "True []" in step.observation and len(wanted) > 40
-    assert not any(text in str(task.prompt) for text in texts) and task.answer is None
-
-
-@pytest.mark.slow
 def test_the_return_is_the_best_of_several_programs() -> None:
     steps = answered(environment(tries=3), WRITES.format(value="0"), LEARNS, "x = 1\n")
     assert [step.terminated for step in steps] == [False, False, True] and steps[2].reward == 0.0
