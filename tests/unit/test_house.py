@@ -20,14 +20,14 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 262_215,
-    "environments": 118_300,
-    "tools": 30_050,
-    "recipes": 5_200,
+    "rlflow": 265_940,
+    "environments": 125_710,
+    "tools": 29_981,
+    "recipes": 5_115,
 }
 MOST = {
-    "tokens per 100 lines of rlflow/": 698,
-    "lines over 100 columns, of 10,000": 71,
+    "tokens per 100 lines of rlflow/": 689,
+    "lines over 100 columns, of 10,000": 37,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,
