@@ -121,34 +121,22 @@ class TrainerOptions:
     context_parallel: PositiveInt = 1  # every row's tokens split over these ranks
     virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank, interleaved
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
-    expert_parallel: PositiveInt = (
-        1  # ranks of a stage that deal a layer's experts out, each expert whole
-    )
-    distributed_optimizer: bool = (
-        False  # the optimizer's state split over the data- and context-parallel ranks
-    )
+    expert_parallel: PositiveInt = 1  # ranks of a stage that deal a layer's experts out, each whole
+    distributed_optimizer: bool = False  # its state split over data- and context-parallel ranks
     router_replay: Literal["off", "rollout", "recompute"] = "off"  # experts: anew, sampled, scored
     balance: BalanceOptions | None = None  # of the load of experts; None: as config.json says
-    recompute: Literal["none", "selective", "full"] | Sequence[Module] = (
-        "none"  # activations: or parts of layers
-    )
+    recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # or parts of layers
     lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})
     max_gradient_norm: NonNegativeFloat = 1.0  # L2, over all parameters; 0 does not clip
-    tokens_per_microbatch: PositiveInt = (
-        16384  # rows x longest row; with packing the sum of the rows' lengths
-    )
+    tokens_per_microbatch: PositiveInt = 16384  # rows x longest row; packed: the sum of the lengths
     packing: bool = False  # rows end to end instead of padded to the longest
     logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
-    lora: LoraOptions | None = (
-        None  # adapters that are trained in place of the weights; None: the weights
-    )
-    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = (
-        "none"  # linear layers in fp8 by this recipe; GPUs only
-    )
+    lora: LoraOptions | None = None  # adapters that are trained; None: the weights
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # GPUs only
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:

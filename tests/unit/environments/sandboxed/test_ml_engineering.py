@@ -120,6 +120,14 @@ def test_what_is_no_prediction_is_told_and_earns_nothing(program: str, said: str
 
 
 @pytest.mark.slow
+def test_a_program_finds_two_tables_and_no_target_of_the_hidden_half() -> None:
+    looks = "import os\nprint(sorted(os.listdir()), open('test.csv').readline(), len(open('test.csv').readlines()))\n"
+    (step,) = answered(environment(), looks)
+    found = f"['program.py', 'test.csv', 'tmp', 'train.csv'] x1,x2,x3,x4\n {TEST_ROWS + 1}"
+    assert found in str(step.observation), step.observation
+
+
+@pytest.mark.slow
 def test_the_return_is_the_best_of_several_programs() -> None:
     steps = answered(environment(tries=3), WRITES.format(value="0"), LEARNS, "x = 1\n")
     assert [step.terminated for step in steps] == [False, False, True] and steps[2].reward == 0.0
