@@ -27,7 +27,7 @@ TOKENS = {
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,
-    "lines over 100 columns, of 10,000": 38,
+    "lines over 100 columns, of 10,000": 37.1,
     "longest import chain": 16,
     "import chain of rlflow.loop": 13,
     "modules in a folder of rlflow/": 21,
