@@ -25,7 +25,7 @@ def reduce_tokens(metric: Tensor, batch: Batch, how: Reduction) -> Tensor:
 
 def combine(total: float | None, found: Tensor, how: Reduction) -> float:
     """The number of the micro-batches so far and of one more."""
-    value = float(found)
+    value = float(found.detach())
     if total is None:
         return value
     return max(total, value) if how == "max" else total + value

@@ -66,18 +66,12 @@ ONE_PROCESS = ("replayed", "recorded", "losses", "balanced")
 """Words that one process obeys too."""
 FAST = [
     "qwen2-tied TP2 PP2",
-    "qwen2 TP2 PP2",
-    "qwen3 TP2 PP2",
-    "llama TP2 PP2",
     "qwen2-tied",
-    "qwen2-tied TP2",
     "qwen2-tied PP2 DO",
-    "qwen2-tied PP4",
     "qwen2-tied TP2 PP2 packed chunked",
     "qwen2 TP2 PP2 SP full",
     "qwen3 packed",
     "qwen3 TP2 SP packed chunked",
-    "qwen2-tied CP2",
     "qwen3 TP2 CP2 SP DO packed full",
     "qwen2-tied TP2 PP2 VPP2",
     "llama PP2 VPP2 CP2 DO selective",
@@ -85,7 +79,7 @@ FAST = [
     "mixtral EP2 DO",
 ]
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
-CONTINUED = [case for case in FAST if case not in ("qwen2-tied", "qwen2-tied TP2", "qwen2-tied PP4", "qwen2-tied CP2")]
+CONTINUED = [case for case in FAST if case != "qwen2-tied"]
 """Their checkpoints continue in one process."""
 LOADED = [
     "qwen3 TP2 CP2 SP DO packed full",
