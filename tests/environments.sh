@@ -6,8 +6,7 @@
 #   RLFLOW_TE_PACKAGES    Transformer Engine's Python without its kernels (13 MB): a folder of packages, for tests on a GPU that
 #                         is not there
 #   RLFLOW_ADAPTERS       what the adapters adapt, over the tests' environment (0.7 GB). Three, as verifiers 0.4 has dropped what 0.3 is
-#                         and wants another mcp:
-#                         their interpreters, one word each
+#                         and pins an mcp before 2.3: their interpreters, one word each
 #   RLFLOW_MEGATRON       another megatron-core, over the tests' environment: 0.19.2 with triton (0.8 GB), or 0.16.1 where the tests' is
 #                         newer: its interpreter. Tests that read what other versions wrote take it too (RLFLOW_MEGATRON_PATHS)
 #
