@@ -155,9 +155,8 @@ class LoopThread:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
                 # asyncio lets these two out of the loop. They are in the future of the task that
-                # raised them, so whoever waits
-                # for that one hears of it; all others would wait for ever for a loop that has
-                # ended.
+                # raised them, so whoever waits for that one hears of it; all others would wait for
+                # ever for a loop that has ended.
                 logger.warning(
                     "%s: something in the event loop tried to end the process",
                     self._thread.name,

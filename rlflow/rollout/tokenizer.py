@@ -59,9 +59,8 @@ class Tokenizer:
         try:
             if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
                 # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2
-                # among others, exchanges the
-                # file's rule of how text is split: another model of that family would then be fed
-                # other tokens than it knows.
+                # among others, exchanges the file's rule of how text is split: another model of
+                # that family would then be fed other tokens than it knows.
                 inner = PreTrainedTokenizerFast.from_pretrained(str(path))
             else:
                 inner = AutoTokenizer.from_pretrained(

@@ -21,7 +21,9 @@ from rlflow.gpu_plan import Bundle, GpuPlan, plan, visible_gpus
 from rlflow.models.architecture import Architecture
 from rlflow.models.huggingface import WeightFiles
 from rlflow.rollout.vllm.devices import UTILIZATION
+from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.run.estimates import (
+    DTYPE_BYTES,
     LIBRARIES,
     PhaseMemory,
     estimate,
@@ -209,7 +211,15 @@ def gpu_phases(
     if stage is not None:
         beside = asleep if sleeps(config) else awake
         found["update"] = {**rank, **update_parts(config, model, stage), **beside}
+    if stage is not None and engine and config.rollout.engine.get("transfer") == "ipc":
+        found["sync"] = {**between, **awake, "weights to vLLM": buffer_bytes(config, model)}
     return found
+
+
+def buffer_bytes(config: RunConfig, model: Architecture) -> int:
+    """Of the buffer in which a rank hands the weights on: a bucket, or the embedding."""
+    bucket = int(config.rollout.engine.get("bucket_mib") or VLLMOptions.bucket_mib) << 20
+    return max(bucket, model.vocab * model.hidden * DTYPE_BYTES[config.model.dtype])
 
 
 def vllm_parts(config: RunConfig, size: int) -> tuple[dict[str, int], dict[str, int]]:

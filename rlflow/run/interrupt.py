@@ -55,8 +55,8 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             # Python's own handlers run in the main thread only, between two of its instructions:
-            # never, where it is stuck in
-            # native code. The number of a signal is written to this socket at once.
+            # never, where it is stuck in native code. The number of a signal is written to this
+            # socket at once.
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -139,11 +139,9 @@ FLOOR_S = 60.0
 interpreter too."""
 
 # Reads the beats of its parent, and counts the seconds without one, but for those in which the
-# parent is stopped (suspended
-# by a job scheduler, or in a debugger). The parent's signal handler, in C, writes the stack of the
-# thread that it reaches:
-# the one that works. Started without site packages, in a session of its own, as the guard of ranks
-# is.
+# parent is stopped (suspended by a job scheduler, or in a debugger). The parent's signal handler,
+# in C, writes the stack of the thread that it reaches: the one that works. Started without site
+# packages, in a session of its own, as the guard of ranks is.
 _CODE = """
 import ctypes, os, select, signal, sys, time
 pid, number, word_s, limit_s, what = *map(int, sys.argv[1:5]), sys.argv[5]

@@ -39,8 +39,7 @@ CLASSES_OF_METADATA = {
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     # Megatron keeps the plans of all ranks there, to reuse them in its next save
-    # (dist_checkpointing/strategies/
-    # state_dict_saver.py, `all_local_plans`).
+    # (dist_checkpointing/strategies/state_dict_saver.py, `all_local_plans`).
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("torch.distributed.checkpoint.planner", "SavePlan"),
     ("torch.distributed.checkpoint.planner", "TensorWriteData"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 
@@ -28,10 +29,12 @@ def take_directory(run: Path) -> None:
 
 class FallibleLetters(Letters):
     """out: while this file is there every tool fails. takes_s: of a step. steals: a run directory that another
-    process takes at the hundredth step; what its files held then is noted beside it."""
+    process takes at the hundredth step; what its files held then is noted beside it. holds: a file that is made at the
+    three hundredth step, where it is not there; then one call holds the interpreter, for ever."""
 
-    def __init__(self, out: str = "", takes_s: float = 0.0, steals: str = "") -> None:
+    def __init__(self, out: str = "", takes_s: float = 0.0, steals: str = "", holds: str = "") -> None:
         super().__init__()
+        self._holds = Path(holds) if holds else None
         self._out, self._takes_s, self._steals, self._steps = out, takes_s, steals, 0
 
     async def step(self, episode: Episode, response: str) -> Step:
@@ -43,4 +46,7 @@ class FallibleLetters(Letters):
             take_directory(Path(self._steals))
             time.sleep(0.2)  # for a write that had asked before
             Path(f"{self._steals}.json").write_text(json.dumps(written(Path(self._steals))))
+        if self._holds and self._steps == 300 and not self._holds.exists():
+            self._holds.touch()
+            re.match("(a+)+$", "a" * 60 + "b")
         return await super().step(episode, response)

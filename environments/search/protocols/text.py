@@ -68,8 +68,7 @@ _PROTOCOL_TAG = re.compile(
     re.IGNORECASE,
 )
 # `<|name|>` of most models, DeepSeek's full-width bars, and the plain ones of Llama 2, Mistral and
-# Gemma: a tokenizer that meets
-# one of its own in text makes it the token.
+# Gemma: a tokenizer that meets one of its own in text makes it the token.
 _SPECIAL_TOKEN = re.compile(
     r"<(?:[|\uff5c](\s*[\w\u2581-]+\s*)[|\uff5c]|"
     r"(/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)))>"

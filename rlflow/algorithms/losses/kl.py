@@ -63,8 +63,7 @@ class KLLoss(Loss):
             -self.clamp, self.clamp
         )
         # Autograd through a clamped factor would leave only the ratio's share of the gradient,
-        # which has the wrong sign; and
-        # in float32 the two shares of wk3 cancel.
+        # which has the wrong sign; and in float32 the two shares of wk3 cancel.
         change = self._slope(x, kl) * log_ratio(output.logprobs, logprobs, mask)
         loss = self.coefficient * (kl + change)
         if self._weighted:

@@ -7,12 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlflow.config.loading import load_config, to_dict
 from rlflow.config.schema import RunConfig
+from rlflow.models.huggingface import WeightFiles
+from rlflow.rollout.weights import WeightPublisher
 from rlflow.trainer.optimizers import AdamW
 from rlflow_environments.retrieval.corpus import write_rows
 from rlflow_environments.search.questions import read_tasks
+from tests.unit.rollout.buckets import Held
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "asearcher"
 CONFIG = RECIPE / "config"
@@ -51,6 +55,24 @@ def test_full_and_delta_differ_in_one_line(kind: str) -> None:
     differing = [(section, key) for section in sections[0] for key in sections[0][section]
                  if sections[0][section][key] != sections[1][section][key]]  # fmt: skip
     assert differing == [("cluster", "weight_transfer")]
+
+
+def test_a_step_at_the_demos_rate_leaves_most_of_its_models_bits_so_that_a_delta_is_sent() -> None:
+    """Every weight moved by the mean rate of the first steps, up or down, as Adam does; in float32 all of them change."""
+    demo = config_of("demo_delta")
+    assert demo.cluster.weight_transfer["delta"] is True
+    files = WeightFiles(RECIPE / "starting_policy")
+    signs = torch.Generator().manual_seed(0)
+
+    def delta(dtype: torch.dtype) -> bool:
+        publisher = WeightPublisher(Held, delta=True)
+        before = {name: files[name].float() for name in files}
+        publisher.publish([(name, one.to(dtype)) for name, one in before.items()], 0)
+        rate = demo.trainer.lr / 3
+        moved = [(name, (one + rate * torch.randn(one.shape, generator=signs).sign()).to(dtype)) for name, one in before.items()]
+        return bool(publisher.publish(moved, 1).changes)
+
+    assert delta(getattr(torch, demo.model.dtype)) and not delta(torch.float32)
 
 
 def test_the_demo_keeps_the_recipes_algorithm_and_asynchrony() -> None:

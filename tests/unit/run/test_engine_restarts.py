@@ -45,9 +45,10 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return lambda *options: letters_config(model, tmp_path / "runs", *OPTIONS, *options)
 
 
-def play(run: Run, killed: Callable[[Run, int], bool]) -> None:
-    """The loop of `train`. killed: whether the engine is killed now, after so many episodes."""
-    show, episodes = run.rollout.on_episode, []
+def play(run: Run, killed: Callable[[Run, int], bool]) -> list[str]:
+    """The loop of `train`; the names of the groups that were trained. killed: whether the engine is killed now, after so many
+    episodes."""
+    show, episodes, trained = run.rollout.on_episode, [], []
 
     def told(ended: int, total: int, trajectory: Trajectory) -> None:
         episodes.append(trajectory)
@@ -61,11 +62,14 @@ def play(run: Run, killed: Callable[[Run, int], bool]) -> None:
     run.rollout.on_episode = told
     for groups in run.groups():
         assert all(one.usable for group in groups for one in group.trajectories)
-        assert all(int(segment.versions.max()) == run.step for g in groups for one in g.trajectories for segment in one.segments)
+        versions = [segment.versions for g in groups for one in g.trajectories for segment in one.segments]
+        assert all(0 <= run.step - int(one.max()) <= run.config.asynchrony.max_staleness for one in versions)
+        trained += [group.id for group in groups]
         metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer, run.observe)
         run.sync_weights(version=run.step + 1)
         run.finish_step(metrics, groups)
     run.finish()
+    return trained
 
 
 def test_a_killed_engine_is_started_again_and_nothing_is_lost(config: Make, tmp_path: Path) -> None:
@@ -76,6 +80,22 @@ def test_a_killed_engine_is_started_again_and_nothing_is_lost(config: Make, tmp_
     records = [line for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl") if "train/loss" in line]
     assert [line["rollout/engine_restarts"] for line in records] == [0, 2, 2]
     assert [line["rollout/episodes"] for line in records] == [8, 8, 8]
+
+
+def test_one_that_plays_ahead_of_training_is_started_again_too(config: Make, tmp_path: Path) -> None:
+    deaths: list[int] = []
+
+    def once(run: Run, count: int) -> bool:
+        if run.step != 1 or deaths:
+            return False
+        deaths.append(count)
+        return True
+
+    with open_run(config("rollout.asynchronous={max_staleness: 2, run_ahead: 1}", "run.steps=5")) as run:
+        trained = play(run, once)
+    records = [line for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl") if "train/loss" in line]
+    assert deaths and records[-1]["rollout/engine_restarts"] == 1
+    assert [line["rollout/episodes"] for line in records] == [8] * 5 and len(set(trained)) == len(trained) == 20
 
 
 @pytest.mark.parametrize("config", ["fake"], indirect=True)

@@ -55,6 +55,17 @@ def test_a_rank_and_vllm_on_one_gpu_take_turns(qwen: Architecture) -> None:
     }  # fmt: skip
 
 
+def test_weights_on_their_way_over_the_gpu_have_a_buffer_there(qwen: Architecture) -> None:
+    """Of the embedding, which is larger than a bucket, where the bucket is not made larger than that."""
+    asked = config(*FOUR, "rollout.engine.transfer=ipc")
+    name = "GPUs 0 to 3: rank + vLLM"
+    found = by_phase(gpu_memory(asked, qwen, GPU))
+    rollout = found[name, "rollout"]
+    assert found[name, "sync"] == {**rollout, "weights to vLLM": 152_064 * 3584 * 2}
+    larger = config(*FOUR, "rollout.engine.transfer=ipc", "rollout.engine.bucket_mib=2048")
+    assert by_phase(gpu_memory(larger, qwen, GPU))[name, "sync"]["weights to vLLM"] == 2 * GIB
+
+
 def test_gradients_that_are_kept_and_a_vllm_that_does_not_sleep_are_there_all_the_time(
     qwen: Architecture,
 ) -> None:

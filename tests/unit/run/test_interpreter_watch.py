@@ -8,10 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from rlflow.run.checkpoints import read_state
+from rlflow.run.directory import RunDirectory
 from rlflow.run.interrupt import InterpreterWatch
+from tests.flow.fallible import REFERENCE
+from tests.flow.letters import letters_config, write_config, write_letters_model
+
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 HOLDING = """
 import re, threading
@@ -63,3 +70,32 @@ def test_nothing_stays_behind() -> None:
     assert threading.active_count() == threads
     with pytest.raises(ProcessLookupError):
         os.kill(watch._process.pid, 0)
+
+
+IN_A_RUN = """
+import sys
+from rlflow.run import interrupt
+interrupt.WORD_S, interrupt.FLOOR_S = 2.0, 5.0
+from rlflow.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_environment_holds_the_interpreter_is_named_ended_and_resumed(tmp_path: Path) -> None:
+    """In the middle of a step of training, after a checkpoint."""
+    holds = tmp_path / "holds"
+    options = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.export=false", "metrics.picture=false",
+               "evaluation.at_start=false", "evaluation.every_steps=0", "evaluation.final_questions=4",
+               f"environment={{name: '{REFERENCE}', holds: '{holds}'}}", "rollout.faults={call_s: 5, episode_s: 20}")  # fmt: skip
+    model = write_letters_model(tmp_path / "model")
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    command = [sys.executable, "-c", IN_A_RUN, "train", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **PATHS})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "in match" in done.stderr and "rollout.faults.call_s, 60 s at the least" in done.stderr
+    assert holds.exists()  # it holds once
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, check=False,
+                          env={**os.environ, **PATHS})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read_state(RunDirectory(tmp_path / "letters").saved.path(4))["step"] == 4

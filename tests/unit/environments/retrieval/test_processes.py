@@ -242,7 +242,10 @@ def test_a_signal_whose_index_cannot_be_loaded_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_processes_share_an_index_folder(tmp_path):
+def test_the_processes_share_an_index_folder_and_their_idle_threads_wait_passively(tmp_path, monkeypatch):
+    """The latter by what OpenMP's runtime tells where it is loaded: threads that spin take the cores from rollouts."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     corpus, index = write_corpus(tmp_path, 8000), tmp_path / "index"
     assert main(["build", "--corpus", str(corpus), "--out", str(index), "--index", "SQ8", "--set", "dimensions=4096"]) == 0
     with running(tmp_path, "--index", str(index), size=8000) as server:
@@ -253,6 +256,7 @@ def test_the_processes_share_an_index_folder(tmp_path):
             mapped = [one for one in maps if one.path.startswith(str(index))]
             assert sum(one.size for one in mapped) > 8000 * 4096
             assert sum(one.private_dirty for one in mapped) == 0
+        assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", server.errors.read_text())) == {"0"}
 
 
 @pytest.mark.slow
