@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import rlflow
 from rlflow.errors import RLFlowError
 from rlflow_environments.sandbox.limits import Limits
 
@@ -23,6 +24,8 @@ Confinement = Literal["bubblewrap", "none"]
 FOLDER = "/box"
 """The one writable folder of a confined program."""
 HERE = Path(__file__).parent
+OWN = (Path(rlflow.__file__).parent, HERE.parent)
+"""Which no program finds among its packages: who can make a task again has its answer."""
 UIDS = range(1_900_000_000, 2_100_000_000)  # given to nobody (systemd: UIDS-GIDS.md)
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SETTINGS = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
@@ -121,6 +124,9 @@ def _file_system(confines: Confines) -> list[str]:
         words += ["--ro-bind", folder, folder]
     for name in ("supervisor.py", "kept.py"):
         words += ["--ro-bind", str(HERE / name), f"/run/{name}"]
+    for folder in ("/usr", *folders):
+        for package in (one for one in OWN if one.is_relative_to(folder)):
+            words += ["--tmpfs", str(package), "--remount-ro", str(package)]
     return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 

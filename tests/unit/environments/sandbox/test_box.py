@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, SandboxError, make_limits
+from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, SandboxError, bubblewrap, make_limits
 from rlflow_environments.sandbox.bubblewrap import Confinement, _outermost
 from rlflow_environments.sandbox.system_calls import ALLOW, DENIED, NOT_PERMITTED, NOT_THERE, system_call_filter
 from tests.waiting import until
@@ -54,6 +54,22 @@ def test_a_program_reads_writes_and_ends(kind: Confinement) -> None:
         assert (await box.bash("kill -9 $$")).code == -9
 
     within(kind, play)
+
+
+@needs_bubblewrap
+def test_the_library_is_not_among_a_programs_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it lies there where it was not installed from its sources in place: it can make the hidden half of a task again."""
+    folder = next(path for path in sys.path if path.endswith("site-packages") and (Path(path) / "yaml").is_dir())
+    monkeypatch.setattr(bubblewrap, "OWN", (*bubblewrap.OWN, Path(folder) / "yaml"))
+
+    async def play(box: Sandbox) -> None:
+        found = "import importlib.util as i; print([i.find_spec(n + '.__init__') is not None for n in ('numpy', 'yaml')])"
+        result = await box.python(found)
+        assert result.stdout == "[True, False]\n", result.told()
+        assert (await box.python("import rlflow_environments.sandboxed.tables")).code == 1
+        assert (await box.bash(f"touch {folder}/yaml/mine")).code == 1
+
+    within("bubblewrap", play)
 
 
 def test_files_stay_and_processes_do_not(kind: Confinement) -> None:
