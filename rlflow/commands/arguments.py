@@ -170,15 +170,17 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
     """The overrides of a command line: short options first, so that section.key=value wins.
 
-    Raises ConfigError for a path that does not exist."""
-    overrides = []
+    Raises ConfigError for the paths that do not exist, all of them."""
+    overrides, missing = [], []
     for option in (option for _, options in _groups(command) for option in options):
         value = getattr(args, option.name)
         if value is None:
             continue
         if option.must_exist and not Path(value).exists() and not option.may_be(value):
-            raise ConfigError(f"{option.flag}: {value}: no such file or directory.")
+            missing.append(f"{option.flag}: {value}: no such file or directory.")
         overrides.append(f"{option.key}={quoted(value)}")
+    if missing:
+        raise ConfigError(" ".join(missing))
     return [*overrides, *args.overrides]
 
 

@@ -86,9 +86,12 @@ def test_an_unknown_option_names_the_help_that_has_it_and_the_closest_one(capsys
         assert capsys.readouterr().err.rstrip().endswith(told)
 
 
-def test_a_missing_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "rlflow: ConfigError: --model: /no/such/model: no such file or directory."
     assert cli.main(["train", "--model", "/no/such/model", "--dry-run"]) == 2
-    assert capsys.readouterr().err == "rlflow: ConfigError: --model: /no/such/model: no such file or directory.\n"
+    assert capsys.readouterr().err == f"{told}\n"
+    assert cli.main(["train", "--model", "/no/such/model", "--corpus", "/nor/this", "--dry-run"]) == 2
+    assert capsys.readouterr().err == f"{told} --corpus: /nor/this: no such file or directory.\n"
 
 
 @pytest.mark.parametrize("arguments", [["show", "x" * 5000], ["search", "query", "a", "--corpus", "x" * 5000]])
