@@ -10,7 +10,7 @@ from rlflow.errors import ConfigError, did_you_mean
 
 NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",
-    "sapo_swarm", "dart", "mobile_agent", "oni", "vlac", "mle_duration", "mle_stages", "asearcher", "distillation",
+    "sapo_swarm", "dart", "mobile_agent", "oni", "vlac", "mle_duration", "mle_stages", "asearcher", "distillation", "rlinf",
 )  # fmt: skip
 """In the order in which they are run and printed."""
 

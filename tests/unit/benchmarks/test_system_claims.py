@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
@@ -16,11 +17,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
 import experiments
+from experiments import rlinf
 from experiments.curves import at_the_end, smoothed
 from experiments.oni import labelled
 from experiments.rule_server import RuleServer
 from experiments.tasks.chains import Chains
 from experiments.tasks.keys import Keys
+from experiments.tasks.old_ways import Together
 from experiments.tasks.programs import Script
 from experiments.tasks.rooms import Rooms
 from experiments.tasks.table import Carrying, ProgressCritic, right_way
@@ -77,6 +80,11 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "reverse KL of samples": {"success": 0.9, "teacher": 0.95},
         "forward KL, top 8": {"success": 0.92, "teacher": 0.95},
     },
+    "rlinf": {
+        **{arm: {"step_s": 3.5, "success": 0.7} for arm in rlinf.ARMS},
+        "as it is": {"step_s": 3.0, "success": 0.7},
+        rlinf.TOGETHER: {"step_s": 5.0, "success": 0.75},
+    },
     "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7, "learned": 0.9}},
 }
 BAD = [
@@ -102,6 +110,8 @@ BAD = [
     ("distillation", "the reward alone", "success", 0.91),
     ("distillation", "reverse KL of samples", "success", 0.8),
     ("distillation", "forward KL, top 8", "teacher", 1.05),
+    ("rlinf", rlinf.TOGETHER, "step_s", 4.5),
+    ("rlinf", rlinf.TOGETHER, "success", 0.5),
     ("asearcher", "4 turns", "far", 0.1),
     ("asearcher", "12 turns", "far", 0.1),
     ("asearcher", "12 turns", "learned", 0.7),
@@ -211,9 +221,31 @@ def test_a_server_of_rules_answers_until_it_is_closed() -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_a_quick_cell_of_every_arm_runs(name: str) -> None:
     [one] = experiments.load([name])
-    for arm in one.arms:
+    for arm in one.quick_arms or one.arms:
         figures = one.run(arm, random.Random(name).randrange(3), True)
         assert all(isinstance(value, (float, int, list)) for value in figures.values())
+
+
+def test_turns_in_step_wait_for_all_that_are_open() -> None:
+    """Three episodes of one, two and three turns: nobody begins a turn that another one of them has yet to end."""
+
+    async def played() -> list[tuple[int, int]]:
+        together, ended = Together(), list[tuple[int, int]]()
+
+        async def episode(turns: int) -> None:
+            for turn in range(turns):
+                await asyncio.sleep(0.001 * turns)
+                await together.turn()
+                ended.append((turn, turns))
+            together.leave()
+
+        for _ in range(3):
+            together.enter()
+        await asyncio.gather(*map(episode, (1, 2, 3)))
+        return ended
+
+    order = [turn for turn, _ in asyncio.run(asyncio.wait_for(played(), 10))]
+    assert order == [0, 0, 0, 1, 1, 2]
 
 
 def test_the_tasks_are_environments() -> None:
