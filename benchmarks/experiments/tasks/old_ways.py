@@ -76,7 +76,7 @@ class OldWays(SearchEnvironment):
         self._encode_again = encode_again
         if sessions:
             assert self._service is not None
-            self._lookups = Lookups(SessionPerSearch(self._service.client["urls"][0]), options.get("top_k", 3))
+            self._lookups = Lookups(SessionPerSearch(self._service.client["urls"]), options.get("top_k", 3))
 
     async def reset(self, task: Task) -> Episode:
         if self._together is not None:
