@@ -231,3 +231,6 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 }
 """Rules by `model_type` of config.json, in the order of a forward pass. Qwen2.5 is of type qwen2,
 DeepSeek-R1 of type deepseek_v3, GLM-4.5 and 4.6 of type glm4_moe."""
+
+SHIPPED = frozenset(FAMILIES)
+"""Without those that others add."""

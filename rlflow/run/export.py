@@ -17,6 +17,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_object
+from rlflow.models.tables import SHIPPED
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
 from rlflow.rollout.rollout import Rollout
@@ -110,10 +111,24 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     difference = float((found - expected)[valid].abs().max())
     if not difference <= tolerance:  # NaN included
         raise ModelError(
-            f"{path}: the export does not compute what the trainer does; log-probs differ by "
+            f"{path}: transformers does not compute what the trainer does; log-probs differ by "
             f"{difference:.2g} nats, at most {tolerance:.2g} expected."
         )
     return difference
+
+
+def check_own_family(trainer: Trainer, model: str, dtype: str) -> None:
+    """Holds a starting policy whose family rlflow does not ship against transformers: its table
+    says names and shapes, not what its layers compute. Raises ModelError."""
+    family = read_object(Path(model) / "config.json").get("model_type")
+    if family in SHIPPED:
+        return
+    try:
+        gap = check_export(trainer, model, EXPORT_TOLERANCE[dtype])
+    except ModelError as error:
+        told = f"Model family '{family}' is not one of rlflow's, and its table does not tell all"
+        raise ModelError(f"{error} {told} (docs/add_a_model_family.md).") from error
+    logger.info("model family %s: log-probs within %.1e of transformers'", family, gap)
 
 
 def _random_rows(vocab: int) -> list[list[int]]:

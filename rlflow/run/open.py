@@ -33,6 +33,7 @@ from rlflow.run.assemble import (
 from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import RunDirectory, explain_unwritable
 from rlflow.run.evaluate import EvaluationSchedule
+from rlflow.run.export import check_own_family
 from rlflow.run.gpus import gpu_table, make_placement
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.origin import fetch_models
@@ -142,6 +143,7 @@ def _open_trainer(
     """The trainer, with the reference and the teacher that the algorithm needs."""
     trainer = make_trainer(config, placement)
     stack.callback(trainer.close)
+    check_own_family(trainer, config.model.path, config.model.dtype)
     if "reference" in algorithm.needs:
         # The starting policy, unless the checkpoint holds another
         trainer.snapshot("reference")

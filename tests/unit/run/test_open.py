@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlflow.config.schema import RunConfig
-from rlflow.errors import RolloutError, StorageError
+from rlflow.errors import ModelError, RolloutError, StorageError
+from rlflow.models import tables
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
+from tests import fixtures
 from tests.flow.letters import letters_config, write_letters_model
 
 
@@ -70,3 +72,22 @@ def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:
         run.save()
         raise RolloutError("after the save began")
     assert RunDirectory.open(tmp_path / "letters").saved.steps() == [0]
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.5])
+def test_a_family_that_others_add_is_held_against_transformers_before_the_first_step(
+    multiplier: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Granite is a Llama where its multipliers are those of one; no name or shape tells what they are."""
+    monkeypatch.setitem(tables.FAMILIES, "granite", tables.FAMILIES["mistral"])
+    monkeypatch.setitem(fixtures._OF_FAMILY, "granite", {})
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_multiplier": 0.25, "residual_multiplier": multiplier}
+    path = write_letters_model(tmp_path / "granite", "granite", **sizes)
+    caplog.set_level("INFO")
+    if multiplier == 1.0:
+        with open_run(letters_config(path, tmp_path)):
+            assert "model family granite: log-probs within" in caplog.text
+    else:
+        with pytest.raises(ModelError, match=r"differ by .* family 'granite' is not one of rlflow's"):
+            with open_run(letters_config(path, tmp_path)):
+                pass
