@@ -31,6 +31,7 @@ _ENGINE_GETS = (
     "path",
     "tokenizer",
     "dtype",
+    "max_tokens",
     "seed",
     "deterministic",
     "trust_remote_code",
