@@ -12,7 +12,8 @@ from functools import partial
 import torch
 
 from rlflow.algorithms.algorithm import check_parts
-from rlflow.components import ENGINE
+from rlflow.algorithms.trial.first_call import check_first_call
+from rlflow.components import ADVANTAGE, AGGREGATE, ENGINE, LOSS, TRANSFORM
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.errors import (
@@ -49,6 +50,7 @@ def start_checks(
     """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they
     are there, and looked at."""
     yield lambda: check_parts(config)
+    yield from _first_calls(config)
     if model:
         yield lambda: policy_architecture(config)
     if model and config.model.path:
@@ -69,6 +71,23 @@ def start_checks(
     yield lambda: RunDirectory.check(
         run_path(config), resume=config.run.resume, overwrite=config.run.overwrite
     )
+
+
+def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
+    """Calls of the parts once, on a made-up batch. Filters and curators are left out: what theirs
+    see are the environment's own tasks."""
+    section = config.algorithm
+    tokens = config.rollout.max_turns * config.rollout.max_response_tokens
+    parts = [
+        (ADVANTAGE, section.advantage, "algorithm.advantage"),
+        (AGGREGATE, section.aggregate, "algorithm.aggregate"),
+        *((LOSS, one, f"algorithm.losses[{place}]") for place, one in enumerate(section.losses)),
+        *(
+            (TRANSFORM, one, f"algorithm.transforms[{place}]")
+            for place, one in enumerate(section.transforms)
+        ),
+    ]
+    return [partial(check_first_call, *part, tokens=tokens) for part in parts]
 
 
 def policy_architecture(config: RunConfig) -> Architecture:
