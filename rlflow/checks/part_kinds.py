@@ -264,7 +264,9 @@ def check_filter(report: ContractReport, make: Callable[[], Any]) -> None:
     stamped = all(
         each.group_stats is not None for group in kept for each in group.usable
     )
-    told = "gives attempts without group statistics: stamp them, the advantage needs them"
+    told = (
+        "gives attempts without group statistics: stamp them, the advantage needs them"
+    )
     report.expect(stamped, told)
     with expecting(report, "the filter of no groups"):
         if make()([]) != []:

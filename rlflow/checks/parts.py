@@ -96,7 +96,9 @@ def check_algorithm(
         FILTER: {"seed": 0},
     }
     component = {"name": name, **keywords}
-    make = functools.partial(make_part, found, component, name, **offered.get(found, {}))
+    make = functools.partial(
+        make_part, found, component, name, **offered.get(found, {})
+    )
     report = ContractReport()
     report.fact(f"{found.name} '{name}'")
     with expecting(report, f"making the {found.name}"):

@@ -94,7 +94,9 @@ def describe(
         report.fact(f"named rewards: {', '.join(named)}")
 
 
-def describe_player(report: ContractReport, plays: Sequence[Play], max_turns: int) -> None:
+def describe_player(
+    report: ContractReport, plays: Sequence[Play], max_turns: int
+) -> None:
     """Adds the facts of a scripted player's plays, and a note where none came to an end."""
     done = [play for play in plays if not play.failed]
     if not done:

@@ -241,7 +241,9 @@ class _Draft:
                 here = (*path, str(key))
                 # A file names what may be imported, its misspelt keys do not import it
                 ours = self.origins.get(".".join(here)) == COMMAND_LINE
-                hint = _suggest(here, list(fields), self.schema, self.raw if ours else {})
+                hint = _suggest(
+                    here, list(fields), self.schema, self.raw if ours else {}
+                )
                 raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
         built = {
             key: self.value(fields[key], value, (*path, key))

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from rlflow.algorithms.base import as_part
 from rlflow.algorithms.trial.sample_step import sample_batch, sample_output
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM, Kind
+from rlflow.components import (
+    ADVANTAGE,
+    AGGREGATE,
+    CURATOR,
+    FILTER,
+    LOSS,
+    TRANSFORM,
+    Kind,
+)
 from rlflow.errors import ConfigError, RLFlowError, described, raised_at
 from rlflow.types import Batch, Group, as_loss
 
@@ -63,7 +71,9 @@ def call_part(kind: Kind, part: Any, *given: Any) -> tuple[Any, str]:
     if _fits(kind, found, given[-1]):
         return found, ""
     batch = given[-1]
-    sizes = f", where (B, T) is {_shape(batch.tokens)}" if isinstance(batch, Batch) else ""
+    sizes = (
+        f", where (B, T) is {_shape(batch.tokens)}" if isinstance(batch, Batch) else ""
+    )
     return found, f"the {kind.name} returned {_words(found)}{sizes}; {FORMS[kind]}"
 
 
@@ -82,7 +92,11 @@ def _fits(kind: Kind, found: Any, given: Any) -> bool:
     shapes = [_shape(given.tokens)]
     values = [found]
     if kind is LOSS:
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        if not (
+            isinstance(found, tuple)
+            and len(found) == 2
+            and isinstance(found[1], Mapping)
+        ):
             return False
         values = [found[0], *found[1].values()]
     elif kind is ADVANTAGE and isinstance(found, tuple):
@@ -103,5 +117,7 @@ def _words(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_words, value))})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_words(one)}' for name, one in value.items())}}}"
+        return (
+            f"{{{', '.join(f'{name}: {_words(one)}' for name, one in value.items())}}}"
+        )
     return "None" if value is None else f"a {type(value).__name__}"
