@@ -55,6 +55,8 @@ def check_first_call(kind: Kind, component: Any, where: str, **offered: Any) -> 
     given = (sample_output(batch, needs), batch) if kind is LOSS else (batch,)
     with torch.set_grad_enabled(kind is LOSS):
         _, problem = call_part(kind, part, *given)
+    if kind in (ADVANTAGE, TRANSFORM):
+        part.close()
     if problem:
         raise ConfigError(f"{where} '{name}': {problem}.")
 

@@ -213,6 +213,8 @@ def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys
 
 
 OWN_PARTS = """
+from rlflow.algorithms.base import Transform
+
 def per_token(logprobs, advantages):
     return -(logprobs * advantages)
 
@@ -227,6 +229,14 @@ def of_rows(batch):
 
 def fine(output, batch):
     return -output.logprobs * batch.loss_mask, {}
+
+class Closing(Transform):
+    def __call__(self, batch):
+        print("called")
+        return batch
+
+    def close(self):
+        print("closed")
 """
 
 
@@ -238,7 +248,7 @@ def test_the_users_own_parts_are_called_once_before_anything_starts(
     shape = "returned a tensor of shape"
     faults = {
         f"algorithm.losses=[ppo_clip, {own}:per_token]": f"algorithm.losses[1] '{own}:per_token': the loss raised TypeError: "
-        f"unsupported operand type(s) for *: 'PolicyOutput' and 'Batch' ({own}:3 in per_token); a loss takes (output: ",
+        f"unsupported operand type(s) for *: 'PolicyOutput' and 'Batch' ({own}:5 in per_token); a loss takes (output: ",
         f"algorithm.advantage={own}:whole_reward": f"algorithm.advantage '{own}:whole_reward': the advantage {shape} (), "
         "where (B, T) is (17, 13); an advantage takes (batch: Batch)",
         f"algorithm.transforms=[{own}:nothing]": f"algorithm.transforms[0] '{own}:nothing': the transform returned None",
@@ -251,7 +261,8 @@ def test_the_users_own_parts_are_called_once_before_anything_starts(
             check_start(load_config(place.config, [override]))
         assert expected in str(refused.value)
         assert any(str(refused.value) in problem for problem in problems)
-    assert dry(place, capsys, f"algorithm.losses=[{own}:fine, ppo_clip]")[0] == 0
+    code, out, _ = dry(place, capsys, f"algorithm.losses=[{own}:fine, ppo_clip]", f"algorithm.transforms=[{own}:Closing]")
+    assert code == 0 and out.startswith("called\nclosed\n")
 
 
 def test_a_step_that_repeats_its_tasks_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
