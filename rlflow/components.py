@@ -124,7 +124,7 @@ class Kind(Named):
         keywords = _checked_keywords(
             keywords,
             known,
-            f"{where} '{name}'",
+            where if where == name else f"{where} '{name}'",
             where,
             offered,
             any_key=_takes_any(target),
@@ -156,9 +156,8 @@ class Kind(Named):
             raise
         except BaseException as error:
             name = self.component(component)["name"]
-            raise ConfigError(
-                f"{where or self.name} '{name}': cannot be made: {_failure(error)}."
-            ) from error
+            label = name if where == name else f"{where or self.name} '{name}'"
+            raise ConfigError(f"{label}: cannot be made: {_failure(error)}.") from error
 
     def _shorthand(self, name: Any, where: str) -> tuple[Any, dict[str, str]]:
         """(name, {keyword: VALUE}) of a `name:VALUE`; (the name, {}) of any other."""

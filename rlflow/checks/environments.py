@@ -22,7 +22,7 @@ from rlflow.checks.agents import (
     scripted_agent,
 )
 from rlflow.checks.answers import observation_problem, step_problem, timed_method
-from rlflow.checks.plays import Play, describe
+from rlflow.checks.plays import Play, describe, describe_player
 from rlflow.checks.report import ContractReport
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError, described, raised_at
@@ -241,32 +241,25 @@ class _Audit:
         before = copy.deepcopy(chosen)
         words = random_agent(self.environment, self.seed)
         agents = [words, scripted_agent(self.environment), answering_agent(self.environment)]
+        # The player first: it gets further than random words, and so to what an episode leaves
+        repeated = [words] if self.player is None else [player_agent(self.player, self.seed), words]
+        few = chosen[: max(2, self.episodes // 4)]
         await self.check_reset(chosen[0])
+        alone = [[await self.play(task, agent) for task in few] for agent in repeated]
         plays: list[Play] = []
         for agent in agents:
             plays += await asyncio.gather(*(self.play(task, agent) for task in chosen))
         if self.player is not None:
-            plays += await self.play_player(
-                player_agent(self.player, self.seed), chosen
-            )
+            played = await asyncio.gather(*(self.play(task, repeated[0]) for task in chosen))
+            describe_player(self.report, played, self.max_turns)
+            plays += played
         if chosen != before:
             told = "playing changed a Task: keep an episode's state in episode.scratch"
             self.breach("mutated", told)
-        await self.check_replay(chosen[: max(2, self.episodes // 4)], words)
+        for first, agent in zip(alone, repeated, strict=True):
+            await self.check_replay(few, agent, first)
         self.check_blocking()
         describe(self.report, self.environment, plays, self.max_turns, self.sets_stop)
-
-    async def play_player(self, agent: Agent, tasks: Sequence[Task]) -> list[Play]:
-        plays: list[Play] = await asyncio.gather(*(self.play(task, agent) for task in tasks))
-        rewards = [play.reward for play in plays if not play.failed]
-        if rewards:
-            mean, ended = (
-                statistics.fmean(rewards),
-                sum(play.terminated for play in plays),
-            )
-            told = f"{len(rewards)} episodes, {ended} terminated, mean return {mean:g}"
-            self.report.fact(f"the player: {told}")
-        return plays
 
     def check_blocking(self) -> None:
         for what, times_s in self.blocked.items():
@@ -355,11 +348,13 @@ class _Audit:
             self.breach(*problem)
         return problem is None
 
-    async def check_replay(self, tasks: Sequence[Task], agent: Agent) -> None:
-        """The same responses must give the same in order, in reverse order and all at once."""
-        alone = [await self.play(task, agent) for task in tasks]
+    async def check_replay(
+        self, tasks: Sequence[Task], agent: Agent, alone: Sequence[Play]
+    ) -> None:
+        """The same responses must give the same in order, in reverse order and all at once. alone:
+        the plays in order, on an environment that had not been played before."""
         again = [await self.play(task, agent) for task in reversed(tasks)][::-1]
-        if any(play.failed for play in alone + again):
+        if any(play.failed for play in [*alone, *again]):
             return
         if [play.steps for play in alone] != [play.steps for play in again]:
             returns = [[play.reward for play in plays] for plays in (alone, again)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.trial.first_call import raised
 from rlflow.checks.report import ContractReport
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
@@ -24,20 +25,16 @@ def expecting(report: ContractReport, what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 -- others' code: whatever it raises is reported
-        report.breach(f"{what} raised {type(error).__name__}: {error}")
+        report.breach(f"{what} {raised(error)}")
 
 
 def expect_tensor(
-    report: ContractReport,
-    name: str,
-    value: Tensor,
-    *shapes: torch.Size,
-    hint: str = "",
+    report: ContractReport, name: str, value: Tensor, shape: torch.Size
 ) -> None:
-    """Expects one of the shapes, and finite values."""
-    expected = f"expected (rows, tokens) = {tuple(shapes[0])}{hint}"
+    """Expects that shape, and finite values."""
+    expected = f"expected (rows, tokens) = {tuple(shape)}"
     told = f"{name} has shape {tuple(value.shape)}, {expected}"
-    if report.expect(value.shape in shapes, told):
+    if report.expect(value.shape == shape, told):
         report.expect(value.isfinite().all(), f"{name} is not finite everywhere")
 
 

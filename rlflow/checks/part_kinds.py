@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Curator
-from rlflow.checks.expectations import (
-    TOLERANCE,
-    expect_same,
-    expect_tensor,
-    expect_unchanged,
-    expecting,
-)
-from rlflow.checks.report import ContractReport
-from rlflow.checks.sample_step import (
+from rlflow.algorithms.trial.first_call import call_part
+from rlflow.algorithms.trial.sample_step import (
     FIELDS,
     disturbed,
     map_output,
@@ -30,6 +23,14 @@ from rlflow.checks.sample_step import (
     sample_output,
     sample_views,
 )
+from rlflow.checks.expectations import (
+    TOLERANCE,
+    expect_same,
+    expect_tensor,
+    expect_unchanged,
+    expecting,
+)
+from rlflow.checks.report import ContractReport
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
 from rlflow.storage.states import put_back, take_out
 from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
@@ -42,17 +43,17 @@ def check_loss(report: ContractReport, make: Callable[[], Any]) -> None:
     batch = sample_batch(loss.needs)
     output, mask = sample_output(batch, loss.needs), batch.loss_mask
     copy = batch.map(torch.clone)
-    values: Tensor | None = None
-    with expecting(report, "the loss"):
-        values, metrics = loss(output, batch)
-        hint = ": a loss does not sum, Batch.weights does"
-        for name, value in {"loss": values, **metrics}.items():
-            expect_tensor(report, f"'{name}'", value, batch.tokens.shape, hint=hint)
-        for name, value in metrics.items():
-            detached = not value.requires_grad
-            report.expect(detached, f"metric '{name}' carries gradients: use .detach()")
+    found, problem = call_part(LOSS, loss, output, batch)
+    if not report.expect(not problem, problem):
+        return
+    values, metrics = found
+    for name, value in {"loss": values, **metrics}.items():
+        expect_tensor(report, f"'{name}'", value, batch.tokens.shape)
+    for name, value in metrics.items():
+        detached = not value.requires_grad
+        report.expect(detached, f"metric '{name}' carries gradients: use .detach()")
     expect_unchanged(report, batch, copy, "the loss", "weights")
-    if not report.passed or values is None:
+    if not report.passed:
         return
     with expecting(report, "the gradient"):
         gradient = _gradient(values, batch, output)
@@ -151,19 +152,15 @@ def _check_extremes(
 def check_advantage(report: ContractReport, make: Callable[[], Any]) -> None:
     batch = sample_batch(make().needs)
     copy = batch.map(torch.clone)
-    result: list[Tensor] = []
-    with expecting(report, "the advantage"):
-        result += _answers(make()(batch))
-        shapes = [batch.tokens.shape, batch.lengths.shape][
-            : 1 if len(result) > 1 else 2
-        ]
-        for values in result:
-            expect_tensor(
-                report, "it", values, *shapes, hint=", or (rows,) without returns"
-            )
-            report.expect(not values.requires_grad, "carries gradients: use .detach()")
+    found, problem = call_part(ADVANTAGE, make(), batch)
+    if not report.expect(not problem, problem):
+        return
+    result = _answers(found)
+    for values in result:
+        report.expect(values.isfinite().all(), "it is not finite everywhere")
+        report.expect(not values.requires_grad, "carries gradients: use .detach()")
     expect_unchanged(report, batch, copy, "the advantage")
-    if not report.passed or not result:
+    if not report.passed:
         return
     for place, what in enumerate(("the advantage", "the returns")[: len(result)]):
         _check_views(
@@ -190,11 +187,10 @@ def _answer_of(make: Callable[[], Any], place: int) -> Callable[[Batch], Tensor]
 
 def check_aggregate(report: ContractReport, make: Callable[[], Any]) -> None:
     batch = sample_batch(frozenset())
-    weights: Tensor | None = None
-    with expecting(report, "the aggregate"):
-        weights = make()(batch)
-        expect_tensor(report, "it", weights, batch.tokens.shape)
-    if not report.passed or weights is None:
+    weights, problem = call_part(AGGREGATE, make(), batch)
+    if not report.expect(not problem, problem):
+        return
+    if not report.expect(weights.isfinite().all(), "it is not finite everywhere"):
         return
     if weights[~batch.loss_mask].any():
         report.note("gives weight to tokens that the policy did not sample")
@@ -208,16 +204,11 @@ def check_aggregate(report: ContractReport, make: Callable[[], Any]) -> None:
 def check_transform(report: ContractReport, make: Callable[[], Any]) -> None:
     batch = sample_batch(make().needs)
     copy = batch.map(torch.clone)
-    made: Any = None
-    with expecting(report, "the transform"), torch.no_grad():
-        made = make()(batch)
-        told = (
-            f"expected a Batch, found {type(made).__name__}: return batch.replace(...)"
-        )
-        report.expect(isinstance(made, Batch), told)
-    expect_unchanged(report, batch, copy, "the transform", "weights")
-    if not isinstance(made, Batch):
+    with torch.no_grad():
+        made, problem = call_part(TRANSFORM, make(), batch)
+    if not report.expect(not problem, problem):
         return
+    expect_unchanged(report, batch, copy, "the transform", "weights")
     for name in ("tokens", "loss_mask", "logprobs", "lengths"):
         told = f"gives other batch.{name}: corrections go to coefficients, row weights to weights"
         report.expect(torch.equal(getattr(made, name), getattr(copy, name)), told)
@@ -266,21 +257,17 @@ def _field_of(make: Callable[[], Any], name: str) -> Callable[[Batch], Tensor]:
 
 def check_filter(report: ContractReport, make: Callable[[], Any]) -> None:
     groups = sample_groups()
-    with expecting(report, "the filter"):
-        kept = make()(list(groups))
-        right = isinstance(kept, list) and all(
-            isinstance(group, Group) for group in kept
-        )
-        if not report.expect(
-            right, f"expected a list of Group, found {type(kept).__name__}"
-        ):
-            return
-        report.fact(f"lets {len(kept)} of {len(groups)} made-up groups through")
-        stamped = all(
-            each.group_stats is not None for group in kept for each in group.usable
-        )
-        told = "gives attempts without group statistics: stamp them, the advantage needs them"
-        report.expect(stamped, told)
+    kept, problem = call_part(FILTER, make(), list(groups))
+    if not report.expect(not problem, problem):
+        return
+    report.fact(f"lets {len(kept)} of {len(groups)} made-up groups through")
+    stamped = all(
+        each.group_stats is not None for group in kept for each in group.usable
+    )
+    told = (
+        "gives attempts without group statistics: stamp them, the advantage needs them"
+    )
+    report.expect(stamped, told)
     with expecting(report, "the filter of no groups"):
         if make()([]) != []:
             report.note("gives groups where it gets none")

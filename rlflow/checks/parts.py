@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from rlflow.algorithms.base import Advantage, Curator, Filter, Transform, as_part
+from rlflow.algorithms.base import Advantage, Curator, Filter, Transform
+from rlflow.algorithms.trial.first_call import make_part
+from rlflow.algorithms.trial.sample_step import sample_tasks
 from rlflow.checks.expectations import expecting
 from rlflow.checks.part_kinds import CHECKS
 from rlflow.checks.report import ContractReport
-from rlflow.checks.sample_step import (
-    sample_tasks,
-)
 from rlflow.components import (
     ADVANTAGE,
     AGGREGATE,
@@ -25,7 +23,7 @@ from rlflow.components import (
     Kind,
 )
 from rlflow.errors import ConfigError
-from rlflow.types import Loss, as_loss
+from rlflow.types import Loss
 
 _CLASSES = {
     Advantage: ADVANTAGE,
@@ -72,8 +70,16 @@ def kind_of(name: str, kind: str | None = None) -> Kind:
         ):
             if word in returns:
                 return found_kind
-    told = "its kind cannot be told from its signature"
-    raise ConfigError(f"{name}: {told}; say --kind {'|'.join(PARTS)}.")
+    advice = "annotate what it returns: Tensor (advantage), Batch (transform), list[Group] (filter)"
+    if isinstance(target, type):
+        advice = (
+            "derive it from rlflow.types.Loss, or from Advantage, Transform, Filter or Curator of "
+            "rlflow.algorithms.base"
+        )
+    raise ConfigError(
+        f"{name}: its kind cannot be told from its signature; say --kind {'|'.join(PARTS)}, or "
+        f"{advice}. A function of (output, batch) is a loss."
+    )
 
 
 def check_algorithm(
@@ -83,7 +89,16 @@ def check_algorithm(
 
     keywords: the part's own. Raises ConfigError where it cannot be made."""
     found = kind_of(name, kind)
-    make = functools.partial(_make, found, {"name": name, **keywords})
+    offered: dict[Kind, dict[str, Any]] = {
+        AGGREGATE: {"tokens": 64},
+        TRANSFORM: {"tokens": 64},
+        CURATOR: {"tasks": sample_tasks(), "seed": 0},
+        FILTER: {"seed": 0},
+    }
+    component = {"name": name, **keywords}
+    make = functools.partial(
+        make_part, found, component, name, **offered.get(found, {})
+    )
     report = ContractReport()
     report.fact(f"{found.name} '{name}'")
     with expecting(report, f"making the {found.name}"):
@@ -91,16 +106,3 @@ def check_algorithm(
     if report.passed:
         CHECKS[found](report, make)
     return report
-
-
-def _make(kind: Kind, component: Mapping[str, Any]) -> Any:
-    offered: dict[Kind, dict[str, Any]] = {
-        AGGREGATE: {"tokens": 64},
-        TRANSFORM: {"tokens": 64},
-        CURATOR: {"tasks": sample_tasks(), "seed": 0},
-        FILTER: {"seed": 0},
-    }
-    made = kind.build(component, "part", **offered.get(kind, {}))
-    if kind in (AGGREGATE, CURATOR):
-        return made
-    return as_loss(made) if kind is LOSS else as_part(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,3 +92,19 @@ def describe(
     named = sorted({name for play in done for name in play.rewards})
     if named:
         report.fact(f"named rewards: {', '.join(named)}")
+
+
+def describe_player(
+    report: ContractReport, plays: Sequence[Play], max_turns: int
+) -> None:
+    """Adds the facts of a scripted player's plays, and a note where none came to an end."""
+    done = [play for play in plays if not play.failed]
+    if not done:
+        return
+    ended = sum(play.terminated for play in done)
+    mean = statistics.fmean(play.reward for play in done)
+    report.fact(
+        f"the player: {len(done)} episodes, {ended} terminated, mean return {mean:g}"
+    )
+    if ended == 0:
+        report.note(f"the player ended no episode within {max_turns} turns")

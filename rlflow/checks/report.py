@@ -26,7 +26,9 @@ class ContractReport:
         return bool(holds)
 
     def note(self, text: str) -> None:
-        self.notes.append(text)
+        """Adds a note, each text once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def fact(self, text: str) -> None:
         self.facts.append(text)

@@ -103,11 +103,11 @@ def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
         if run.target is not None
         else ""
     )
-    asked = (
-        "all tasks"
-        if evaluation.questions is None
-        else _count(evaluation.questions, "task")
+    asked, last = (
+        "all tasks" if count is None else _count(count, "task")
+        for count in (evaluation.questions, evaluation.final_questions)
     )
+    asked += f", {last} at the end" if last != asked else ""
     start = "at the start, " if evaluation.at_start else ""
     kept = f"the newest {checkpoint.keep:,} are kept"
     return [

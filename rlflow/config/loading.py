@@ -239,7 +239,11 @@ class _Draft:
         for key in raw:
             if key not in fields:
                 here = (*path, str(key))
-                hint = _suggest(here, list(fields), self.schema)
+                # A file names what may be imported, its misspelt keys do not import it
+                ours = self.origins.get(".".join(here)) == COMMAND_LINE
+                hint = _suggest(
+                    here, list(fields), self.schema, self.raw if ours else {}
+                )
                 raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
         built = {
             key: self.value(fields[key], value, (*path, key))
@@ -304,10 +308,16 @@ def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
     )
 
 
-def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
-    """A hint: the key that other libraries call so, else a similar sibling, else an option of a
-    component of this section, else such a key in another section, else what is known here."""
+def _suggest(
+    path: tuple[str, ...], siblings: list[str], root: type, chosen: Mapping[str, Any]
+) -> str:
+    """A hint: the option of the environment that is called so, else the key that other libraries
+    call so, else a similar sibling, else an option of a component of this section, else such a key
+    in another section, else what is known here. chosen: the components at the top."""
     in_a_section = len(path) <= 2  # what is nested deeper has few keys, which are told
+    option = _option_of_a_component(path, root, chosen)
+    if option and not path[:-1] and option.endswith(f".{path[-1]}"):
+        return f" Did you mean '{option}'?"
     if in_a_section and (known := elsewhere(path[-1])):
         return known
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
@@ -315,12 +325,11 @@ def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
         return did_you_mean(
             ".".join(path), [".".join((*path[:-1], name)) for name in close]
         )
-    option = _option_of_a_component(path, root)
-    if option:
-        return f" Did you mean '{option}'?"
     shortest_first = sorted(config_keys(root), key=lambda key: key.count("."))
     everywhere = {key: key.split(".")[-1] for key in shortest_first}
     same = [key for key, name in everywhere.items() if name == path[-1]]
+    if option and (path[:-1] or not same):
+        return f" Did you mean '{option}'?"
     same = same or [
         key for key, name in everywhere.items() if did_you_mean(path[-1], [name])
     ]
@@ -332,15 +341,22 @@ def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     )
 
 
-def _option_of_a_component(path: tuple[str, ...], root: type) -> str | None:
-    """The component or option that a key was meant for: trainer.min_lr: trainer.schedule.min_lr."""
+def _option_of_a_component(
+    path: tuple[str, ...], root: type, chosen: Mapping[str, Any]
+) -> str | None:
+    """The component or option that a key was meant for: trainer.min_lr: trainer.schedule.min_lr. At
+    the top, of the components that are chosen alone."""
     for hint, place in _component_hints(root, ()):
-        if place[:-1] != path[:-1] or len(path) == 1:
+        if place[:-1] != path[:-1]:
             continue
         single = is_component(hint)
         about = (hint if single else typing.get_args(hint)[0]).__metadata__
         kind = next(item for item in about if isinstance(item, Kind))
-        for name in kind.names():
+        names = kind.names()
+        if not path[:-1]:
+            component = chosen.get(place[0])
+            names = [component.get("name")] if isinstance(component, dict) else []
+        for name in names:
             with contextlib.suppress(RLFlowError):
                 options = difflib.get_close_matches(path[-1], kind.options(name), n=1)
                 if name == path[-1] or options:

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlflow.errors import did_you_mean
 from rlflow.report.lines import Records, values_of
-from rlflow.report.metrics import Metrics, label, leading_score, training_name
+from rlflow.report.metrics import METRICS, Metrics, label, leading_score, training_name
 from rlflow.report.recorded import Record, RunFiles
 from rlflow.report.records import answers_of, text_of
 
@@ -80,6 +81,7 @@ class Watch:
             NO_DIFFERENCE: no_difference(recent, known),
             CERTAIN: entropy_collapse(recent),
             **{label(name): alarm(recent, name, known) for name in known},
+            **undeclared(metrics, known),
         }
         found = {
             key: text for key, text in texts.items() if text and key not in self._told
@@ -239,6 +241,23 @@ def alarm(recent: Records, name: str, registered: Metrics) -> str:
     shown = f"{values[-1]:.0%}" if share else f"{values[-1]:.3g} {metric.unit}"
     what = f"{label(name).capitalize()} {shown} ({metric.meaning})"
     return f"{what}, for {LASTING} steps. {metric.advice}".strip()
+
+
+def undeclared(latest: Mapping[str, float], registered: Metrics) -> dict[str, str]:
+    """A sentence for each metric of episodes that the environment reports and does not declare,
+    where it declares any: perhaps its score, misspelt."""
+    known = [name for name in registered if "/" not in name]
+    episodes = [name for name in latest if name.startswith("rollout/")]
+    others = [one for one in episodes if one not in METRICS and one not in registered]
+    names = [one.removeprefix("rollout/") for one in others if known]
+    return {
+        f"metric {name} is not declared": (
+            f"Metric '{name}' is not declared by the environment; declared: {', '.join(known)}."
+            f"{did_you_mean(name, known)} It is logged as a mean, and is no score."
+        )
+        for name in names
+        if name not in registered
+    }
 
 
 def _lasting(recent: Records, name: str) -> list[float]:

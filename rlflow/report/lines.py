@@ -179,9 +179,15 @@ def headline(records: Records, registered: Metrics) -> str:
     """The run's result: `exact match 89%, was 35%`; of training where none was evaluated."""
     name = drawn_score(records, registered)
     form = ".0%" if name in registered and registered[name].unit == "share" else ".2f"
+    evaluated = [one for one in records if f"eval/{name}" in one]
+    others = (
+        " of other tasks"
+        if evaluated and other_tasks(evaluated[0], evaluated[-1])
+        else ""
+    )
     for section, where in (("eval", ""), ("train", " in training")):
         if values := values_of(records, f"{section}/{name}"):
-            before = f", was {values[0]:{form}}" if len(values) > 1 else ""
+            before = f", was {values[0]:{form}}{others}" if len(values) > 1 else ""
             return f"{label(name)} {values[-1]:{form}}{where}{before}"
     return "nothing measured yet"
 
@@ -207,16 +213,32 @@ def ending(summary: Mapping[str, Any]) -> str:
     return f"{summary['status']} after {took}"
 
 
+def other_tasks(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
+    """Whether two evaluations were over other tasks, by their number, failed attempts included."""
+    made = [
+        one.get("eval/attempts", 0) + one.get("eval/failed", 0) for one in (first, last)
+    ]
+    return made[0] != made[1]
+
+
 def evaluations_of(summary: Mapping[str, Any], registered: Metrics) -> dict[str, str]:
     """{`before`, `after` or `at step N`: line} of the first and the last evaluation; a run that was
     interrupted has no `after`."""
     found = {}
     names = {summary["steps"]: "after", 0: "before"}
-    for which in ("first", "last"):
+    first, last = (
+        summary.get(f"{which}_evaluation") or {} for which in ("first", "last")
+    )
+    others = (
+        "  (other tasks than the first evaluation's)"
+        if other_tasks(first, last)
+        else ""
+    )
+    for which, metrics, note in (("first", first, ""), ("last", last, others)):
         step = summary.get(f"{which}_evaluation_step", -1)
-        line = evaluation_line(summary.get(f"{which}_evaluation") or {}, registered)
+        line = evaluation_line(metrics, registered)
         if step >= 0 and line:
-            found[names.get(step, f"at step {step}")] = line
+            found[names.get(step, f"at step {step}")] = line + note
     return found
 
 

@@ -4,12 +4,16 @@ problems (`rlflow train --dry-run`, `rlflow doctor --config`)."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlflow.addresses import unreachable
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
+from rlflow.algorithms.trial.first_call import check_first_call
+from rlflow.components import ADVANTAGE, AGGREGATE, LOSS, TRANSFORM
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -65,7 +69,7 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     for check in checks:
         found.problems.attempt(check)
     found.fits = not found.problems
-    for check in start_checks(config, model, weights):
+    for check in (*start_checks(config, model, weights), *_first_calls(config)):
         found.problems.attempt(check)
     if model:
         found.model = found.problems.attempt(policy_architecture, config)
@@ -114,6 +118,26 @@ def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
             [{"role": "user", "content": "?"}]
         )  # says itself where there is no template
     return tokenizer
+
+
+def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
+    """Calls of the parts once, on a made-up batch; a start leaves them out, as a part may note what
+    it is called with. Filters and curators see the environment's own tasks."""
+    section = config.algorithm
+    tokens = config.rollout.max_turns * config.rollout.max_response_tokens
+    parts = [
+        (ADVANTAGE, section.advantage, "algorithm.advantage"),
+        (AGGREGATE, section.aggregate, "algorithm.aggregate"),
+        *(
+            (LOSS, one, f"algorithm.losses[{place}]")
+            for place, one in enumerate(section.losses)
+        ),
+        *(
+            (TRANSFORM, one, f"algorithm.transforms[{place}]")
+            for place, one in enumerate(section.transforms)
+        ),
+    ]
+    return [partial(check_first_call, *part, tokens=tokens) for part in parts]
 
 
 def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:

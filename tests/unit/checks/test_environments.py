@@ -316,3 +316,27 @@ def test_a_scripted_player_plays_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the player: 4 episodes, 4 terminated, mean return 1" in capsys.readouterr().out
     assert main([*call, f"{tmp_path}/player.py:wrong"]) == 1
     assert "PROBLEM: the player raised TypeError: expected the text of a response, found 7" in capsys.readouterr().out
+
+
+class Tiring(Good):
+    """Counts hints on itself: once they are given, no episode gets one, and none ends."""
+
+    given = 0
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        if response == "hint" and self.given < 2:
+            self.given += 1
+            return Step("here")
+        return Step("no more", 0.0 if response == "hint" else 1.0, response == "go")
+
+
+def ask_and_go(prompt: str, turns: list[Any], generator: random.Random, clumsy: bool) -> str:
+    return "go" if len(turns) > 1 and turns[1][1] == "here" else "hint"
+
+
+def test_state_that_only_a_player_reaches_is_found_where_it_was_used_up_long_ago() -> None:
+    report = check_environment(Tiring(), episodes=4, player=ask_and_go)
+    assert sum("by what earlier episodes left on the environment" in problem for problem in report.problems) == 1, str(report)
+    assert "the player ended no episode within 16 turns" in report.notes
+    again = check_environment(Good(), episodes=4, player=lambda prompt, *rest: prompt.split()[-1])
+    assert again.passed and not again.notes, str(again)

@@ -89,6 +89,23 @@ class InPlace(Loss):
         return torch.where(batch.loss_mask, -output.logprobs * batch.advantages, 0.0), {}
 
 
+def two_tensors(logprobs: Any, advantages: Any) -> Any:
+    return -(logprobs * advantages)
+
+
+def no_metrics(output: PolicyOutput, batch: Batch) -> Any:
+    return -output.logprobs
+
+
+def needs_the_batch_alone(batch: Batch) -> Any:
+    return -batch.advantages
+
+
+class WithoutBase:
+    def __call__(self, output: PolicyOutput, batch: Batch) -> Any:
+        return output.logprobs, {}
+
+
 def standardized(batch: Batch) -> Any:
     """Divides by a deviation of 0 where a group is of equal rewards."""
     return (batch.require("rewards", "mine") - batch.require("group_mean", "mine")) / batch.require("group_std", "mine")
@@ -147,6 +164,7 @@ class Restless(Curator):
         return [self.tasks[self.at % len(self.tasks)]] * count
 
 
+LINE = two_tensors.__code__.co_firstlineno + 1
 FAULTS = [
     ("Sums", None, "does not sum"),
     ("Unmasked", None, "off the loss mask"),
@@ -158,10 +176,13 @@ FAULTS = [
     ("InPlace", None, "in place"),
     ("standardized", "advantage", "not finite"),
     ("by_place", "advantage", "rows in another order"),
-    ("half_returns", "advantage", "without returns"),
+    ("half_returns", "advantage", "(advantages, returns), (B, T) both"),
     ("returns_by_place", "advantage", "rows in another order change the returns"),
-    ("by_place", "aggregate", "shape"),
-    ("forgetful", "transform", "expected a Batch"),
+    ("by_place", "aggregate", "the aggregate returned a tensor of shape (17,), where (B, T) is (17, 13)"),
+    ("forgetful", "transform", "the transform returned a tensor of shape (17, 13)"),
+    ("two_tensors", None, f"'PolicyOutput' and 'Batch' ({__file__}:{LINE} in two_tensors); a loss takes (output: "),
+    ("no_metrics", None, "the loss returned a tensor of shape (17, 13), where (B, T) is (17, 13); a loss takes (output: "),
+    ("needs_the_batch_alone", "loss", "takes 1 positional argument but 2 were given; a loss takes (output: PolicyOutput"),
     ("remasks", None, "other batch.loss_mask"),
     ("keeps_first_row", None, "rows in another order"),
     ("Counts", "advantage", "restored from its state_dict"),
@@ -178,8 +199,10 @@ def test_each_planted_fault_is_told(name: str, kind: str | None, text: str) -> N
 def test_the_kind_is_told_from_name_class_or_signature() -> None:
     assert [kind_of(name).name for name in ("ppo_clip", "grpo", "epochs")] == ["loss", "advantage", "curator"]
     assert kind_of(f"{__file__}:remasks").name == "transform"
-    with pytest.raises(ConfigError, match="--kind"):
+    with pytest.raises(ConfigError, match=r"--kind .*, or annotate what it returns: Tensor"):
         kind_of(f"{__file__}:by_place")
+    with pytest.raises(ConfigError, match=r"--kind .*, or derive it from rlflow\.types\.Loss, or from Advantage"):
+        kind_of(f"{__file__}:WithoutBase")
     with pytest.raises(ConfigError, match="kinds that know it: none"):
         kind_of("ppo_clap")
 
@@ -192,7 +215,9 @@ def test_the_command_ends_with_1_where_the_contract_is_broken(
     assert "PROBLEM" in capsys.readouterr().out
     assert main(["algorithm", "check", "ppo_clip", "--set", "clip_low=0.1"]) == 0
     assert main(["algorithm", "check", "ppo_clip", "--set", "clip=0.1"]) == 2
-    assert "clip" in capsys.readouterr().err
+    assert "ConfigError: ppo_clip: unknown keyword 'clip'" in capsys.readouterr().err
+    assert main(["algorithm", "check", "ppo_clip", "--set", "clip_low=-1"]) == 2
+    assert "ConfigError: ppo_clip.clip_low: expected a number" in capsys.readouterr().err
 
 
 def test_the_list_names_every_part_with_its_keywords(capsys: pytest.CaptureFixture[str]) -> None:

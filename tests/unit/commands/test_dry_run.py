@@ -212,6 +212,58 @@ def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys
         assert problems == [f"rlflow: ConfigError: {refused.value}"]
 
 
+OWN_PARTS = """
+from rlflow.algorithms.base import Transform
+
+def per_token(logprobs, advantages):
+    return -(logprobs * advantages)
+
+def whole_reward(batch):
+    return batch.rewards.sum()
+
+def nothing(batch):
+    pass
+
+def of_rows(batch):
+    return batch.loss_mask.sum(dim=1)
+
+def fine(output, batch):
+    return -output.logprobs * batch.loss_mask, {}
+
+def of_the_run(output, batch):
+    return output.logprobs * batch.require("reference_logprobs", "of_the_run"), {}
+
+class Closing(Transform):
+    def __call__(self, batch):
+        print("called")
+        return batch
+
+    def close(self):
+        print("closed")
+"""
+
+
+def test_the_users_own_parts_are_called_once(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN_PARTS)
+    shape = "returned a tensor of shape"
+    faults = {
+        f"algorithm.losses=[ppo_clip, {own}:per_token]": f"algorithm.losses[1] '{own}:per_token': the loss raised TypeError: "
+        f"unsupported operand type(s) for *: 'PolicyOutput' and 'Batch' ({own}:5 in per_token); a loss takes (output: ",
+        f"algorithm.advantage={own}:whole_reward": f"algorithm.advantage '{own}:whole_reward': the advantage {shape} (), "
+        "where (B, T) is (17, 13); an advantage takes (batch: Batch)",
+        f"algorithm.transforms=[{own}:nothing]": f"algorithm.transforms[0] '{own}:nothing': the transform returned None",
+        f"algorithm.aggregate={own}:of_rows": f"algorithm.aggregate '{own}:of_rows': the aggregate {shape} (17,)",
+    }
+    code, _, problems = dry(place, capsys, *faults)
+    assert code == 2 and len(problems) == len(faults)
+    assert all(any(expected in problem for problem in problems) for expected in faults.values())
+    code, out, _ = dry(place, capsys, f"algorithm.losses=[{own}:fine, {own}:of_the_run]", f"algorithm.transforms=[{own}:Closing]")
+    assert code == 0 and out.startswith("called\nclosed\n")
+
+
 def test_a_step_that_repeats_its_tasks_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = dry(place, capsys, "rollout.prompts_per_step=6", "run.steps=331")
     assert code == 0 and "note: split 'train' has 4 tasks for 6 prompts per step: each step repeats tasks" in out

@@ -127,6 +127,9 @@ def test_plan_multiplies_as_by_hand() -> None:
     check_config(config, components=False)
     plan = dict(line.split("  ", 1) for line in batch_plan(config).splitlines())
     assert plan["trajectories"].strip() == "64 per step = 16 prompts x 4 samples"
+    assert plan["evaluation"].strip() == "at the start, every 25 steps; all tasks"
+    some = batch_plan(load_config(None, ["evaluation.questions=16"]))
+    assert "every 25 steps; 16 tasks, all tasks at the end" in some
     assert "at most 64,000 per step = 64 trajectories x 1,000 tokens" in plan["tokens"]
     assert "2 of 32 trajectories x 3 epochs = 6 optimizer updates per step" in plan["mini-batches"]
     assert "of 4,000 tokens" in plan["micro-batches"]

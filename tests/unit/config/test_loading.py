@@ -165,6 +165,18 @@ def test_mistakes_say_where_what_and_how(override: str, expected: str) -> None:
     assert message.startswith("command line: ") and expected in message
 
 
+def test_an_option_of_the_environment_without_its_section_is_suggested_with_it(tmp_path: Path) -> None:
+    own = write(tmp_path / "own.py", "def make(length: int = 2, mode: str = ''): ...\n")
+    chosen = f"environment.name={own}:make"
+    for word, expected in (("lenght", "environment.length"), ("length", "environment.length"), ("mode", "environment.mode"),
+                           ("lr", "trainer.lr"), ("dat", "data")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"command line: {word}: unknown key. Did you mean '{expected}'"):
+            load_run_config(None, [chosen, f"{word}=2"])
+    silent = write(tmp_path / "silent.py", f"open('{tmp_path}/imported', 'w')\ndef make(length=2): ...\n")
+    file = write(tmp_path / "top.yaml", f"environment: {{name: '{silent}:make'}}\nlenght: 2\n")
+    assert "Known keys: run, model" in error_of(file=file) and not (tmp_path / "imported").exists()
+
+
 def test_mistakes_in_files_name_the_file_that_holds_them(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "rollout: {max_turns: many}\n")
     top = write(tmp_path / "top.yaml", "base: base.yaml\ntrainer: {lr: 1}\n")

@@ -117,6 +117,18 @@ def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_
     assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  calls 1.5  turns 2.50  8 tasks  2 FAILED"
 
 
+def test_evaluations_of_other_tasks_do_not_stand_side_by_side_as_if_they_were_of_the_same() -> None:
+    """`evaluation.questions` says how many a scheduled evaluation takes; the last one takes all."""
+    few, lost, all_of_them = ({"eval/reward": 0.5, "eval/attempts": made, "eval/failed": failed}
+                              for made, failed in ((16.0, 0.0), (15.0, 1.0), (64.0, 0.0)))  # fmt: skip
+    for last, note in ((all_of_them, "  (other tasks than the first evaluation's)"), (few, ""), (lost, "  1 FAILED")):
+        summary = {**SUMMARY, "first_evaluation": few, "last_evaluation": last}
+        before, after = summary_text(summary, {}).splitlines()[1:3]
+        assert before == "  before  reward 0.500" and after == f"  after   reward 0.500{note}"
+    assert headline([few, all_of_them], {}) == "reward 0.50, was 0.50 of other tasks"
+    assert headline([few, lost], {}) == "reward 0.50, was 0.50"
+
+
 def test_the_headline_is_in_words() -> None:
     evaluated = [{"step": 0, "eval/exact_match": 0.35}, {"step": 9, "eval/exact_match": 0.886}]
     assert headline(evaluated, REGISTERED) == "exact match 89%, was 35%"

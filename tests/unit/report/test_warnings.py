@@ -52,6 +52,15 @@ def test_a_sign_that_lasts_three_steps_is_told_once(sign: dict[str, float], word
     assert words in found[8][0]
 
 
+def test_a_metric_that_the_environment_does_not_declare_is_told_once() -> None:
+    """A misspelt score is none: the progress shows nothing, and nothing else says why."""
+    step = {"rollout/exact_mach": 0.5, "rollout/unfounded": 0.1, "train/exact_match": 0.5, "tool/slow": 1.0}
+    found = told([step, step, {**step, "rollout/tools": 2.0}])
+    expected = "Metric 'exact_mach' is not declared by the environment; declared: exact_match, unfounded. Did you mean 'exact_mat"
+    assert [len(texts) for texts in found] == [1, 0, 1] and found[0][0].startswith(expected)
+    assert not any(told([step], registered={}))  # nothing is declared: nothing can be misspelt
+
+
 def test_a_gap_with_experts_names_router_replay_where_it_is_not_on() -> None:
     sign = {"train/logprob_gap": 0.05, "train/expert_spread": 0.8}
     words = "Engine and trainer differ by 0.05 nats per token in a model with experts, each with routes of its own"
