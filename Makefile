@@ -8,6 +8,7 @@ check: types
 
 check-full: types
 	bash tests/run.sh --full
+	bash tests/run.sh --matrix
 
 lint:
 	$(PYTHON) -m ruff check .

@@ -36,8 +36,21 @@ def _signals_stay() -> Iterator[None]:
     assert all(left[number] in (before[number], usual[number]) for number in usual), (before, left)
 
 
+MATRICES = (
+    "dist/test_layouts.py", "dist/test_kernels.py", "dist/test_lora.py", "dist/test_critic.py", "dist/test_teacher_layouts.py",
+    "dist/test_resume_layouts.py", "dist/test_convert_matrix.py", "dist/test_convert_uneven.py", "dist/test_convert_versions.py",
+    "flow/test_presets.py", "unit/trainer/test_experts.py", "unit/trainer/test_balancing.py", "unit/tools/test_convert_legacy.py",
+    "unit/tools/test_convert_logits.py",
+)  # fmt: skip
+"""Whose slow tests hold the claims of the fast ones in every layout, family, preset or version: `run.sh --matrix`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where torch sees no GPU."""
+    """Marks the slow tests of MATRICES; skips the tests marked `gpu` where torch sees no GPU."""
+    for item in items:
+        if item.get_closest_marker("slow") and item.path.as_posix().endswith(MATRICES):
+            item.add_marker(pytest.mark.matrix)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

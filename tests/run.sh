@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the checks: ruff, then pytest.
 #
-#   bash tests/run.sh [--full] [pytest arguments]
+#   bash tests/run.sh [--full | --matrix] [pytest arguments]
 #
-#   (none)   every claim at its smallest size; under 10 minutes on two cores
-#   --full   also the slow matrices, kill tests and real engines; under 60 minutes
+#   (none)    every claim at its smallest size; under 10 minutes on two cores
+#   --full    also kill tests, real engines, other packages' versions; under 60 minutes
+#   --matrix  instead the same claims in every layout, family and preset, and with another megatron-core; under 60 minutes
 #
-# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). --full makes environments with vLLM, TRL, Transformer Engine's Python, what the
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). Both make environments with vLLM, TRL, Transformer Engine's Python, what the
 # adapters adapt and another megatron-core, once, where that can be (5.1 GB; RLFLOW_VLLM_PYTHON and others: see environments.sh; `none`
-# leaves one out). The tests of adapters, endpoint and the other megatron-core run when --full has no further arguments.
+# leaves one out). The tests of adapters and endpoint, and of the other megatron-core, run when there are no further arguments.
 # All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
@@ -19,15 +20,17 @@ case "${1:-}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH
 # shellcheck source=../recipes/common.sh
 . "$here/../recipes/common.sh"
 
-select='not slow and not gpu'
-if [ "${1:-}" = --full ]; then
+select='not slow and not gpu' kind=''
+case ${1:-} in
+--full) kind=full select='not matrix and not gpu' ;;
+--matrix) kind=matrix select='matrix and not gpu' ;;
+esac
+if [ -n "$kind" ]; then
     shift
-    select='not gpu'
-    rlflow_has_gpu && select=''
-    full=1
+    rlflow_has_gpu && select=${select% and not gpu}
 fi
 rlflow_setup test
-if [ -n "${full:-}" ]; then
+if [ -n "$kind" ]; then
     # shellcheck source=environments.sh
     . "$here/environments.sh"
     rlflow_environments
@@ -41,11 +44,12 @@ status=0
 # Two processes, each with whole files in their order: the files of several ranks come first and take longest.
 pytest=(-m pytest -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder)
 "$RLFLOW_PYTHON" "${pytest[@]}" -m "$select" "$@" || status=$?
-if [ -n "${full:-}" ] && [ $# -eq 0 ]; then
+if [ "$kind" = full ] && [ $# -eq 0 ]; then
     for python in $RLFLOW_ADAPTERS; do
         "$python" -m pytest -m "$select" tests/unit/environments/adapters tests/unit/endpoint || status=$?
     done
-    [ -z "$RLFLOW_MEGATRON" ] || "$RLFLOW_MEGATRON" "${pytest[@]}" -m 'not slow and not gpu' \
+elif [ "$kind" = matrix ] && [ $# -eq 0 ] && [ -n "$RLFLOW_MEGATRON" ]; then
+    "$RLFLOW_MEGATRON" "${pytest[@]}" -m 'not slow and not gpu' \
         tests/dist/test_{layouts,resume_layouts,lora,critic,convert_layouts}.py tests/unit/{trainer,tools} || status=$?
 fi
 exit $status
