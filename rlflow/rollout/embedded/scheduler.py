@@ -66,6 +66,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         self.running: dict[int, SequenceState] = {}
         self.ids: set[str] = set()  # of sequences in flight
+        self._released: list[str] = []  # owners whose slots are still to be freed
         self.block_manager = BlockManager(blocks)
         self._model = model
         self._stops = stops
@@ -103,8 +104,17 @@ class Scheduler:
         return [*self.waiting, *self.running.values()]
 
     def release(self, owner: str) -> None:
-        """Frees the slot that is held for the owner's next sequence."""
-        self._slots.release(owner)
+        """Frees the slot that is held for the owner's next sequence. By ids it does so when others
+        are admitted: before or after which step an episode ends is a matter of its environment's
+        time, and of the blocks that are found there each may have come from another batch."""
+        self._released.append(owner)
+        if not self._by_id:
+            self._free_released()
+
+    def _free_released(self) -> None:
+        for owner in sorted(self._released):
+            self._slots.release(owner)
+        self._released.clear()
 
     def step(self, admit: bool) -> None:
         """Admits (if it may), prefills, and decodes one token for all that run. Ended sequences get
@@ -180,6 +190,7 @@ class Scheduler:
         """Gives slots to waiting sequences by priority; among equals first to those that continue
         an episode, since theirs is there already, then in the order of their arrival (or ids)."""
         if self._by_id:
+            self._free_released()
             self.waiting.sort(key=lambda sequence: sequence.id or "")
         fresh = {sequence: self._slots.held_by(sequence.id) is None for sequence in self.waiting}
         for sequence in sorted(

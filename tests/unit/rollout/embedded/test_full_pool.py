@@ -108,6 +108,18 @@ def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(qwen: 
     assert [tokens for tokens, _ in bits(8192)[0]] == [tokens for tokens, _ in first]
 
 
+def test_deterministic_slots_are_freed_where_a_round_begins_whenever_their_episodes_ended(qwen: Path) -> None:
+    """Else an environment's time would decide which blocks the next ones find, and those round as the batch that made them."""
+    engine = EmbeddedEngine(qwen, max_concurrency=4, kv_tokens=320, deterministic=True)
+    first, second = random_rows([40, 40])
+    run(engine.generate(first, Sampling(4, seed=1), "a"))
+    left = free_tokens(engine)
+    engine.release("a")
+    assert free_tokens(engine) == left < 320
+    run(engine.generate(second, Sampling(4, seed=1), "b"))
+    assert free_tokens(engine) == left
+
+
 def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_blocks_of_its_prompt(qwen: Path) -> None:
     (prompt,) = random_rows([6 * BLOCK_SIZE])
     engine = EmbeddedEngine(qwen, max_concurrency=8, kv_tokens=6 * BLOCK_SIZE + 8 * 2 * BLOCK_SIZE)  # 8 prompts: 48 blocks
