@@ -1,4 +1,4 @@
-"""The text that a policy reads of NetHack: message, map, where stairs are, and the line of the status."""
+"""The text that a policy reads of NetHack: message, map, stairs, and the line of the status."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ that only root may read stay closed."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import secrets
@@ -16,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import rlflow
 from rlflow.errors import RLFlowError
 from rlflow_environments.sandbox.limits import Limits
 
@@ -24,7 +24,7 @@ Confinement = Literal["bubblewrap", "none"]
 FOLDER = "/box"
 """The one writable folder of a confined program."""
 HERE = Path(__file__).parent
-OWN = (Path(rlflow.__file__).parent, HERE.parent)
+OWN = (Path(inspect.getfile(RLFlowError)).parent, HERE.parent)
 """Which no program finds among its packages: who can make a task again has its answer."""
 UIDS = range(1_900_000_000, 2_100_000_000)  # given to nobody (systemd: UIDS-GIDS.md)
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")

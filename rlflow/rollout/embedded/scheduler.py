@@ -104,17 +104,12 @@ class Scheduler:
         return [*self.waiting, *self.running.values()]
 
     def release(self, owner: str) -> None:
-        """Frees the slot that is held for the owner's next sequence. By ids it does so when others
-        are admitted: before or after which step an episode ends is a matter of its environment's
-        time, and of the blocks that are found there each may have come from another batch."""
-        self._released.append(owner)
-        if not self._by_id:
-            self._free_released()
-
-    def _free_released(self) -> None:
-        for owner in sorted(self._released):
+        """Frees the slot that is held for the owner's next sequence. By ids only when others are
+        admitted: what they find there must not depend on the time at which an episode ends."""
+        if self._by_id:
+            self._released.append(owner)
+        else:
             self._slots.release(owner)
-        self._released.clear()
 
     def step(self, admit: bool) -> None:
         """Admits (if it may), prefills, and decodes one token for all that run. Ended sequences get
@@ -183,14 +178,14 @@ class Scheduler:
         self._cache.clear(self.block_manager.touched)
         self.forget_cache()
 
-    # --- admission --------------------------------------------------------------------------------
-    # --------------------
-
+    # --- admission -----------------------------------------------------------------------------
     def _admit(self) -> None:
         """Gives slots to waiting sequences by priority; among equals first to those that continue
         an episode, since theirs is there already, then in the order of their arrival (or ids)."""
         if self._by_id:
-            self._free_released()
+            for owner in sorted(self._released):
+                self._slots.release(owner)
+            self._released.clear()
             self.waiting.sort(key=lambda sequence: sequence.id or "")
         fresh = {sequence: self._slots.held_by(sequence.id) is None for sequence in self.waiting}
         for sequence in sorted(
@@ -218,9 +213,7 @@ class Scheduler:
             self._slots.reserve(width)
             self._model.reserve(width)
 
-    # --- prefill ----------------------------------------------------------------------------------
-    # --------------------
-
+    # --- prefill -------------------------------------------------------------------------------
     def _prefill(self) -> None:
         """Computes what the cache lacks, in passes: what several slots share is computed in one
         pass for the first of them and found in the cache by the others in the next; until then
@@ -312,9 +305,7 @@ class Scheduler:
         self._order = None
         return outcome
 
-    # --- decode -----------------------------------------------------------------------------------
-    # --------------------
-
+    # --- decode --------------------------------------------------------------------------------
     def _decode(self) -> None:
         """One token for every sequence that decodes and finds room."""
         slots = self._slots
@@ -350,9 +341,7 @@ class Scheduler:
             elif full:
                 self.end(sequence, "length")
 
-    # --- room -------------------------------------------------------------------------------------
-    # --------------------
-
+    # --- room ----------------------------------------------------------------------------------
     def _by_rank(self, slots: set[int]) -> list[int]:
         return sorted(slots, key=lambda slot: self._slots.rank[slot])
 

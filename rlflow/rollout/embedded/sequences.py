@@ -85,8 +85,7 @@ class Slots:
             self.block_tables, (0, blocks_for(width) - self.block_tables.shape[1]), value=SCRATCH
         )
 
-    # --- whose slot it is
-    # ---------------------------------------------------------------------------------------------
+    # --- whose slot it is ----------------------------------------------------------------------
 
     def held_by(self, owner: str | None) -> int | None:
         """The slot that holds the owner's last turn."""
@@ -137,8 +136,7 @@ class Slots:
         if owner is not None:
             del self._slot_of[owner]
 
-    # --- what is in it ----------------------------------------------------------------------------
-    # --------------------
+    # --- what is in it -------------------------------------------------------------------------
 
     def fill(self, slot: int, sequence: SequenceState, limit: int) -> None:
         """Writes a sequence's prompt and sampling parameters into its slot, and keeps the blocks
@@ -178,8 +176,7 @@ class Slots:
         differs = (self.tokens[slot, :count].cpu() != tokens[:count]).nonzero()
         return int(differs[0]) if len(differs) else count
 
-    # --- its blocks -------------------------------------------------------------------------------
-    # --------------------
+    # --- its blocks ----------------------------------------------------------------------------
 
     def append_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Gives the slot further blocks, which it holds already."""

@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -116,6 +117,7 @@ def test_one_ctrl_c_at_the_prompt_is_130_without_a_traceback(tmp_path: Path) -> 
         said = ""
         while "> " not in said:
             said += os.read(terminal, 4096).decode()
+        time.sleep(0.3)  # as a person would: a signal between the prompt and the read behind it waits for the next key
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     finally:
