@@ -355,7 +355,7 @@ def _option_of_a_component(
         names = kind.names()
         if not path[:-1]:
             component = chosen.get(place[0])
-            names = [component.get("name")] if isinstance(component, dict) else []
+            names = [str(component.get("name"))] if isinstance(component, dict) else []
         for name in names:
             with contextlib.suppress(RLFlowError):
                 options = difflib.get_close_matches(path[-1], kind.options(name), n=1)

@@ -51,7 +51,7 @@ def check_first_call(kind: Kind, component: Any, where: str, **offered: Any) -> 
     if kind.locate(name, where) != name:
         return
     part = make_part(kind, component, where, **offered)
-    needs = getattr(part, "needs", frozenset())
+    needs: frozenset[str] = getattr(part, "needs", frozenset())
     batch = sample_batch(needs)
     given = (sample_output(batch, needs), batch) if kind is LOSS else (batch,)
     with torch.set_grad_enabled(kind is LOSS):
