@@ -16,7 +16,7 @@ from rlflow.batching import token_batch
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
-from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_object
+from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_config, read_object
 from rlflow.models.tables import SHIPPED
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
@@ -120,7 +120,7 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
 def check_own_family(trainer: Trainer, model: str, dtype: str) -> None:
     """Holds a starting policy whose family rlflow does not ship against transformers: its table
     says names and shapes, not what its layers compute. Raises ModelError."""
-    family = read_object(Path(model) / "config.json").get("model_type")
+    family = read_config(model).get("model_type")
     if family in SHIPPED:
         return
     try:

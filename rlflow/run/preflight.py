@@ -94,13 +94,9 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
     Raises ConfigError."""
     asked, engine = config.trainer.router_replay, config.rollout.engine
     if asked != "off" and model and policy_architecture(config).experts is None:
-        raise ConfigError(
-            "trainer.router_replay: the model has no experts; set it to off."
-        )
+        raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
     if model and config.model.path:
-        balance_of(
-            config.trainer, read_config(config.model.path), policy_architecture(config)
-        )
+        balance_of(config.trainer, read_config(config.model.path), policy_architecture(config))
     if asked == "rollout":
         target = ENGINE.resolve(engine["name"], "rollout.engine")
         if "routes" not in inspect.signature(target).parameters:
