@@ -274,7 +274,7 @@ def print_table(table: dict[str, dict[str, float]], baseline: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute: lengths a third, one round")
+    parser.add_argument("--quick", action="store_true", help="under a minute: lengths a sixth, one round")
     parser.add_argument("--model", choices=MODELS, default="18M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--episodes", type=int, default=64, help="all of them at once")
@@ -292,7 +292,7 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for vLLM's processes
-    rounds, scale = (1, 1 / 3) if options.quick else (options.rounds, 1.0)
+    rounds, scale = (1, 1 / 6) if options.quick else (options.rounds, 1.0)
     workload = make_workload(options.episodes, options.group, options.turns, scale)
     versions = {
         "python": platform.python_version(),

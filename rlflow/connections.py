@@ -23,7 +23,7 @@ class ImpatientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.app.connections = self.connections  # type: ignore[attr-defined]
+        self.app.connections = self.connections
         self._await_request()
 
     def data_received(self, data: bytes) -> None:

@@ -263,14 +263,14 @@ def _teach(
 ) -> None:
     """Trains the model of the folder on the batches of all steps, and writes it."""
     warmup, least = lessons.steps // 20, 0.2 * lessons.lr
-    schedule: dict[str, object] = {
-        "name": "cosine",
-        "warmup_steps": warmup,
-        "min_lr": least,
-    }
-    schedule["decay_steps"] = lessons.steps
-    options = {"lr": lessons.lr, "schedule": schedule, "seed": lessons.seed}
-    trainer = Trainer.from_pretrained(folder, lessons.backend, **options)
+    schedule = {"name": "cosine", "warmup_steps": warmup, "min_lr": least}
+    trainer = Trainer.from_pretrained(
+        folder,
+        lessons.backend,
+        lr=lessons.lr,
+        schedule={**schedule, "decay_steps": lessons.steps},
+        seed=lessons.seed,
+    )
     try:
         for step in range(lessons.steps):
             batch = batch_of(step)

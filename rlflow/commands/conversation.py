@@ -127,8 +127,10 @@ class Columns:
         whole: bool = False,
         live: bool | None = None,
     ) -> None:
-        told = {"live": False, "whole": whole, "changed": self._draw}
-        self.heard = [(name, Conversation(paint, **told)) for name in names]
+        self.heard = [
+            (name, Conversation(paint, live=False, whole=whole, changed=self._draw))
+            for name in names
+        ]
         self._paint, self._live = paint, sys.stdout.isatty() if live is None else live
         self._screen: Any = None
 
@@ -138,8 +140,9 @@ class Columns:
             from rich.live import Live
 
             console = Console(file=sys.stdout, force_terminal=True)
-            still = {"auto_refresh": False, "transient": True, "redirect_stdout": False}
-            self._screen = Live(console=console, **still)
+            self._screen = Live(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False
+            )
             self._screen.start()
         return self
 

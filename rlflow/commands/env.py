@@ -132,6 +132,7 @@ def _add_limits(
     option(policy, "--family", "NAME", of, default="qwen2")
     player = "file.py:function, as of `env policy`: a scripted player that plays too"
     option(check, "--player", "PLAYER", player)
+    option(play, "--player", "PLAYER", "such a function plays, and you watch")
     option(check, "--episodes", "N", "episodes of each agent", default=32)
     option(check, "--seed", "N", "of the agents", default=0)
     option(play, "--split", "SPLIT", "train or val", default="train")
@@ -242,12 +243,17 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_play(args: argparse.Namespace) -> int:
-    """Lets a person be the policy."""
+    """Lets a person be the policy, or shows how a scripted player is."""
+    from rlflow.checks.agents import player_agent
     from rlflow.commands.play import play
+    from rlflow.components import Kind
 
+    agent = player_agent(Kind("player").resolve(args.player), seed=0) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
-        return play(environment, split=args.split, task=args.task, max_turns=args.turns)
+        return play(
+            environment, split=args.split, task=args.task, max_turns=args.turns, agent=agent
+        )
 
 
 @contextmanager

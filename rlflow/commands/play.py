@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from rlflow.checks.agents import Agent
 from rlflow.commands.show import Paint
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
@@ -25,16 +26,18 @@ def play(
     max_turns: int = 16,
     source: TextIO | None = None,
     color: str = "auto",
+    agent: Agent | None = None,
 ) -> int:
-    """Plays one episode with responses read from the terminal (or `source`); returns the exit code.
+    """Plays one episode with responses read from the terminal (or `source`), or the agent's;
+    returns the exit code.
 
     A response ends with an empty line, with the first stop string, or with the end of the input.
     """
     tasks = tasks_of(environment, split)
     chosen = find_task(tasks, task, split)
-    return asyncio.run(
-        _episode(environment, chosen, max_turns, source or sys.stdin, Paint(color))
-    )
+    paint = Paint(color)
+    typed = source or sys.stdin
+    return asyncio.run(_episode(environment, chosen, max_turns, typed, paint, agent))
 
 
 def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
@@ -58,7 +61,12 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
 
 
 async def _episode(
-    environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint
+    environment: Environment,
+    task: Task,
+    max_turns: int,
+    source: TextIO,
+    paint: Paint,
+    agent: Agent | None,
 ) -> int:
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,14 +77,19 @@ async def _episode(
         else "Enter"
     )
     told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
+    told = told if agent is None else "The player is the policy."
     print(paint(f"task {task.id}. {told}", "dim"))
     episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
+    said: list[tuple[str, Observation]] = []
     try:
         print(shown(episode.task.prompt))
         for turn in range(1, max_turns + 1):
-            response = read_response(source, stop, prompt=paint("> ", "policy", "bold"))
-            if response is None:
+            caret = paint("> ", "policy", "bold")
+            if agent is not None:
+                response = agent(task, episode.task, said)
+                print(f"{caret}{printable(response)}")
+            elif (response := read_response(source, stop, prompt=caret)) is None:
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
                 return 0
             episode.turns = turn
@@ -87,6 +100,7 @@ async def _episode(
                     f"step: expected an rlflow.Step, found {found}."
                 )
             total += step.reward
+            said.append((response, step.observation))
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
             numbers = "  ".join(

@@ -104,7 +104,7 @@ class Endpoint:
         self._port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             self.application,
-            http=ImpatientProtocol,  # type: ignore[arg-type]
+            http=ImpatientProtocol,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -135,7 +135,7 @@ def tensor_hash(name: str, tensor: Tensor) -> str:
     import torch
 
     content = xxhash.xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()
 
 

@@ -164,7 +164,7 @@ async def deadline(limit_s: float, what: str) -> AsyncIterator[None]:
     """Cancels what is awaited within after `limit_s` seconds of `RunningTime`, and raises
     RolloutError."""
     loop = asyncio.get_running_loop()
-    turn_s = min(1.0, limit_s / 4)
+    turn_s = min(1.0, limit_s / 16)  # stopped twice, little of a short limit is gone
     passed = RunningTime(turn_s, loop.time)
     timer: asyncio.TimerHandle | None = None
 

@@ -111,7 +111,7 @@ class WeightPublisher:
                 changed += sum(map(bytes_of, parts))
                 base = base if changed <= size * MOST_CHANGED else None
             if base is not None:
-                changes.append(self._put(parts))
+                changes.append(self._put(list(parts)))
             buckets.append(self._put(words))
         digest = combined_hash(item.hash for bucket in tensors for item in bucket)
         offer = Offer(version, digest, size, tuple(tensors), tuple(buckets), self._delta)

@@ -199,7 +199,8 @@ class ReferenceTrainer(Trainer):
             return {name: value}
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self.model, {name: value})
+        model: Any = self.model
+        return revert_weight_conversion(model, {name: value})
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in lora.named_factors(self.adapters):

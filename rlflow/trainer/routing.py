@@ -109,7 +109,7 @@ def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, floa
     if routing.replay == "off":
         return _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
     own = free[ROUTES].long()
-    check_routes(batch, tuple(own.shape[2:]), routing.experts)
+    check_routes(batch, (own.shape[2], own.shape[3]), routing.experts)
     metrics = _loads(batch.extras[ROUTES], _first(batch, batch.extras[ROUTED]), routing.experts)
     known, given = _first(part, part.extras[ROUTED]), part.extras[ROUTES].long()
     differ = 1 - float(_same(given, own)[known].mean())

@@ -1,5 +1,5 @@
-"""Environments of the package verifiers: their own prompts, ends and rubrics, but neither their
-rollout nor their client. Only text passes, so that the tokens stay those that the policy sampled.
+"""Environments of the package verifiers: their own prompts, ends and rubrics. Only text passes, so
+that the tokens stay those that the policy sampled.
 """
 
 from __future__ import annotations
@@ -12,18 +12,31 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, described, needing
+from rlflow.values import PositiveFloat
 from rlflow_environments.adapters.verifiers.shared import METRICS
 
 
-def make(environment: str, options: dict[str, Any] | None = None) -> Environment:
-    """An environment of verifiers by the name of its package, made with the options. Raises
-    ConfigError for one that does not map, MissingPackageError."""
+def make(
+    environment: str,
+    options: dict[str, Any] | None = None,
+    harness: str | None = None,
+    timeout_s: PositiveFloat = 300.0,
+) -> Environment:
+    """An environment of verifiers by the name of its package, made with the options.
+
+    harness: the program that plays a taskset; none where its tasks are a prompt and one response,
+    else `null`, which calls the taskset's tools. timeout_s: between two of its requests. Raises
+    ConfigError for an environment that does not map, MissingPackageError."""
     with needing("environment verifiers", "pip install verifiers"):
         library = importlib.import_module("verifiers")
     if not hasattr(library, "load_environment"):
-        from rlflow_environments.adapters.verifiers.tasksets import VerifiersTaskset
+        from rlflow_environments.adapters.verifiers.harness import VerifiersHarness
+        from rlflow_environments.adapters.verifiers.tasksets import Loaded, VerifiersTaskset
 
-        return VerifiersTaskset(environment, options or {})
+        loaded = Loaded.load(environment, options or {})
+        if harness is None and not loaded.needs_harness():
+            return VerifiersTaskset(loaded)
+        return VerifiersHarness(loaded, harness or "null", timeout_s)
     with _own_signal_handlers():
         try:
             made = library.load_environment(environment, **(options or {}))

@@ -1,8 +1,7 @@
 """Tasksets of verifiers v1: a prompt, one response, and the task's own rewards on it.
 
-What goes on longer there is a program (a harness) that speaks to an endpoint with tokens of its
-own, and is refused. Source: verifiers 0.4, `v1/task.py` (`Task.score`), `v1/rollout.py` (the trace
-of a rollout), `v1/utils/loaders.py`.
+What goes on longer there is a program: `harness.py`. Source: verifiers 0.4, `v1/task.py`
+(`Task.score`), `v1/rollout.py` (the trace of a rollout), `v1/utils/loaders.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,14 +26,18 @@ from rlflow_environments.adapters.verifiers.shared import (
 MOST_TASKS = 100_000  # some tasksets never end
 
 
-class VerifiersTaskset(Environment):
-    """A taskset by the name of its package; options: of its configuration. Raises ConfigError."""
+@dataclass(frozen=True)
+class Loaded:
+    """A taskset by the name of its package. tasks: theirs, by split."""
 
-    max_turns = 1
-    metrics = METRICS
+    v1: Any
+    taskset: Any
+    tasks: dict[str, list[Any]]
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        v1 = self._v1 = importlib.import_module("verifiers.v1")
+    @classmethod
+    def load(cls, name: str, options: dict[str, Any]) -> Loaded:
+        """options: of its configuration. Raises ConfigError."""
+        v1 = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         try:
             taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name, **options))
@@ -44,31 +48,49 @@ class VerifiersTaskset(Environment):
                 f"environment.environment: '{name}' cannot be made: {described(problem)} (a "
                 "package with load_environment needs a verifiers before 0.4)"
             ) from None
-        problem = (
-            f"is played by a {played_by.__name__}" if played_by is not v1.SingleAgentEnv else ""
-        )
-        problem = problem or next(filter(None, (_unfit(v1, taskset, task) for task in tasks)), "")
-        if problem:
+        if played_by is not v1.SingleAgentEnv:
             raise ConfigError(
-                f"environment.environment: '{name}' {problem}; expected a task of one prompt and "
-                "one response."
+                f"environment.environment: '{name}' is played by a {played_by.__name__}; expected "
+                "a taskset for one agent."
             )
-        self._tasks = dict(zip(("train", "val"), split_rows(tasks), strict=True))
+        return cls(v1, taskset, dict(zip(("train", "val"), split_rows(tasks), strict=True)))
 
-    def tasks(self, split: str) -> Sequence[Task]:
+    def needs_harness(self) -> str:
+        """Why its tasks take more than a prompt and one response; "" where they do not."""
+        tasks = (task for own in self.tasks.values() for task in own)
+        return next(filter(None, (_unfit(self.v1, self.taskset, task) for task in tasks)), "")
+
+    def theirs(self, task: Task) -> Any:
+        """The task as they have it."""
+        return self.tasks[task.metadata["split"]][task.metadata["number"]]
+
+    def ours(self, split: str) -> Sequence[Task]:
+        """The tasks of a split."""
         return [
             Task(
                 f"{split}-{number}",
-                [as_message(message) for message in _prompt(self._v1, task)],
+                [as_message(message) for message in _prompt(self.v1, task)],
                 getattr(task.data, "answer", None),
                 {"split": split, "number": number},
             )
-            for number, task in enumerate(self._tasks[split])
+            for number, task in enumerate(self.tasks[split])
         ]
 
+
+class VerifiersTaskset(Environment):
+    """A taskset whose tasks are a prompt and one response, scored in this process."""
+
+    max_turns = 1
+    metrics = METRICS
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._loaded.ours(split)
+
     async def step(self, episode: Episode, response: str) -> Step:
-        where = episode.task.metadata
-        task, v1 = self._tasks[where["split"]][where["number"]], self._v1
+        task, v1 = self._loaded.theirs(episode.task), self._loaded.v1
         messages = [*_prompt(v1, task), v1.AssistantMessage(content=response)]
         nodes = [
             v1.MessageNode(
@@ -85,10 +107,13 @@ class VerifiersTaskset(Environment):
             await task.score(trace)
         except v1.TaskError as problem:
             raise VerifiersError(f"the task's own scoring failed: {described(problem)}") from None
-        metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        return Step(
-            reward=trace.reward, terminated=True, metrics={**metrics, "rubric": trace.reward}
-        )
+        return Step(reward=trace.reward, terminated=True, metrics=measured(trace))
+
+
+def measured(trace: Any) -> dict[str, float]:
+    """The metrics of a trace that was scored, and its reward."""
+    told = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    return {**told, "rubric": trace.reward}
 
 
 def _prompt(v1: Any, task: Any) -> list[Any]:
@@ -99,12 +124,15 @@ def _prompt(v1: Any, task: Any) -> list[Any]:
 
 
 def _unfit(v1: Any, taskset: Any, task: Any) -> str:
-    """Why a task needs more than one response; "" where it does not."""
+    """Why a task needs more than one response; "" where it does not. Raises ConfigError."""
     theirs = type(task)
-    if theirs.toolsets(task.config) or type(taskset).toolsets(taskset.config):
-        return "has tools, which only its harness calls"
     if theirs.NEEDS_CONTAINER or task.data.image:
-        return "needs a container"
+        raise ConfigError(
+            f"environment.environment: '{taskset.config.id}' needs a container; expected tasks "
+            "that are played on this machine."
+        )
+    if theirs.toolsets(task.config) or type(taskset).toolsets(taskset.config):
+        return "has tools"
     if theirs.setup is not v1.Task.setup or theirs.finalize is not v1.Task.finalize:
         return "prepares a runtime (setup, finalize)"
     needing = [

@@ -227,8 +227,8 @@ class KeyValueCache:
         copied = self._pool[layer].index_select(0, call.blocks)
         held = copied.view(len(call.mask), -1, self._width)
         keys, values = held.tensor_split([groups * self._model.key_dim], dim=-1)
-        by_head = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (keys, values))
-        return tuple(by_head)  # type: ignore[return-value]
+        keys, values = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (keys, values))
+        return keys, values
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

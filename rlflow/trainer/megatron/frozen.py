@@ -35,8 +35,8 @@ class FrozenModel:
         it, ModelError."""
         model = architecture(read_config(path))
         try:
-            one_each = {} if model.experts is not None else {"expert_parallel": 1}
-            replace(world.layout, **one_each).check_model(model)
+            parallel = world.layout.expert_parallel if model.experts is not None else 1
+            replace(world.layout, expert_parallel=parallel).check_model(model)
         except ConfigError as problem:
             raise ConfigError(f"{path}: it is split as the policy is: {problem}") from None
         chunks = build_model(model, world, dtype, chunk_bytes)

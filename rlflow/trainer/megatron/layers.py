@@ -102,7 +102,8 @@ class TorchAttention(MegatronModule):
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
-        return torch.cat([_attend(*segment, self._scale) for segment in segments]).squeeze(1)
+        attended = [_attend(q, k, v, self._scale) for q, k, v in segments]
+        return torch.cat(attended).squeeze(1)
 
     def _attend_over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]

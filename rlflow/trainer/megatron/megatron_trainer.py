@@ -214,15 +214,14 @@ class MegatronTrainer(Trainer):
                 )
         with self._swapped(model), cpu.adapted():
             self._set_training(False)
-            if recorded:
-                routing = router_replay.Recording(self._world, self._architecture, batch)
-            else:
-                replay = self._replays and model == "policy" and ROUTES in batch.extras
-                routing = router_replay.Replaying(self._world) if replay else None
-            scores = step.score(
-                self._model, self._world, batch, self._limits, want, top_k, vocab, routing
+            score = functools.partial(
+                step.score, self._model, self._world, batch, self._limits, want, top_k, vocab
             )
-            return {**scores, ROUTES: routing.routes.cpu()} if recorded else scores
+            if recorded:
+                recording = router_replay.Recording(self._world, self._architecture, batch)
+                return {**score(recording), ROUTES: recording.routes.cpu()}
+            replay = self._replays and model == "policy" and ROUTES in batch.extras
+            return score(router_replay.Replaying(self._world) if replay else None)
 
     def snapshot(self, name: str) -> None:
         if name == "policy":

@@ -275,7 +275,7 @@ def load_weights(
                 raise ModelError(
                     f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}."
                 )
-        parameter = rest[chunk].pop(
+        parameter: Any = rest[chunk].pop(
             parameter_name(rule, layer, model, world.layout, _fused(chunks))
         )
         place = (0, 1) if rule.per_expert else (world.tensor_rank, world.tensor_parallel)

@@ -247,6 +247,14 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
     assert told == sorted(told)
 
 
+def test_a_scripted_player_plays_and_one_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = write_environment("guess", tmp_path, policy=True)
+    assert cli.main(["env", "play", made.reference, "--player", made.player, "--split", "val"]) == 0
+    out = capsys.readouterr().out
+    assert "The player is the policy." in out and "terminated after" in out and "return 1" in out
+    assert out.count("> ") >= 1
+
+
 def test_a_line_break_that_ends_responses_reaches_the_environment_and_breaks_no_header(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.environment import Environment
 from rlflow.rollout import Completion, Sampling, Tokenizer
 from rlflow.rollout.calls import CallThreads
 from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
@@ -58,7 +59,7 @@ def environment(folder: Path, agent: str, **options: Any) -> ProgramEnvironment:
 
 
 def play(
-    environment: ProgramEnvironment, tokenizer: Tokenizer, says: Says, episodes: int = 1, **limits: Any
+    environment: Environment, tokenizer: Tokenizer, says: Says, episodes: int = 1, **limits: Any
 ) -> tuple[list[Trajectory], Fed]:
     """Episodes of the environment's first task, at once, and what the policy was fed."""
     fed = Fed(tokenizer, says)
