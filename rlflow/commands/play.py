@@ -86,10 +86,12 @@ async def _episode(
         print(shown(episode.task.prompt))
         for turn in range(1, max_turns + 1):
             caret = paint("> ", "policy", "bold")
-            if agent is not None:
+            if agent is None:
+                response = read_response(source, stop, prompt=caret)
+            else:
                 response = agent(task, episode.task, said)
                 print(f"{caret}{printable(response)}")
-            elif (response := read_response(source, stop, prompt=caret)) is None:
+            if response is None:
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
                 return 0
             episode.turns = turn
