@@ -80,11 +80,11 @@ class AgentEnvironment(Environment):
 
     @abstractmethod
     async def start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
-        """The agent of an episode, which asks at the URL, or with a `client`. Raises ProgramError."""
+        """The agent of an episode, which asks at the URL or with a `client`. Raises ProgramError."""
 
     @abstractmethod
     async def score(self, episode: Episode) -> float:
-        """The reward of an episode whose agent has ended. Raises ProgramError where there is none."""
+        """The reward of an episode whose agent has ended. Raises ProgramError for none."""
 
     def sampled_at(self, temperature: float) -> None:
         self._temperature = temperature

@@ -135,8 +135,8 @@ def _events(reply: ModelReply) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.created", {"response": begun}
     for number, item in enumerate(whole["output"]):
         place = {"output_index": number}
-        nothing: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        empty = {**item, "status": "in_progress", **nothing}
+        of: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty = {**item, "status": "in_progress", **of}
         yield "response.output_item.added", {**place, "item": empty}
         within = {**place, "item_id": item["id"]}
         if item["type"] == "message":

@@ -31,9 +31,9 @@ def make(
         library = importlib.import_module("verifiers")
     if not hasattr(library, "load_environment"):
         from rlflow_environments.adapters.verifiers.harness import VerifiersHarness
-        from rlflow_environments.adapters.verifiers.tasksets import Loaded, VerifiersTaskset
+        from rlflow_environments.adapters.verifiers.tasksets import LoadedTaskset, VerifiersTaskset
 
-        loaded = Loaded.load(environment, options or {})
+        loaded = LoadedTaskset.load(environment, options or {})
         if harness is None and not loaded.needs_harness():
             return VerifiersTaskset(loaded)
         return VerifiersHarness(loaded, harness or "null", timeout_s)

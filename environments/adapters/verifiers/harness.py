@@ -18,7 +18,7 @@ from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.errors import ConfigError, MissingPackageError, described
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.adapters.verifiers.shared import METRICS, VerifiersError
-from rlflow_environments.adapters.verifiers.tasksets import Loaded, measured
+from rlflow_environments.adapters.verifiers.tasksets import LoadedTaskset, measured
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import AgentTask
 
@@ -30,7 +30,7 @@ class VerifiersHarness(AgentEnvironment):
 
     metrics = {**AgentEnvironment.metrics, **METRICS}
 
-    def __init__(self, loaded: Loaded, harness: str, timeout_s: float) -> None:
+    def __init__(self, loaded: LoadedTaskset, harness: str, timeout_s: float) -> None:
         """Raises ConfigError, MissingPackageError."""
         super().__init__(plain=False, ignore=False, timeout_s=timeout_s)
         self._loaded, self._tools = loaded, {}

@@ -27,7 +27,7 @@ MOST_TASKS = 100_000  # some tasksets never end
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTaskset:
     """A taskset by the name of its package. tasks: theirs, by split."""
 
     v1: Any
@@ -35,7 +35,7 @@ class Loaded:
     tasks: dict[str, list[Any]]
 
     @classmethod
-    def load(cls, name: str, options: dict[str, Any]) -> Loaded:
+    def load(cls, name: str, options: dict[str, Any]) -> LoadedTaskset:
         """options: of its configuration. Raises ConfigError."""
         v1 = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -83,7 +83,7 @@ class VerifiersTaskset(Environment):
     max_turns = 1
     metrics = METRICS
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedTaskset) -> None:
         self._loaded = loaded
 
     def tasks(self, split: str) -> Sequence[Task]:
