@@ -1,6 +1,6 @@
 """An agent on OpenAI's client that plays the demo: it asks the policy, searches, and asks again.
 
-Train it as docs/train_your_agent.md says. CORPUS names the passages that it searches."""
+`bash recipes/searchr1/run_train.sh agent` trains it. CORPUS names the passages that it searches."""
 
 import functools
 import os

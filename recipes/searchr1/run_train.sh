@@ -16,7 +16,8 @@ Options
   --short               the demo in three minutes (config/short.yaml)
   --model-kind KIND     the demo's starting policy: dense, or moe: the same with experts, 1.3 million parameters, made once as
                         runs/starting-policy-moe
-  CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml
+  CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml. `agent` is the short demo played
+                        by an agent on OpenAI's client (agent.py), through the endpoint
   --config FILE         another run configuration (YAML); every key: docs/configuration.md. One of RLinf or AstraFlow is translated,
                         into --out FILE (default runs/NAME.yaml), and what became of each of its keys is said
   --model DIR           starting policy: a HuggingFace directory (config.json, *.safetensors, tokenizer), or its name on the hub, e.g.
@@ -75,5 +76,13 @@ if [ "$kind" = moe ]; then
     start=$RLFLOW_ROOT/runs/starting-policy-moe
     [ -f "$start/config.json" ] || (cd "$RLFLOW_ROOT" && "$RLFLOW_PYTHON" -m recipes.searchr1.experts "$start")
     overrides=("model.path=$start" run.name=searchr1-moe ${overrides[@]+"${overrides[@]}"})
+fi
+if [ "$config" = "$here/config/agent.yaml" ]; then
+    rlflow_setup run
+    "$RLFLOW_PYTHON" -c 'import openai' 2>/dev/null || rlflow_fail "the package 'openai' is not installed: '$RLFLOW_PYTHON' -m pip install openai"
+    world=$(cd "$RLFLOW_ROOT" && "$RLFLOW_PYTHON" -c 'from rlflow_environments.search.sources import world_files
+print(world_files({"directory": "data/searchr1", "seed": 7})["corpus"].resolve().parent)')
+    export CORPUS=$world/corpus.jsonl  # what the agent searches
+    overrides=("environment.train=$world/train.jsonl" "environment.val=$world/val.jsonl" ${overrides[@]+"${overrides[@]}"})
 fi
 rlflow_train

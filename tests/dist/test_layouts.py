@@ -67,10 +67,8 @@ ONE_PROCESS = ("replayed", "recorded", "losses", "balanced")
 FAST = [
     "qwen2-tied TP2 PP2",
     "qwen2-tied",
-    "qwen2-tied PP2 DO",
     "qwen2-tied TP2 PP2 packed chunked",
     "qwen2 TP2 PP2 SP full",
-    "qwen3 packed",
     "qwen3 TP2 SP packed chunked",
     "qwen3 TP2 CP2 SP DO packed full",
     "qwen2-tied TP2 PP2 VPP2",
@@ -103,10 +101,11 @@ ROUTED_SLOW = [
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""
-LORA = ["qwen2-tied TP2", "qwen2-tied PP2", "qwen2-tied TP2 PP2 SP packed full"]
+LORA = ["qwen2-tied TP2 PP2 SP packed full"]
 """Others are in test_lora."""
 TWO = ("TP2 PP2", "TP2 CP2", "PP2 CP2", "PP2 VPP2", "TP2 PP2 VPP2", "PP2 VPP2 CP2")
 SLOW = [
+    "qwen3 packed",
     *(f"{model} {layout}".strip() for model in list(MODELS)[:4] for layout in ("TP2 PP2", "TP2", "PP2", "PP4", "")),
     *(
         f"{model} {layout} {words}".replace("  ", " ")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torch
 from rlflow.algorithms import PPOClipLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
+from rlflow.report.sinks import read_metrics
 from rlflow.rollout import Rollout
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Trajectory
@@ -61,3 +65,18 @@ def test_64_trajectories_and_their_gradient_are_the_native_environments(
     found, expected = gradient(ours, rewards), gradient(native, rewards)
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected) > 10
     assert any(bool(part.any()) for part in expected)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_the_agent_by_one_command(tmp_path: Path) -> None:
+    pytest.importorskip("openai", reason="openai is not installed: pip install openai")
+    small = ("run.steps=1", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=8",
+             "evaluation.final_questions=8", "checkpoint.export=false", "metrics.picture=false")  # fmt: skip
+    run = tmp_path / "run"
+    done = subprocess.run(
+        ["bash", RECIPE / "run_train.sh", "agent", f"run.directory={run}", *small],
+        env={**os.environ, "VIRTUAL_ENV": sys.prefix}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (step,) = [one for one in read_metrics(run / "metrics.jsonl") if one.get("rollout/episodes")]
+    assert step["rollout/episodes"] == 8 and step["rollout/broken_histories"] == 0
