@@ -75,7 +75,7 @@ def test_the_recipe_trains_the_agent_by_one_command(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = subprocess.run(
         ["bash", RECIPE / "run_train.sh", "agent", f"run.directory={run}", *small],
-        env={**os.environ, "VIRTUAL_ENV": sys.prefix}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (step,) = [one for one in read_metrics(run / "metrics.jsonl") if one.get("rollout/episodes")]
