@@ -36,8 +36,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "types", "values", "report", "environment", "components", "storage", "endpoint"},
         {"common"},
     ),
-    # Environments of other libraries.
-    "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common", "tool_use"}),
+    # Environments of other libraries, some of which bring agents of their own.
+    "adapters": (
+        {"errors", "http", "types", "components", "values", "report", "environment", "endpoint"},
+        {"common", "tool_use", "program"},
+    ),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "report", "environment", "commands"},
