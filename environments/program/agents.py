@@ -130,7 +130,6 @@ class AgentEnvironment(Environment):
         served, self._served = self._served, None
         if served is None or served[0].is_closed():
             return
-
         with contextlib.suppress(RuntimeError):  # the loop ends at the same time
             asyncio.run_coroutine_threadsafe(self.held.aclose(), served[0]).result(10.0)
 

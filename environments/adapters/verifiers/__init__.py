@@ -37,6 +37,11 @@ def make(
         if harness is None and not loaded.needs_harness():
             return VerifiersTaskset(loaded)
         return VerifiersHarness(loaded, harness or "null", timeout_s)
+    if harness is not None:
+        raise ConfigError(
+            f"environment.harness: expected none, found '{harness}': verifiers before 0.4 has no "
+            "harnesses. Leave it out, or pip install 'verifiers>=0.4'."
+        )
     with _own_signal_handlers():
         try:
             made = library.load_environment(environment, **(options or {}))

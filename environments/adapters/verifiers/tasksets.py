@@ -53,12 +53,16 @@ class LoadedTaskset:
                 f"environment.environment: '{name}' is played by a {played_by.__name__}; expected "
                 "a taskset for one agent."
             )
+        problem = next(filter(None, map(_refused, tasks)), "")
+        if problem:
+            raise ConfigError(f"environment.environment: '{name}': a task {problem}.")
         return cls(v1, taskset, dict(zip(("train", "val"), split_rows(tasks), strict=True)))
 
-    def needs_harness(self) -> str:
-        """Why its tasks take more than a prompt and one response; "" where they do not."""
+    def needs_harness(self) -> bool:
+        """Whether a task takes more than a prompt and one response."""
+        shared = type(self.taskset).toolsets(self.taskset.config)
         tasks = (task for own in self.tasks.values() for task in own)
-        return next(filter(None, (_unfit(self.v1, self.taskset, task) for task in tasks)), "")
+        return bool(shared) or any(_needs_harness(self.v1, task) for task in tasks)
 
     def theirs(self, task: Task) -> Any:
         """The task as they have it."""
@@ -123,27 +127,19 @@ def _prompt(v1: Any, task: Any) -> list[Any]:
     return [*([v1.SystemMessage(content=system)] if system else []), *told]
 
 
-def _unfit(v1: Any, taskset: Any, task: Any) -> str:
-    """Why a task needs more than one response; "" where it does not. Raises ConfigError."""
+def _refused(task: Any) -> str:
+    """Why nobody plays a task here; "" where somebody does."""
+    if type(task).NEEDS_CONTAINER or task.data.image:
+        return "needs a container; expected tasks that are played on this machine"
+    return "" if task.data.prompt else "has no prompt, as another agent opens it; expected one"
+
+
+def _needs_harness(v1: Any, task: Any) -> bool:
+    """Whether a task has tools, prepares a runtime, or is scored in one."""
     theirs = type(task)
-    if theirs.NEEDS_CONTAINER or task.data.image:
-        raise ConfigError(
-            f"environment.environment: '{taskset.config.id}' needs a container; expected tasks "
-            "that are played on this machine."
-        )
-    if theirs.toolsets(task.config) or type(taskset).toolsets(taskset.config):
-        return "has tools"
-    if theirs.setup is not v1.Task.setup or theirs.finalize is not v1.Task.finalize:
-        return "prepares a runtime (setup, finalize)"
-    needing = [
-        hook.__name__
-        for kind in ("reward", "metric")
-        for hook in task.hooks(kind)
-        if _needs_runtime(hook)
-    ]
-    if needing:
-        return f"scores in a runtime ({', '.join(needing)})"
-    return "" if task.data.prompt else "has no prompt: another agent opens it"
+    prepares = theirs.setup is not v1.Task.setup or theirs.finalize is not v1.Task.finalize
+    hooks = (hook for kind in ("reward", "metric") for hook in task.hooks(kind))
+    return prepares or bool(theirs.toolsets(task.config)) or any(map(_needs_runtime, hooks))
 
 
 def _needs_runtime(hook: Any) -> bool:

@@ -12,6 +12,8 @@ from fixtures import tiny_tokenizer
 from rlflow.errors import ConfigError
 from rlflow.types import StopReason
 from rlflow_environments.adapters.verifiers import make
+from rlflow_environments.adapters.verifiers.harness import VerifiersHarness
+from rlflow_environments.adapters.verifiers.tasksets import VerifiersTaskset
 from tests.unit.endpoint.scripted import checked, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
@@ -62,3 +64,13 @@ def test_a_limit_of_the_rollout_truncates_and_what_is_wrong_is_said(tmp_path: Pa
     assert one.usable and one.stop is StopReason.MAX_TURNS and one.reward == 0.0
     with pytest.raises(ConfigError, match=r"environment\.harness: 'no_such' cannot be made"):
         make("adding_taskset", harness="no_such")
+
+
+def test_a_harness_plays_what_needs_one_and_what_nobody_can_play_is_refused_with_one_or_without() -> None:
+    assert isinstance(make("sums_taskset"), VerifiersTaskset)
+    assert isinstance(make("sums_taskset", {"boxed": True}), VerifiersHarness)  # scores in a runtime
+    assert isinstance(make("sums_taskset", harness="null"), VerifiersHarness)
+    for options, told in (({"image": "debian"}, "needs a container"), ({"silent": True}, "has no prompt")):
+        for harness in (None, "null"):
+            with pytest.raises(ConfigError, match=f"'sums_taskset': a task {told}"):
+                make("sums_taskset", options, harness)

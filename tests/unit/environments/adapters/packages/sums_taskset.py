@@ -31,6 +31,8 @@ class InABox(Sum):
 class SumsConfig(vf.TasksetConfig):
     most: int = 5
     boxed: bool = False
+    silent: bool = False
+    image: str | None = None
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
@@ -39,7 +41,8 @@ class Sums(vf.Taskset[Sum, SumsConfig]):
         for one in range(self.config.most):
             for other in range(self.config.most):
                 text = f"{one} + {other} ="
-                data = SumData(prompt=text, system_prompt="Only the number.", answer=str(one + other))
+                prompt = None if self.config.silent else text
+                data = SumData(prompt=prompt, system_prompt="Only the number.", answer=str(one + other), image=self.config.image)
                 yield made(data, self.config.task)
 
 
