@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlflow.endpoint import AgentSession, Endpoint
@@ -34,7 +34,12 @@ class VerifiersHarness(AgentEnvironment):
         """Raises ConfigError, MissingPackageError."""
         super().__init__(plain=False, ignore=False, timeout_s=timeout_s)
         self._loaded, self._tools = loaded, {}
-        path = f"{_folder_of_uv()}{os.pathsep}{os.environ.get('PATH', '')}"
+        path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}"
+        if shutil.which("uv", path=path) is None:
+            raise MissingPackageError(
+                "environment verifiers: a taskset that is played by a harness needs uv: pip "
+                "install uv"
+            )
         try:
             self._config = loaded.v1.AgentConfig(
                 harness={"id": harness, "env": {"PATH": path}},
@@ -79,17 +84,3 @@ class VerifiersHarness(AgentEnvironment):
         step = await super().step(episode, response)
         step.metrics |= episode.scratch["agent"].returned or {}
         return step
-
-
-def _folder_of_uv() -> Path:
-    """Where the program is that makes the harness's environment. Raises MissingPackageError."""
-    found = shutil.which("uv")
-    if found is None:
-        try:
-            found = importlib.import_module("uv").find_uv_bin()
-        except (ImportError, FileNotFoundError):
-            raise MissingPackageError(
-                "environment verifiers: a taskset that is played by a harness needs uv: pip "
-                "install uv"
-            ) from None
-    return Path(found).parent
