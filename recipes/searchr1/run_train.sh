@@ -17,7 +17,7 @@ Options
   --model-kind KIND     the demo's starting policy: dense, or moe: the same with experts, 1.3 million parameters, made once as
                         runs/starting-policy-moe
   CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml. `agent` is the short demo played
-                        by an agent on OpenAI's client (agent.py), through the endpoint
+                        by an agent on OpenAI's client (agent.py), through the endpoint; its data are made first, with --dry-run too
   --config FILE         another run configuration (YAML); every key: docs/configuration.md. One of RLinf or AstraFlow is translated,
                         into --out FILE (default runs/NAME.yaml), and what became of each of its keys is said
   --model DIR           starting policy: a HuggingFace directory (config.json, *.safetensors, tokenizer), or its name on the hub, e.g.

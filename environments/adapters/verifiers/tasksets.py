@@ -53,8 +53,7 @@ class LoadedTaskset:
                 f"environment.environment: '{name}' is played by a {played_by.__name__}; expected "
                 "a taskset for one agent."
             )
-        problem = next(filter(None, map(_refused, tasks)), "")
-        if problem:
+        for problem in filter(None, map(_refused, tasks)):
             raise ConfigError(f"environment.environment: '{name}': a task {problem}.")
         return cls(v1, taskset, dict(zip(("train", "val"), split_rows(tasks), strict=True)))
 
