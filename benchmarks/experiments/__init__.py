@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from experiments.base import Experiment
 from rlflow.errors import ConfigError, did_you_mean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the repository, for `recipes`
 
 NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",

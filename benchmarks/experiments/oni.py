@@ -42,9 +42,9 @@ def labelled(prompt: str) -> str:
 
 def run(arm: str, seed: int, quick: bool) -> Figures:
     """success: at the end; rooms: doors found per episode at the end; labels: that the annotator had; steps: that were made."""
-    from experiments.rule_server import RuleServer
     from experiments.small_run import CRITIC, small_run, some_demonstrations
     from experiments.tasks.rooms import REFERENCE, Rooms
+    from recipes.rule_server import RuleServer
 
     task = Rooms(ROOMS, TURNS, seed)
     environment: dict[str, Any] = {"name": REFERENCE, "rooms": ROOMS, "turns": TURNS, "seed": seed}

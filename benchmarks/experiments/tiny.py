@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from experiments.base import Figures
+from recipes.swarm.alphabet import write_model
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.algorithms.teachers.base import Classroom
@@ -38,9 +39,6 @@ from rlflow.rollout import Rollout
 from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Group, Step, Task
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "swarm"))
-from alphabet import write_model
 
 LETTERS = "abcdefghijkl"
 WORDS = ("<pad>", "<end>", *LETTERS, "?")

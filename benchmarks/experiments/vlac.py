@@ -25,9 +25,9 @@ LEARNED = 0.05
 def run(arm: str, seed: int, quick: bool) -> Figures:
     """success: at the end; start: of the first five steps; of the arm with a critic also value-order correlations on ways that
     succeed, on episodes that fail and on successes played backward (sign turned), of tasks that the critic never saw."""
-    from experiments.rule_server import RuleServer
     from experiments.small_run import CRITIC, small_run, some_demonstrations
     from experiments.tasks.table import REFERENCE, Carrying, ProgressCritic, right_way
+    from recipes.rule_server import RuleServer
 
     task = Carrying(TURNS)
     problems = task.tasks("train")

@@ -6,13 +6,16 @@ usage() {
     cat <<'TEXT'
 Train a policy that acts on pages of MiniWoB++ in a real browser.
 
-  bash recipes/browser/run_train.sh [section.key=value ...]
+  bash recipes/browser/run_train.sh [OPTIONS] [section.key=value ...]
 
 Needs Chromium (Debian, Ubuntu: apt install chromium). The first start creates .venv. A tiny model imitates a scripted player
-(runs/browser-policy, once), then learns by GRPO to click buttons, two in the order that is asked for, and to enter a text and
+(runs/browser-policy-SEED, once), then learns by GRPO to click buttons, two in the order that is asked for, and to enter a text and
 submit it. No GPU, account or network beyond the set-up is needed; it takes about ten minutes on two cores.
 
 Options
+  --model DIR           another starting policy: a HuggingFace directory, or a name on the hub
+  --dry-run             open all that the run needs, tell every problem, then exit
+  --resume, --overwrite go on with the run that is there, or replace it
   -h, --help            this text
   section.key=value     override any configuration key (docs/configuration.md), e.g. run.seed=1 run.name=second
 
@@ -24,20 +27,14 @@ TEXT
 }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-overrides=()
-for argument in "$@"; do
-    case $argument in
-    -h | --help) usage; exit 0 ;;
-    *=*) overrides+=("$argument") ;;
-    *) echo "[rlflow] error: unexpected argument '$argument'; see --help" >&2; exit 2 ;;
-    esac
-done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+# shellcheck source=../worlds.sh
+. "$here/../worlds.sh"
+rlflow_help "$@"
+rlflow_read_world "" "$@"
 rlflow_setup browser
 cd "$RLFLOW_ROOT"
-if [ ! -e runs/browser-policy/config.json ]; then
-    "$RLFLOW_PYTHON" -m rlflow env policy miniwob rlflow_environments.browser.player:play --out runs/browser-policy \
-        --turns 3 --episodes 400 environment.pictures=false environment.tasks_per_split=510
-fi
-exec "$RLFLOW_PYTHON" -m rlflow train --config "$here/config/demo.yaml" --overwrite ${overrides[@]+"${overrides[@]}"}
+rlflow_world_policy browser miniwob rlflow_environments.browser.player:play --turns 3 --episodes 400 \
+    environment.pictures=false environment.tasks_per_split=510
+rlflow_train_world "$here/config/demo.yaml"

@@ -16,6 +16,7 @@ Options
                         after another, by config/sapo.yaml; needs --model, and pip install reasoning-gym
   --model DIR           another starting policy: a HuggingFace directory, or a name on the hub
   --dry-run             open all that the run needs, tell every problem, then exit
+  --resume, --overwrite go on with the run that is there, or replace it
   -h, --help            this text
   section.key=value     override any configuration key, e.g. run.seed=1, environment.train=train.jsonl (GSM8K's or DAPO's rows)
 
@@ -29,25 +30,14 @@ TEXT
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+# shellcheck source=../worlds.sh
+. "$here/../worlds.sh"
 rlflow_help "$@"
-model='' specialities='' seed=0 arguments=() overrides=()
-while [ $# -gt 0 ]; do
-    case $1 in
-    --model) [ $# -ge 2 ] || rlflow_fail "--model needs a value; see --help"; model=$(rlflow_path "$2"); shift ;;
-    --model=*) model=$(rlflow_path "${1#*=}") ;;
-    --specialities) specialities=1 ;;
-    --dry-run | --overwrite | --resume) arguments+=("$1") ;;
-    -*) rlflow_unknown "$1" --specialities --model --dry-run --overwrite --resume --help ;;
-    run.seed=*) seed=${1#*=}; overrides+=("$1") ;;
-    *=*) overrides+=("$1") ;;
-    *) rlflow_fail "unexpected argument '$1'; see --help" ;;
-    esac
-    shift
-done
+rlflow_read_world --specialities "$@"
 rlflow_setup run
 cd "$RLFLOW_ROOT"
 
-if [ -n "$specialities" ]; then
+if [ -n "${RLFLOW_GIVEN[--specialities]:-}" ]; then
     "$RLFLOW_PYTHON" -c 'import reasoning_gym' 2>/dev/null || rlflow_fail "the package 'reasoning-gym' is not installed: '$RLFLOW_PYTHON' -m pip install reasoning-gym"
     # Side by side in a swarm they would be nine calls of this one, each with a data set and a run of its own.
     while read -r name options; do
@@ -59,10 +49,6 @@ if [ -n "$specialities" ]; then
     exit
 fi
 
-if [ -z "$model" ]; then
-    model=runs/mathematics-policy-$seed
-    [ -f "$model/config.json" ] || "$RLFLOW_PYTHON" -m rlflow env policy mathematics rlflow_environments.mathematics.player:play \
-        --config "$here/config/made.yaml" --out "$model" --turns 1 --steps 800 --seed "$seed" >/dev/null
-fi
-exec "$RLFLOW_PYTHON" -m rlflow train --config "$here/config/made.yaml" --model "$model" ${arguments[@]+"${arguments[@]}"} \
-    ${overrides[@]+"${overrides[@]}"}
+rlflow_world_policy mathematics mathematics rlflow_environments.mathematics.player:play --config "$here/config/made.yaml" \
+    --turns 1 --steps 800
+rlflow_train_world "$here/config/made.yaml"

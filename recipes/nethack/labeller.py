@@ -1,15 +1,21 @@
 """Rules in place of a language model that labels messages of NetHack, behind OpenAI's protocol.
 
-python labeller.py PORT ERRORS      ERRORS: share of the messages whose label is wrong, for ever"""
+python labeller.py ERRORS      ERRORS: share of the messages whose label is wrong, for ever
+
+Prints its address and ends with the process that started it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from recipes.rule_server import RuleServer
 
 PROGRESS = re.compile(
     "direction do you want to dig|use or apply|dig a (pit|hole)|digging downward|fall through"
@@ -26,26 +32,11 @@ def label(prompt: str, errors: float) -> str:
 
 
 def main() -> None:
-    port, errors = int(sys.argv[1]), float(sys.argv[2])
-
-    class Labels(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = label(asked["messages"][-1]["content"], errors)
-            message = {"role": "assistant", "content": content}
-            answer = json.dumps({"choices": [{"message": message}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing is logged."""
-
-    ThreadingHTTPServer(("127.0.0.1", port), Labels).serve_forever()
+    owner, errors = os.getppid(), float(sys.argv[1])
+    with RuleServer(lambda prompt: label(prompt, errors)) as server:
+        print(server.url, flush=True)
+        while os.getppid() == owner:
+            time.sleep(1)
 
 
 if __name__ == "__main__":

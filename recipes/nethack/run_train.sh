@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 Train a policy that plays NetHack.
 
-  bash recipes/nethack/run_train.sh [--oni] [section.key=value ...]
+  bash recipes/nethack/run_train.sh [--oni] [OPTIONS] [section.key=value ...]
 
 The first start creates .venv. A tiny model imitates a scripted player (runs/nethack-policy-SEED, once), then is trained by GRPO to
 dig down as an archeologist: to leave the stairs, to apply the pick-axe, to answer what the game asks. The reward is levels. No
@@ -16,6 +16,9 @@ Options
   --oni                 with intrinsic rewards (arXiv 2410.23022) by a labeller of the game's messages; without --labeller it is a
                         program of rules on this machine, a tenth of whose labels are wrong
   --labeller URL        an OpenAI-compatible server as the labeller, with its environment.endpoint.model=NAME
+  --model DIR           another starting policy: a HuggingFace directory, or a name on the hub
+  --dry-run             open all that the run needs, tell every problem, then exit
+  --resume, --overwrite go on with the run that is there, or replace it
   -h, --help            this text
   section.key=value     override any configuration key (docs/configuration.md), e.g. run.seed=1 run.name=second
 
@@ -29,34 +32,18 @@ TEXT
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+# shellcheck source=../worlds.sh
+. "$here/../worlds.sh"
 rlflow_help "$@"
-config=dig labeller='' seed=0 overrides=()
-while [ $# -gt 0 ]; do
-    case $1 in
-    --oni) config=oni ;;
-    --labeller) [ $# -ge 2 ] || rlflow_fail "--labeller needs a value; see --help"; config=oni labeller=$2; shift ;;
-    --labeller=*) config=oni labeller=${1#*=} ;;
-    -*) rlflow_unknown "$1" --oni --labeller --help ;;
-    run.seed=*) seed=${1#*=}; overrides+=("$1") ;;
-    *=*) overrides+=("$1") ;;
-    *) rlflow_fail "unexpected argument '$1'; see --help" ;;
-    esac
-    shift
-done
+rlflow_read_world "--oni --labeller=" "$@"
 rlflow_setup nethack
 cd "$RLFLOW_ROOT"
-policy=runs/nethack-policy-$seed
-if [ ! -e "$policy/config.json" ]; then
-    "$RLFLOW_PYTHON" -m rlflow env policy nethack rlflow_environments.nethack.player:play --config "$here/config/dig.yaml" \
-        --out "$policy" --turns 7 --episodes 300 --steps 100 --seed "$seed"
-fi
-if [ "$config" = oni ]; then
-    if [ -z "$labeller" ]; then
-        port=$("$RLFLOW_PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-        labeller=http://127.0.0.1:$port/v1
-        "$RLFLOW_PYTHON" "$here/labeller.py" "$port" 0.1 &
-        trap 'kill $! 2>/dev/null || true' EXIT
-    fi
+rlflow_world_policy nethack nethack rlflow_environments.nethack.player:play --config "$here/config/dig.yaml" \
+    --turns 7 --episodes 300 --steps 100
+config=dig labeller=${RLFLOW_GIVEN[--labeller]:-}
+if [ -n "${RLFLOW_GIVEN[--oni]:-}$labeller" ]; then
+    config=oni
+    [ -n "$labeller" ] || read -r labeller < <(exec "$RLFLOW_PYTHON" "$here/labeller.py" 0.1)
     overrides=("environment.endpoint.url=$labeller" ${overrides[@]+"${overrides[@]}"})
 fi
-"$RLFLOW_PYTHON" -m rlflow train --config "$here/config/$config.yaml" --overwrite "model.path=$policy" ${overrides[@]+"${overrides[@]}"}
+rlflow_train_world "$here/config/$config.yaml"

@@ -20,7 +20,6 @@ import experiments
 from experiments import rlinf
 from experiments.curves import at_the_end, smoothed
 from experiments.oni import labelled
-from experiments.rule_server import RuleServer
 from experiments.tasks.chains import Chains
 from experiments.tasks.keys import Keys
 from experiments.tasks.old_ways import Together
@@ -28,6 +27,7 @@ from experiments.tasks.programs import Script
 from experiments.tasks.rooms import Rooms
 from experiments.tasks.table import Carrying, ProgressCritic, right_way
 
+from recipes.rule_server import RuleServer
 from rlflow.environment import Environment
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.wrappers.reward_models import Ranking, Retrieval

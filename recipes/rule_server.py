@@ -10,8 +10,9 @@ from typing import Any
 
 
 class RuleServer:
-    """POST /v1/chat/completions is answered with what `reply` makes of the last message. `requests`: answered so far. Once
-    closed, it refuses connections and drops those that are open, as a process that was killed."""
+    """POST /v1/chat/completions is answered with what `reply` makes of the last message.
+    `requests`: answered so far. Once closed, it refuses connections and drops those that are open,
+    as a process that was killed."""
 
     def __init__(self, reply: Callable[[str], str]) -> None:
         self.requests = 0
@@ -42,8 +43,8 @@ class RuleServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        self._thread.start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
         """Ends it; of no effect the second time."""
