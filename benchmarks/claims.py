@@ -1,6 +1,6 @@
 """What the systems claim, put to the test at toy scale with rlflow's own parts: does it reproduce, and by what numbers.
 
-    python benchmarks/claims.py [--quick] [--only NAME] [--seeds 3] [--out DIR] [--list]
+    python benchmarks/claims.py [--quick] [--only NAME] [--seeds 3 | 3,4,5] [--out DIR] [--list]
 
 An experiment is a table of arms by seeds. Every cell runs in a process of its own, with a deadline, and its figures are a line
 of DIR/cells.jsonl: the same command a second time makes what is missing. Each experiment ends with a table, a picture
@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -36,13 +37,22 @@ PAGE, IMAGES = ROOT / "docs" / "claims.md", ROOT / "docs" / "images"
 QUICK_S = 30.0  # a cell of a quick run
 
 
-def cells_of(experiment: Experiment, seeds: int, quick: bool) -> list[Cell]:
+def seeds_of(text: str) -> list[int]:
+    """`3`: 0, 1 and 2. `3,4,5`: these; `7,`: that one. Raises ConfigError for anything else."""
+    named = [part.strip() for part in text.removesuffix(",").split(",")]
+    numbers = [int(part) for part in named if part.isdecimal()]
+    if len(numbers) != len(named) or len(set(numbers)) != len(numbers) or numbers == [0] and "," not in text:
+        raise ConfigError(f"--seeds: expected how many (1 or more), or seeds such as 3,4,5; found '{text}'.")
+    return numbers if "," in text else list(range(numbers[0]))
+
+
+def cells_of(experiment: Experiment, seeds: Sequence[int], quick: bool) -> list[Cell]:
     """Arm by arm within a seed: what is known of a run that was stopped is known of all arms."""
     arms = experiment.arms_of(quick)
-    return [Cell(experiment.name, arm, seed, quick, experiment.version) for seed in range(seeds) for arm in arms]
+    return [Cell(experiment.name, arm, seed, quick, experiment.version) for seed in seeds for arm in arms]
 
 
-def make_missing(chosen: list[Experiment], log: CellLog, seeds: int, quick: bool) -> list[str]:
+def make_missing(chosen: list[Experiment], log: CellLog, seeds: Sequence[int], quick: bool) -> list[str]:
     """Runs every cell that has no figures yet; returns what failed. A failed cell is run again next time."""
     missing = [(one, cell) for one in chosen for cell in cells_of(one, seeds, quick) if log.get(cell) is None]
     for module in dict.fromkeys(name for one, _ in missing for name in one.imports):
@@ -69,7 +79,7 @@ def _value(figures: dict, name: str) -> float:
     return float("nan") if value is None else float(value)
 
 
-def results_of(experiment: Experiment, log: CellLog, seeds: int, quick: bool) -> tuple[Results, int]:
+def results_of(experiment: Experiment, log: CellLog, seeds: Sequence[int], quick: bool) -> tuple[Results, int]:
     """(figures of the arms that have any, how many cells have none)."""
     results: dict[str, list] = {}
     missing = 0
@@ -118,15 +128,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="two arms, one seed, the fewest steps: under a minute, no verdict"
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="this experiment; may be given several times")
-    parser.add_argument("--seeds", type=int, default=3, help="0 to N - 1 (3)")
+    parser.add_argument("--seeds", default="3", metavar="N", help="how many, from 0 (3); or which: 3,4,5")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where cells, tables and pictures go (runs/claims)")
     parser.add_argument("--list", action="store_true", help="the experiments, their claims and arms; runs nothing")
     parser.add_argument("--docs", action="store_true", help="also put whole experiments into docs/claims.md")
     args = parser.parse_args(arguments)
     try:
         chosen = experiments.load(args.only or ())
-        if args.seeds < 1:
-            raise ConfigError(f"--seeds: expected 1 or more, found {args.seeds}.")
+        seeds = [0] if args.quick else seeds_of(args.seeds)
     except RLFlowError as error:
         print(f"claims: {error}", file=sys.stderr)
         return 2
@@ -137,10 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return 0
     out = args.out or ROOT / "runs" / ("claims_quick" if args.quick else "claims")
-    return run(chosen, out, seeds=1 if args.quick else args.seeds, quick=args.quick, docs=args.docs)
+    return run(chosen, out, seeds=seeds, quick=args.quick, docs=args.docs)
 
 
-def run(chosen: list[Experiment], out: Path, *, seeds: int, quick: bool, docs: bool) -> int:
+def run(chosen: list[Experiment], out: Path, *, seeds: Sequence[int], quick: bool, docs: bool) -> int:
     """Everything that a call asks for; 1 where a cell failed."""
     started = time.monotonic()
     log = CellLog(out / "cells.jsonl")

@@ -48,7 +48,7 @@ one = Experiment("fake", "A system (2026)", "it is good", "nothing", "good is ab
                  ("success",), run, judge, imports=(), deadline_s=0.7)
 codes = []
 for _ in range(2):
-    codes.append(claims.run([one], out, seeds=2, quick=False, docs=False))
+    codes.append(claims.run([one], out, seeds=[0, 1], quick=False, docs=False))
     (out / "fast").touch()
     with (out / "cells.jsonl").open("a") as file:
         file.write('{"cell": {"exper')
@@ -85,7 +85,9 @@ def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--only", "areel"), "there is no experiment 'areel'. Did you mean 'areal'?"),
-        (("--seeds", "0"), "expected 1 or more"),
+        (("--seeds", "0"), "expected how many (1 or more), or seeds such as 3,4,5; found '0'"),
+        (("--seeds", "3,x"), "found '3,x'"),
+        (("--seeds", "3,3"), "found '3,3'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
