@@ -83,8 +83,8 @@ TURNS = 3
 @dataclass(frozen=True)
 class Case:
     """median_s, sigma, cap_s: of a tool call. observation: words that it answers. steps: of one turn. fake_s: (a token, an
-    update) where nobody computes. reference: there is one, which scores every row; where nobody computes, in two thirds of the
-    time of an update."""
+    update) where nobody computes, spread: of the logarithm of a response's seconds there. reference: there is one, which scores
+    every row; where nobody computes, in two thirds of the time of an update."""
 
     prompts: int
     samples: int
@@ -97,13 +97,16 @@ class Case:
     model: str
     fake_s: tuple[float, float] | None = None
     reference: bool = False
+    spread: float = 0.0
+    seed: int = 0
+    environment: str = f"{HERE}:SlowTools"
 
 
 class SlowTools(Environment):
     """Answers each response with some words after a lognormal time; the reward is the share of even words."""
 
-    def __init__(self, median_s: float, sigma: float, cap_s: float, observation: int) -> None:
-        self._median_s, self._sigma, self._cap_s = median_s, sigma, cap_s
+    def __init__(self, median_s: float, sigma: float, cap_s: float, observation: int, seed: int = 0) -> None:
+        self._median_s, self._sigma, self._cap_s, self._seed = median_s, sigma, cap_s, seed
         self._observation = "".join(f" w{2 + 3 * word % 1000}" for word in range(observation))
         self._attempts: dict[str, int] = {}
 
@@ -115,7 +118,7 @@ class SlowTools(Environment):
 
     async def reset(self, task: Task) -> Episode:
         attempt = self._attempts[task.id] = self._attempts.get(task.id, -1) + 1
-        return Episode(task, scratch={"draw": random.Random(f"{task.id}/{attempt}")})
+        return Episode(task, scratch={"draw": random.Random(f"{self._seed}/{task.id}/{attempt}")})
 
     async def step(self, episode: Episode, response: str) -> Step:
         words = response.split()
@@ -181,16 +184,18 @@ def configured(folder: str, told: Path, case: Case, options: dict[str, Any], alo
         token_s, update_s = case.fake_s
         tokens = case.prompts * case.samples * (24 + TURNS * case.response + case.observation * (TURNS - 1))
         score_s = update_s / 1.5 / tokens if case.reference else 0.0
-        chosen.append(f"rollout.engine={{name: '{SLEEPING}:FakeEngine', token_s: {token_s}, max_concurrency: 256}}")
+        times = f"token_s: {token_s}, sigma: {case.spread}"
+        chosen.append(f"rollout.engine={{name: '{SLEEPING}:FakeEngine', {times}, max_concurrency: 256}}")
     if alone or case.fake_s is not None:
         times = "" if alone else f", update_s: {update_s}, score_token_s: {score_s}"
         chosen.append(f"trainer.backend={SLEEPING}:FakeTrainer")
         chosen.append(f"trainer.optimizer={{name: '{SLEEPING}:Sleep'{times}}}")
     losses = "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
     tools = f"median_s: {case.median_s}, sigma: {case.sigma}, cap_s: {case.cap_s}, observation: {case.observation}"
+    environment = f"environment={{name: '{case.environment}', {tools}, seed: {case.seed}}}"
     return [
         f"run.directory={folder}/runs/{os.getpid()}", f"run.steps={case.steps + 2 * margin(options)}", "run.overwrite=true",
-        f"model.path={folder}/model", f"environment={{name: '{HERE}:SlowTools', {tools}}}",
+        f"model.path={folder}/model", f"run.seed={case.seed}", environment,
         f"rollout.prompts_per_step={case.prompts}", f"rollout.samples_per_prompt={case.samples}",
         f"rollout.max_turns={TURNS}", f"rollout.max_response_tokens={case.response}", "rollout.max_total_tokens=512",
         "trainer.lr=1e-5", "algorithm.transforms=[tis]", f"algorithm.losses=[{losses}]",
@@ -214,7 +219,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any], alone: 
     while turns.begin():
         told = Path(tempfile.mkdtemp(dir=folder))
         with open_run(load_config(None, configured(folder, told, case, options, alone))) as run:
-            trained, lags, slowest, longest, trainer_s = 0, [], [], [], 0.0
+            trained, lags, slowest, longest, played_s, trainer_s = 0, [], [], [], 0.0, 0.0
             start = busy = 0.0
             for groups in run.groups():
                 began = time.perf_counter()
@@ -226,6 +231,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any], alone: 
                     tokens = [part for group in groups for one in group.usable for part in one.segments]
                     lags += [run.step - int(part.versions[part.loss_mask].min()) for part in tokens]
                     trained += sum(len(group.usable) for group in groups)
+                    played_s += sum(duration(one) for group in groups for one in group.usable)
                     slowest += [max(duration(one) for one in group.usable) for group in groups]
                     longest.append(max(slowest[-len(groups) :]))
                 run.finish_step(metrics, groups)
@@ -235,7 +241,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any], alone: 
                     break
             seconds, engine_s = time.perf_counter() - start, told_s(told) - busy
         turns.end(seconds=seconds, trained=trained, engine_s=engine_s, trainer_s=trainer_s, lag=statistics.fmean(lags),
-                  group_s=statistics.fmean(slowest), longest_s=statistics.fmean(longest))  # fmt: skip
+                  played_s=played_s, group_s=statistics.fmean(slowest), longest_s=statistics.fmean(longest))  # fmt: skip
 
 
 def duration(one: Trajectory) -> float:

@@ -20,13 +20,13 @@ def arm(lag: int, kind: str) -> str:
     return f"lag {lag}, {kind}"
 
 
-def run(name: str, seed: int, quick: bool) -> Figures:
+def run(name: str, seed: int, quick: bool, rate: float = 3e-3) -> Figures:
     from experiments.tiny import learned, tiny
 
     lag, kind = int(name.split()[1].rstrip(",")), name.split(", ")[1]
     with tiny(
         seed,
-        "trainer.lr=3e-3",
+        f"trainer.lr={rate}",
         "rollout.samples_per_prompt=4",
         preset="m2po_paper",
         algorithm=CLIP if kind == "PPO clip" else {},

@@ -15,18 +15,18 @@ PARTS = {
 }
 
 
-def run(arm: str, seed: int, quick: bool) -> Figures:
+def run(arm: str, seed: int, quick: bool, length: int = LENGTH, steps: int = STEPS) -> Figures:
     """success: at the end; successes: episodes of the first quarter that succeeded, which is how rare it was; rescued: groups per
     step that failed as a whole and got a stored success."""
     from experiments.small_run import small_run, some_demonstrations
     from experiments.tasks.keys import REFERENCE, Keys
 
-    lengths = [LENGTH] * TASKS
+    lengths = [length] * TASKS
     task = Keys(lengths, KEYS, FLAKY, seed)
     environment = {"name": REFERENCE, "lengths": lengths, "keys": KEYS, "flaky": FLAKY, "seed": seed}
     with small_run(seed, environment, task.characters, *PARTS[arm], preset="mobile_agent_trpo") as small:
-        small.warm_up(some_demonstrations(small, task, task.press_any, seed, LENGTH + 2), 4 if quick else 30)
-        rows = [small.step() for _ in range(2 if quick else STEPS)]
+        small.warm_up(some_demonstrations(small, task, task.press_any, seed, length + 2), 4 if quick else 30)
+        rows = [small.step() for _ in range(2 if quick else steps)]
     curve = [row["train/success"] for row in rows]
     first = curve[: max(1, len(curve) // 4)]
     return {

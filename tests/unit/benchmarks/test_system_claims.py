@@ -86,6 +86,33 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         rlinf.TOGETHER: {"step_s": 5.0, "success": 0.75},
     },
     "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7, "learned": 0.9}},
+    "asearcher_guesses": {
+        "4 turns": {"far": 0.2},
+        "12 turns": {"far": 0.7, "learned": 0.9},
+        "12 turns, at most 3 hops": {"far": 0.6},
+    },
+    "asyncflow": {
+        "barrier": {"rate": 1.0},
+        "+ streaming": {"rate": 2.0},
+        "+ delayed update": {"rate": 2.7, "lag": 1.0},
+    },
+    "areal_interruption": {"waits": {"rate": 1.0}, "interrupts": {"rate": 1.15}},
+    "llamarl_sizes": {
+        "tiny": {"saved_s": 0.1, "times": 2.0},
+        "18M": {"saved_s": 0.4, "times": 3.0},
+        "93M": {"saved_s": 2.0, "times": 4.0},
+    },
+    "dart_utilisation": {
+        "batch by batch": {"busy": 0.3},
+        "task by task": {"busy": 0.4},
+        "episode by episode": {"busy": 0.9},
+    },
+    "areal_answers": {
+        "lag 0, naive": {"success": 0.9},
+        "lag 0, decoupled": {"success": 0.9},
+        "lag 4, naive": {"success": 0.6},
+        "lag 4, decoupled": {"success": 0.9},
+    },
 }
 BAD = [
     ("sapo_swarm", "4/4", "cumulative", 9.0),
@@ -115,6 +142,16 @@ BAD = [
     ("asearcher", "4 turns", "far", 0.1),
     ("asearcher", "12 turns", "far", 0.1),
     ("asearcher", "12 turns", "learned", 0.7),
+    ("asearcher_guesses", "4 turns", "far", 0.3),
+    ("asyncflow", "+ streaming", "rate", 0.9),
+    ("asyncflow", "+ delayed update", "lag", 1.1),
+    ("areal_interruption", "interrupts", "rate", 1.04),
+    ("llamarl_sizes", "18M", "saved_s", 0.05),
+    ("llamarl_sizes", "93M", "times", 1.5),
+    ("dart_utilisation", "task by task", "busy", 0.95),
+    ("dart_utilisation", "batch by batch", "busy", 0.7),
+    ("areal_answers", "lag 4, naive", "success", 0.88),
+    ("areal_answers", "lag 4, decoupled", "success", 0.7),
 ]
 
 
