@@ -41,7 +41,7 @@ def seeds_of(text: str) -> list[int]:
     """`3`: 0, 1 and 2. `3,4,5`: these; `7,`: that one. Raises ConfigError for anything else."""
     named = [part.strip() for part in text.removesuffix(",").split(",")]
     numbers = [int(part) for part in named if part.isdecimal()]
-    if len(numbers) != len(named) or len(set(numbers)) != len(numbers) or numbers == [0] and "," not in text:
+    if len(numbers) != len(named) or len(set(numbers)) != len(numbers) or (numbers == [0] and "," not in text):
         raise ConfigError(f"--seeds: expected how many (1 or more), or seeds such as 3,4,5; found '{text}'.")
     return numbers if "," in text else list(range(numbers[0]))
 

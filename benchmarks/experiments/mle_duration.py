@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -21,20 +22,31 @@ PARTS = {
 }
 
 
-def run(arm: str, seed: int, quick: bool) -> Figures:
+def run(
+    arm: str,
+    seed: int,
+    quick: bool,
+    parts: dict[str, tuple[str, bool]] = PARTS,
+    make: Callable[[int], tuple[Any, dict[str, Any]]] | None = None,
+    actors: int = ACTORS,
+    seconds_in_all: float = SECONDS_IN_ALL,
+    window_s: float = WINDOW_S,
+) -> Figures:
     """slow: the policy's share of the slow program among the two that work, exact, at the end; lowest: the least that it was;
-    reward: expected at the end; updates, programs: how many there were."""
+    reward: expected at the end; updates, programs: how many there were. parts: arm -> (overrides, whether there is a broken
+    program). make: seed -> (task, the environment section); none: programs that sleep."""
     import random
 
     from experiments.actors import Actors
     from experiments.small_run import CRITIC, demonstration, small_run
     from experiments.tasks.programs import BROKEN, CHOICE, QUICK, SLOW, Choice
 
-    transforms, broken = PARTS[arm]
-    families, task = QUICK + SLOW + (BROKEN if broken else ""), Choice()
+    transforms, broken = parts[arm]
+    families = QUICK + SLOW + (BROKEN if broken else "")
+    task, environment = (Choice(), {"name": CHOICE}) if make is None else make(seed)
     problem, draw = task.tasks("train")[0], random.Random(seed)
-    overrides = (transforms, CRITIC, "rollout.samples_per_prompt=1")
-    with small_run(seed, {"name": CHOICE}, task.characters, *overrides, preset="mle_duration") as small:
+    overrides = (*transforms.split("\n"), *([] if "baseline" in transforms else [CRITIC]), "rollout.samples_per_prompt=1")
+    with small_run(seed, environment, task.characters, *overrides, preset="mle_duration") as small:
         said = [
             demonstration(
                 small.tokenizer, task, problem, lambda seen, draw, place=place: families[place % len(families)], draw, 1
@@ -44,10 +56,10 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
         small.warm_up(said, 4 if quick else 30)
         small.begin()
         curve, programs = [share_of_slow(small)[0]], 0
-        with Actors(small.rollout, problem, ACTORS) as actors:
-            end = time.monotonic() + (1.0 if quick else SECONDS_IN_ALL)
+        with Actors(small.rollout, problem, actors) as actors:
+            end = time.monotonic() + (1.0 if quick else seconds_in_all)
             while time.monotonic() < end:
-                time.sleep(WINDOW_S)
+                time.sleep(window_s)
                 groups = actors.finished()
                 programs += len(groups)
                 if groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, beats, keeps
@@ -15,9 +16,9 @@ KNOWN = 0.6  # chance of the right letter in a family that a node was warmed up 
 ARMS = ("8/0", "6/2", "4/4", "2/6", "4/4, one node lies")
 
 
-def run(arm: str, seed: int, quick: bool) -> Figures:
+def run(arm: str, seed: int, quick: bool, count: int = NODES, rounds_in_all: int = ROUNDS) -> Figures:
     """cumulative: the mean reward of a node's own samples, added up over rounds, the mean over nodes; weakest: of the node that
-    has least; external: groups of others per node and round."""
+    has least; weak: the mean reward in the family that a node is weak in; external: groups of others per node and round."""
     import tempfile
 
     from experiments.small_run import small_run
@@ -28,7 +29,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     with ExitStack() as stack:
         shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm_"))
         nodes = []
-        for number in range(NODES):
+        for number in range(count):
             name = LYING if "lies" in arm and number == 0 else "directory"
             swarm = {"name": "swarm", "peer": f"node{number}", "local": own, "external": external, "fill": "local",
                      "transport": {"name": name, "path": shared}}  # fmt: skip
@@ -45,15 +46,30 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
             )
             node.warm_up(beginning(node.tokenizer, task, number, seed), 4 if quick else 20)
             nodes.append(node)
-        rounds = [[node.step() for node in nodes] for _ in range(2 if quick else ROUNDS)]
-    totals = [sum(row[node]["train/exact_match"] for row in rounds) for node in range(NODES)]
+        rounds, weak = [], list[float]()
+        for _ in range(2 if quick else rounds_in_all):
+            rounds.append([node.step() for node in nodes])
+            weak.append(fmean(in_weak_family(node, number) for number, node in enumerate(nodes)))
+    totals = [sum(row[node]["train/exact_match"] for row in rounds) for node in range(count)]
     taken = [row.get("train/swarm_external", 0.0) for step in rounds for row in step]
     return {
-        "cumulative": sum(totals) / NODES,
+        "cumulative": sum(totals) / count,
+        "weak": fmean(weak),
+        "weak_start": weak[0],
         "weakest": min(totals),
         "external": sum(taken) / len(taken),
-        "curve": [sum(row["train/exact_match"] for row in step) / NODES for step in rounds],
+        "curve": [sum(row["train/exact_match"] for row in step) / count for step in rounds],
+        "weak_curve": weak,
     }
+
+
+def in_weak_family(small: Any, number: int) -> float:
+    """The mean reward of a node's samples in the family that it began without; of the step that is just over."""
+    from experiments.tasks.ciphers import FAMILIES
+
+    family = FAMILIES[number % len(FAMILIES)]
+    found = [one.reward for group in small.sampled if group.task.id[0] == family for one in group.usable]
+    return fmean(found) if found else 0.0
 
 
 def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
@@ -67,7 +83,7 @@ def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
     found = []
     for _ in range(4):
         for problem in task.tasks("train"):
-            knows = problem.id[0] != FAMILIES[node] and draw.random() < KNOWN
+            knows = problem.id[0] != FAMILIES[node % len(FAMILIES)] and draw.random() < KNOWN
             said = problem.answer if knows else draw.choice(LETTERS)
             found.append(demonstration(tokenizer, task, problem, lambda seen, draw, said=said: said, draw, 1))
     return found

@@ -21,26 +21,34 @@ def arm(rate: float) -> str:
     return f"lr {rate:.0e}"
 
 
-def run(name: str, seed: int, quick: bool) -> Figures:
+def run(name: str, seed: int, quick: bool, before: int = 0) -> Figures:
+    """unchanged, least: shares of the weights, means and least over versions; unchanged_begun: of those tensors that do not begin
+    at 0; bytes_ratio: weights / delta; std: of the matrices. before: versions that are not counted."""
     import torch
 
     from experiments.tiny import tiny
 
     optimizer = "trainer.optimizer={name: adamw, beta2: 0.999, weight_decay: 0.01}"
     with tiny(seed, f"trainer.lr={name.split()[1]}", optimizer, preset="m2po_paper") as made:
+        for _ in made.train(0 if quick else before):
+            pass
         versions = [_halves(made.weights())]
         for _ in made.train(3 if quick else STEPS):
             versions.append(_halves(made.weights()))
+    begun = [key for key, value in versions[0].items() if bool(value.any())]
     spread = float(torch.cat([value.float().flatten() for value in versions[0].values() if value.dim() > 1]).std())
-    shares, ratios = [], []
+    shares, ratios, of_begun = [], [], []
     for old, new in pairwise(versions):
-        changed = [int((new[key].view(torch.int16) != old[key].view(torch.int16)).sum()) for key in new]
+        differ = {key: int((new[key].view(torch.int16) != old[key].view(torch.int16)).sum()) for key in new}
+        changed = list(differ.values())
+        of_begun.append(1 - sum(differ[key] for key in begun) / sum(new[key].numel() for key in begun))
         count = sum(value.numel() for value in new.values())
         shares.append(1 - sum(changed) / count)
         ratios.append(WEIGHT_BYTES * count / sum(HEADER_BYTES + DELTA_BYTES * one for one in changed))
     return {
         "unchanged": statistics.fmean(shares),
         "least": min(shares),
+        "unchanged_begun": statistics.fmean(of_begun),
         "bytes_ratio": statistics.fmean(ratios),
         "std": spread,
     }
