@@ -60,16 +60,16 @@ def step_shares(values: Mapping[str, float], registered: Metrics) -> dict[str, f
     }
 
 
-def interval95(values: Sequence[float]) -> tuple[float, float]:
+def interval95(values: Sequence[float], share: bool = True) -> tuple[float, float]:
     """(low, high) of a 95% confidence interval of the mean.
 
-    Wilson's score interval for zeros and ones (E. B. Wilson 1927, eq. of Agresti & Coull 1998 sec.
-    1), else mean +- 1.96 standard errors with Bessel's correction."""
+    Wilson's score interval for zeros and ones of a share (E. B. Wilson 1927, eq. of Agresti & Coull
+    1998 sec. 1), else mean +- 1.96 standard errors with Bessel's correction."""
     count, center = len(values), mean(values)
     if count == 0:
         return math.nan, math.nan
     z = 1.959964
-    if all(value in (0, 1) for value in values):
+    if share and all(value in (0, 1) for value in values):
         scale = 1 + z * z / count
         middle = (center + z * z / (2 * count)) / scale
         variance = center * (1 - center) / count + z * z / (4 * count * count)

@@ -73,9 +73,11 @@ def evaluation_metrics(
             by_task: dict[str, list[float]] = {}
             for trajectory, record in zip(usable, records, strict=True):
                 by_task.setdefault(trajectory.group_id, []).append(record[name])
-            low, high = interval95([*map(mean, by_task.values())])
+            unit = registered[name].unit if name in registered else None
+            means = [*map(mean, by_task.values())]
+            low, high = interval95(means, unit in ("share", None))
             # The normal interval does not know that it ends there
-            if name in registered and registered[name].unit == "share":
+            if unit == "share":
                 low, high = max(low, 0.0), min(high, 1.0)
             metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = low, high
     return metrics

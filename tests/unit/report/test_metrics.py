@@ -59,6 +59,7 @@ def test_wilson_interval_equals_published_values() -> None:
 
 
 def test_normal_interval_by_hand() -> None:
+    assert interval95([1.0] * 20, share=False) == (1.0, 1.0), "levels, of which each game reached the first"
     low, high = interval95([0.0, 0.5, 1.0])  # mean .5, std .5, standard error .5/sqrt 3
     half = 1.959964 * 0.5 / math.sqrt(3)
     assert (low, high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
