@@ -14,7 +14,7 @@
 # ${XDG_CACHE_HOME:-~/.cache}/rlflow, once. Where that cannot be done, the tests are skipped and a line says why; nothing fails.
 
 RLFLOW_TE="transformer-engine==2.20.2 einops==0.8.2"
-RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0 verifiers==0.3.1 openai==3.54.0 anthropic==2.12.0 smolagents==1.26.0" "verifiers==0.4.0 uv==0.13.9" "mcp==2.3.0")
+RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0 verifiers==0.3.1 openai==3.54.0 anthropic==2.12.0 smolagents==1.26.0 langgraph==1.2.24 langchain-openai==1.7.4" "verifiers==0.4.0 uv==0.13.9" "mcp==2.3.0")
 
 # Arguments: name of the folder, what it holds, GiB of disk it needs while it is made, a command that takes the folder and more
 # arguments. Prints the folder; fails, with a line that says why, where there is none. Made again where an argument has changed, or the

@@ -132,3 +132,36 @@ def test_an_agent_of_smolagents_calls_its_tools(directory: Path, tmp_path: Path)
     told = found[0].metrics
     assert found[0].reward == 1.0 and told["tool_calls"] == told["ignored_parameters"] == 2
     assert told["broken_histories"] == 1.0 and len(found[0].segments) == 2
+
+
+LANGGRAPH = """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+
+@tool
+def look(what: str) -> str:
+    'Looks something up.'
+    return f"{what} is 7"
+
+async def agent(task, client):
+    model = ChatOpenAI(model="policy", base_url=str(client.base_url), api_key=client.api_key, streaming=STREAMING)
+    graph = create_react_agent(model, [look])
+    state = await graph.ainvoke({"messages": [("user", task["prompt"])]})
+    return float(state["messages"][-1].content.endswith("It is 7."))
+"""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_agent_of_langgraph_is_one_segment(directory: Path, tmp_path: Path, streaming: bool) -> None:
+    pytest.importorskip("langgraph", reason="langgraph is not installed: pip install langgraph langchain-openai")
+
+    def says(text: str, number: int) -> str:
+        return "It is 7." if "it is 7" in text else '<tool_call>{"name": "look", "arguments": {"what": "it"}}</tool_call>'
+
+    agent = LANGGRAPH.replace("STREAMING", str(streaming))
+    tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, agent)
+    [one], fed = play(made, tokenizer, says, max_response_tokens=400)
+    checked(one, fed)
+    assert one.reward == 1.0 and len(one.segments) == 1
+    assert one.metrics["tool_calls"] == 1 and one.metrics["broken_histories"] == 0

@@ -1,4 +1,5 @@
-"""A small game behind openenv's own server library: `python openenv_server.py MOST_SESSIONS` prints its port and serves.
+"""A small game behind openenv's own server library: `python openenv_server.py MOST_SESSIONS` prints its port and serves; with
+`echo` behind it OpenEnv's own echo environment, as its repository has it.
 
 Runs under an interpreter that has openenv; the game is Guess: a number from 0 to 9 by the seed, three attempts, higher or lower.
 """
@@ -50,5 +51,11 @@ class Guessing(Environment):
 if __name__ == "__main__":
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=int(sys.argv[1]))
+    played: Any = (Guessing, Guess, Hint)
+    if "echo" in sys.argv:
+        from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+        from packages.openenv_echo.echo_environment import EchoEnvironment
+
+        played = (EchoEnvironment, CallToolAction, CallToolObservation)
+    app = create_fastapi_app(*played, max_concurrent_envs=int(sys.argv[1]))
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

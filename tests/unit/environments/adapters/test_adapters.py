@@ -269,6 +269,19 @@ def test_a_server_of_openenv_keeps_the_contract_and_trains(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_openenvs_own_echo_answers_what_it_is_told() -> None:
+    """packages/openenv_echo: unchanged from github.com/meta-pytorch/OpenEnv at 685de411, envs/echo_env/server."""
+    action = {"type": "call_tool", "tool_name": "echo_message", "arguments": {"message": "{response}"}}
+    with served(4, "echo") as (url, _):
+        environment = made(f"openenv:{url}", action=action)
+        _, steps = played(environment, 'a "b"\n', "ü\n")
+        assert [(step.terminated, step.reward) for step in steps] == [(False, 0.0)] * 2
+        assert 'a \\"b\\"' in steps[0].observation and "ü" in steps[1].observation
+        _, [step] = played(made(f"openenv:{url}", action={**action, "tool_name": "none"}), "x\n")
+        assert "Unknown tool" in step.observation or "not found" in step.observation
+
+
+@pytest.mark.slow
 def test_sessions_that_a_server_does_not_have_are_waited_for_and_given_back() -> None:
     from rlflow_environments.adapters.openenv import OpenEnvError
 
