@@ -19,7 +19,7 @@ class RuleServer:
         self._closed = False
         owner = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Answers(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True  # header and body are two writes
 
@@ -40,7 +40,7 @@ class RuleServer:
             def log_message(self, *_: Any) -> None:
                 """Nothing is logged."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
         serve = self._server.serve_forever

@@ -131,12 +131,14 @@ def all_solved(recent: Records, registered: Metrics) -> str:
 
 
 def _scores_without_difference(recent: Records, registered: Metrics) -> list[float]:
-    """The leading scores of the last steps where no group differed in any; else nothing."""
+    """The leading scores of the last steps where no group differed in any; else nothing. Rewards
+    where it is no share: of levels the first is 1, too."""
     flat = _lasting(recent, "train/advantage_zero")
     if not flat or min(flat) < 1:
         return []
+    shares = {name: one for name, one in registered.items() if one.unit in ("share", "1")}
     return [
-        one.get(f"train/{leading_score(registered, one, 'train')}", 0.0)
+        one.get(f"train/{leading_score(shares, one, 'train')}", 0.0)
         for one in recent[-LASTING:]
     ]
 

@@ -62,7 +62,7 @@ def test_no_file_of_the_core_is_called_after_one() -> None:
 @pytest.mark.parametrize("folder", ["environments", "recipes"])
 def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
     # What the core itself speaks of.
-    general = {"adapters", "browser", "common", "program", "swarm", "tool_use", "wrappers"}
+    general = {"adapters", "browser", "common", "program", "programs", "swarm", "tool_use", "wrappers"}
     general.add("__pycache__")
     names = [entry.name for entry in (ROOT / folder).iterdir() if entry.is_dir() and entry.name not in general]
     assert names and all(NAMED.search(name) for name in names), "add the new folder's name to PARTS"

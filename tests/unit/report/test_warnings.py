@@ -88,6 +88,12 @@ def test_groups_without_difference_are_all_right_all_wrong_or_mixed(
     assert [len(texts) for texts in found] == [0, 0, 1, 0] and words in found[2][0]
 
 
+def test_the_first_level_of_a_game_is_no_full_score() -> None:
+    depth = {"depth": Metric("levels", "reached", score=True)}
+    step = {"train/advantage_zero": 1.0, "train/reward": 0.0, "train/depth": 1.0}
+    assert "No task is solved" in told([step] * 3, registered=depth)[2][0]
+
+
 def test_the_entropy_of_five_steps_ago_counts() -> None:
     falling = [{"train/entropy": value} for value in (1.0, 1.0, 0.6, 0.4, 0.2, 0.15, 0.09, 0.05)]
     found = told(falling)
