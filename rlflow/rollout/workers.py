@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlflow.rollout.engine import Completion, PauseMode
-from rlflow.rollout.players import Begun
 from rlflow.rollout.weight_sync import ProbeQuestions
 from rlflow.rollout.weights import Offer
+
+if TYPE_CHECKING:
+    from rlflow.rollout.players import Begun
 
 
 @dataclass(frozen=True)

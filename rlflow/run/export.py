@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,12 @@ from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_conf
 from rlflow.models.tables import SHIPPED
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
-from rlflow.rollout.rollout import Rollout
-from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import LoraOptions
+
+if TYPE_CHECKING:
+    from rlflow.rollout.rollout import Rollout
+    from rlflow.run.evaluate import EvaluationSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 267_661,
+    "rlflow": 267_671,
     "environments": 126_691,
     "tools": 29_981,
     "recipes": 5_360,
@@ -28,8 +28,8 @@ TOKENS = {
 MOST = {
     "tokens per 100 lines of rlflow/": 689,
     "lines over 100 columns, of 10,000": 37.1,
-    "longest import chain": 16,
-    "import chain of rlflow.loop": 13,
+    "longest import chain": 15,
+    "import chain of rlflow.loop": 12,
     "modules in a folder of rlflow/": 21,
     "names of modules in rlflow/ that stand more than once": 5,
     "files that start processes": 1,
