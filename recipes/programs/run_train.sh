@@ -16,7 +16,7 @@ Options
   --dry-run             open all that the run needs, tell every problem, then exit
   --resume, --overwrite go on with the run that is there, or replace it
   -h, --help            this text
-  section.key=value     override any configuration key, e.g. run.seed=1 run.name=second environment.depth=2
+  section.key=value     override any configuration key, e.g. run.seed=1 run.name=second environment.depth=1
 
 Look at it, program by program: rlflow view runs/programs --open
 
@@ -35,5 +35,5 @@ rlflow_read_world "" "$@"
 rlflow_setup run
 cd "$RLFLOW_ROOT"
 rlflow_world_policy programs python rlflow_environments.sandboxed.player:play --config "$here/config/made.yaml" --turns 1 \
-    rollout.max_response_tokens=64
+    --steps 400 rollout.max_response_tokens=96
 rlflow_train_world "$here/config/made.yaml"
