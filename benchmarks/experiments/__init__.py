@@ -16,7 +16,7 @@ NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",
     "sapo_swarm", "dart", "mobile_agent", "oni", "vlac", "mle_duration", "mle_stages", "asearcher", "distillation", "rlinf",
     "areal_answers", "m2po", "mobile_agent_seldom", "asearcher_guesses", "distillation_seeds",
-    "sapo_weak", "vlac_rate", "sparsity_begun", "mle_duration_programs",
+    "sapo_weak", "sparsity_begun", "mle_duration_programs",
     "asyncflow", "areal_interruption", "llamarl_sizes", "dart_utilisation",
 )  # fmt: skip
 """In the order in which they are run and printed."""

@@ -34,8 +34,12 @@ def run(name: str, seed: int, quick: bool, rate: float = 3e-3) -> Figures:
         return learned(made, 3 if quick else STEPS, 1 if quick and lag else lag)
 
 
+def parts(results: Results) -> tuple[Verdict, Verdict]:
+    return keeps(results, arm(64, "M2PO"), arm(0, "M2PO")), beats(results, arm(64, "M2PO"), arm(64, "PPO clip"))
+
+
 def judge(results: Results) -> Verdict:
-    return all_of(keeps(results, arm(64, "M2PO"), arm(0, "M2PO")), beats(results, arm(64, "M2PO"), arm(64, "PPO clip")))
+    return all_of(*parts(results))
 
 
 EXPERIMENT = Experiment(

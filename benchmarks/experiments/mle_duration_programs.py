@@ -53,9 +53,9 @@ EXPERIMENT = replace(
     name="mle_duration_programs",
     setup=(
         "The world `ml_engineering`: a table whose target is a wave of one feature and a line in another. A program in plain "
-        "Python that knows the line, and one in numpy that chooses its nearest neighbours by cross-validation, in sandboxes, scored "
-        f"by targets that they never see. {ACTORS} actors on two cores, {SECONDS_IN_ALL:.0f} s in all arms. Without a baseline the "
-        "return itself weighs a sample, as where a critic has not learned yet: what the paper's argument is about."
+        "Python that knows the line, and one in numpy that chooses its nearest neighbours by cross-validation, in sandboxes, "
+        f"scored by targets that they never see. {ACTORS} actors on two cores, {SECONDS_IN_ALL:.0f} s in all arms. Without a "
+        "baseline the return itself weighs a sample, as where a critic has not learned yet: what the paper's argument is about."
     ),
     rule="Without a baseline the slow program's share ends below 0.5 unweighted and above 0.8 by duration, in every seed.",
     arms=tuple(PARTS),

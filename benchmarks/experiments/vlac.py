@@ -22,7 +22,7 @@ ENOUGH = 0.8
 LEARNED = 0.05
 
 
-def run(arm: str, seed: int, quick: bool, lr: float = LR, steps: int = STEPS) -> Figures:
+def run(arm: str, seed: int, quick: bool) -> Figures:
     """success: at the end; start: of the first five steps; of the arm with a critic also value-order correlations on ways that
     succeed, on episodes that fail and on successes played backward (sign turned), of tasks that the critic never saw."""
     from experiments.small_run import CRITIC, small_run, some_demonstrations
@@ -38,11 +38,11 @@ def run(arm: str, seed: int, quick: bool, lr: float = LR, steps: int = STEPS) ->
             CRITIC,
             f"rollout.prompts_per_step={EPISODES // 4}",
             "rollout.samples_per_prompt=4",
-            f"trainer.lr={lr}",
+            f"trainer.lr={LR}",
         ]
-        if "demonstrations" in arm:
+        if arm == ARMS[2]:
             overrides += imitation(recorded(stack, task))
-        if "sparse" not in arm:
+        if arm != "sparse":
             seen = [right_way(one.answer) for place, one in enumerate(problems) if place % UNSEEN]
             judge_of_pairs = ProgressCritic(seed, seen, 20 if quick else 300)
             server = stack.enter_context(RuleServer(judge_of_pairs.reply))
@@ -53,7 +53,7 @@ def run(arm: str, seed: int, quick: bool, lr: float = LR, steps: int = STEPS) ->
         for part in range(1 if quick else ROUNDS):
             shown = some_demonstrations(small, task, task.do_half_right, ROUNDS * seed + part, TURNS, SHOWN)
             small.warm_up(shown, 4 if quick else UPDATES)
-        rows = [small.step() for _ in range(2 if quick else steps)]
+        rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
     enough = [step for step, share in enumerate(smoothed(curve, 5), 1) if share >= ENOUGH]
     episodes = float(EPISODES * (enough[0] if enough else len(curve)))
