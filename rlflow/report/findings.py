@@ -337,10 +337,13 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault 
 
 
 def unproven(records: Sequence[Record]) -> Fault | None:
-    """Rewards above 0 without the answer in any observation, where observations show something."""
+    """Rewards above 0 without the answer in any observation, where policies are shown something:
+    what follows the last response is none of it."""
     judged = [one for one in records if (one["reward"] or 0) > 0 and provable(one)]
     shows = any(
-        turn.get("observation") for record in records for turn in record["turns"]
+        turn.get("observation")
+        for record in records
+        for turn in record["turns"][:-1]
     )
     without = [record for record in judged if not evidence(record)]
     if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):

@@ -27,7 +27,10 @@ def test_a_healthy_run_has_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert findings(RunFiles.open(small_run(tmp_path, tokenizer))) == []
 
 
-@pytest.mark.parametrize("turns, found", [(SEARCHED, []), (GUESSED, ["rewarded without evidence"])])
+UNSEEN = [("<answer>Lima</answer>", "All cases passed.")]  # behind the last response: nobody reads it
+
+
+@pytest.mark.parametrize("turns, found", [(SEARCHED, []), (GUESSED, ["rewarded without evidence"]), (UNSEEN, [])])
 def test_rewards_without_the_answer_in_an_observation_are_found(
     tmp_path: Path, tokenizer: Tokenizer, turns: list[tuple[str, str]], found: list[str]
 ) -> None:
