@@ -35,5 +35,5 @@ rlflow_read_world "" "$@"
 rlflow_setup run
 cd "$RLFLOW_ROOT"
 rlflow_world_policy programs python rlflow_environments.sandboxed.player:play --config "$here/config/made.yaml" --turns 1 \
-    --steps 400 rollout.max_response_tokens=96
+    --episodes 600 --steps 400 rollout.max_response_tokens=96
 rlflow_train_world "$here/config/made.yaml"
