@@ -71,7 +71,7 @@ class Running(Generic[T]):
 
 def cancel_all(running: Sequence[Running[Any]]) -> None:
     """Cancels the coroutines that have not ended, and waits until their clean-up is done."""
-    left = [one for one in running if not one._future.done()]
+    left = [one for one in running if not one.ended]
     for one in left:
         one._loop.call_soon_threadsafe(one._cancel)
     concurrent.futures.wait([one._future for one in left], CANCEL_TIMEOUT_S)
@@ -128,7 +128,7 @@ class LoopThread:
         """Stops the loop and ends its thread; one that does not end is left alone, and does not
         keep the process from ending."""
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._cancel_and_stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning(
@@ -139,6 +139,11 @@ class LoopThread:
             )
         else:
             self._loop.close()
+
+    def _cancel_and_stop(self) -> None:
+        for task in asyncio.all_tasks(self._loop):  # asyncio complains of those that a loop leaves
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
 
     def _end_if_forked_here(self) -> None:
         """In the child of a fork that a coroutine made: what comes back to the loop, whose sockets

@@ -147,8 +147,10 @@ def test_the_demo_trains_alike_in_one_process_and_over_ranks(
         # The loss is a sum of terms of both signs that nearly cancel: relative to the terms' size, about 1.
         assert abs(found["loss"] - one["loss"]) <= RELATIVE
         assert found["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=RELATIVE)
-        for name in ("entropy", "kl", "ratio"):
+        for name in ("entropy", "ratio"):
             assert found[name] == pytest.approx(one[name], rel=RELATIVE, abs=1e-7), name
+        # exp(r) - r - 1 of a log ratio r: rounding of the few tokens that moved far is multiplied by exp(r).
+        assert found["kl"] == pytest.approx(one["kl"], rel=10 * RELATIVE, abs=1e-7)
     assert set(weights) == set(expected_weights)
     distance, size = _norm({name: weights[name] - tensor for name, tensor in expected_weights.items()}), _norm(weights)
     assert distance <= RELATIVE * size

@@ -127,7 +127,8 @@ class EmbeddedEngine(Engine):
         self._model.load(iterate_weights(path))
         self.weight_names = frozenset(self._model.parameters)
         self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
-        room = self._free_blocks(shape) if kv_tokens is None else kv_tokens // BLOCK_SIZE
+        free = _free_bytes(self.device) // KeyValueCache.block_bytes(shape, self.dtype)
+        room = free // 2 if kv_tokens is None else kv_tokens // BLOCK_SIZE
         blocks = min(max_concurrency * blocks_for(self.max_tokens), room)
         self.max_tokens = min(self.max_tokens, blocks * BLOCK_SIZE)
         self._tokenizer, self._vocab = tokenizer, shape.vocab
@@ -284,10 +285,6 @@ class EmbeddedEngine(Engine):
         for sequence in self._scheduler.in_flight():
             self._scheduler.end(sequence, "aborted")
 
-    def _free_blocks(self, shape: Architecture) -> int:
-        """Blocks of keys and values in half of the free memory."""
-        return _free_bytes(self.device) // 2 // KeyValueCache.block_bytes(shape, self.dtype)
-
     # --- requests
 
     def _check(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None) -> None:
@@ -342,14 +339,11 @@ class EmbeddedEngine(Engine):
     def _has_work(self) -> bool:
         if self._loading or self._asleep:
             return False
-        running = bool(self._scheduler.running)
-        return (self._state == "open" and (running or bool(self._scheduler.waiting))) or (
-            self._state == "draining" and running
-        )
+        admits = self._state == "open"  # nothing runs where it is paused or closed
+        return bool(self._scheduler.running or (admits and self._scheduler.waiting))
 
     def _fail_if_driver_did(self, driver: asyncio.Task[None]) -> None:
-        error = None if driver.cancelled() else driver.exception()
-        if error is not None:
+        if not driver.cancelled() and (error := driver.exception()):
             self._fail(
                 error
                 if isinstance(error, RolloutError)
