@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the repositor
 
 NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",
-    "sapo_swarm", "dart", "mobile_agent", "oni", "vlac", "mle_duration", "mle_stages", "asearcher", "distillation", "rlinf",
+    "sapo_swarm", "dart", "mobile_agent", "vlac", "asearcher", "distillation", "rlinf",
     "areal_answers", "m2po", "mobile_agent_seldom", "asearcher_guesses", "distillation_seeds",
-    "sapo_weak", "sparsity_begun", "mle_duration_programs",
+    "sapo_weak", "dart_counts", "sparsity_begun", "mle_stages_programs", "mle_duration_programs",
     "asyncflow", "areal_interruption", "llamarl_sizes", "dart_utilisation",
 )  # fmt: skip
 """In the order in which they are run and printed."""

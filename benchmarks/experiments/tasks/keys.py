@@ -21,7 +21,8 @@ class Keys(SmallTask):
     takes 0.5 off. After each press the environment says how many there were, and not whether it was right.
 
     lengths: of the sequences, task by task. keys: how many there are to choose from. flaky: the share of presses that are
-    lost, which the environment says; an episode ends after two of them more than its sequence is long.
+    lost, which the environment says; an episode ends after two of them more than its sequence is long. wander: turns for which an
+    attempt that went wrong goes on, at most nine keys of which are told apart; 0: it ends with as many as its sequence has.
     """
 
     characters = NAMES + DIGITS + LOST + "abcdefgh"
@@ -31,13 +32,16 @@ class Keys(SmallTask):
         "success_long": Metric("share", "of episodes of the longest sequences"),
     }
 
-    def __init__(self, lengths: Sequence[int] = (2,), keys: int = 4, flaky: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, lengths: Sequence[int] = (2,), keys: int = 4, flaky: float = 0.0, seed: int = 0, wander: int = 0
+    ) -> None:
         super().__init__()
         draw = random.Random(f"{seed}/keys")
         self._flaky, self._draw = flaky, random.Random(f"{seed}/lost")
         self._shortest, self._longest = min(lengths), max(lengths)
         self.keys = self.characters[-8:][:keys]
-        self.max_turns = self._longest + (2 if flaky else 0)
+        self._wander = wander
+        self.max_turns = wander or self._longest + (2 if flaky else 0)
         sequences = ["".join(draw.choice(self.keys) for _ in range(length)) for length in lengths]
         self._tasks = [Task(name, name, sequence) for name, sequence in zip(NAMES, sequences, strict=False)]
 
@@ -51,8 +55,10 @@ class Keys(SmallTask):
         if not lost:
             pressed = episode.scratch["pressed"] = pressed + (response if response in self.keys and response else "?")
         over = len(pressed) == len(right) or episode.turns == len(right) + (2 if self._flaky else 0)
+        if self._wander:
+            over = pressed == right or episode.turns >= self._wander
         if not over:
-            return Step(LOST if lost else DIGITS[len(pressed) - 1])
+            return Step(LOST if lost else DIGITS[min(len(pressed), len(DIGITS)) - 1])
         success = float(pressed == right)
         metrics = {"success": success}
         metrics |= {"success_short": success} if len(right) == self._shortest else {}

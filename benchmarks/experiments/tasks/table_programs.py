@@ -1,17 +1,17 @@
-"""Two real programs to choose from, which learn from a table in a sandbox: a quick and poor one, a slow and good one."""
+"""Real programs, which learn from a table in a sandbox: two to choose from, and one to be written part by part."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from experiments.small_run import SmallTask
-from experiments.tasks.programs import BROKEN, QUICK, SLOW
 from rlflow import Episode, Step, Task
-from rlflow_environments.sandboxed.learner import MEAN, NEAREST, READ, WRITE
+from rlflow_environments.sandboxed.learner import LINEAR, MEAN, NEAREST, READ, WRITE
 from rlflow_environments.sandboxed.ml_engineering import MlEngineering
 
-CHOICE = f"{__name__}:TablePrograms"
-RULE = "wave"
+CHOICE, SCRIPT = f"{__name__}:Choice", f"{__name__}:Script"
+QUICK, SLOW, BROKEN = "q", "s", "x"
 FOLDS = 12  # times that the slow program looks for the best number of neighbours
 SEARCH = f"""for fold in range({FOLDS}):
     inside = np.arange(len(x)) % {FOLDS} != fold
@@ -25,25 +25,63 @@ with open("predictions.csv", "w") as file:
     file.writelines(f"{slope * float(line.split(',')[1])}\\n" for line in list(open("test.csv"))[1:])
 """
 PROGRAMS = {QUICK: ONE_FEATURE, SLOW: READ + SEARCH + NEAREST + MEAN + WRITE, BROKEN: "raise SystemExit(1)\n"}
+_IMPORT, _ROWS, _COLUMNS, _TEST = READ.splitlines(keepends=True)
+_FIT, _PREDICT = LINEAR.splitlines(keepends=True)
+PARTS = {
+    "i": _IMPORT, "l": _ROWS + _COLUMNS, "t": _TEST, "f": _FIT, "p": _PREDICT + WRITE,
+    "x": "model.fit(x, y)\n", "y": "p = model.predict(t)\n", "z": "x = scale(x)\n",
+}  # fmt: skip
+"""Letter -> lines of a program; those of the last three raise."""
+RIGHT = "iltfp"
 
 
-class TablePrograms(SmallTask):
-    """One response names the program that is run on the table; the reward is its score."""
+class TableTask(SmallTask):
+    """A response stands for a program that is run on a table made by `rule`; the reward is its score."""
 
-    characters = "?" + QUICK + SLOW + BROKEN
-
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, rule: str, seed: int = 0) -> None:
         super().__init__()
-        self._world = MlEngineering([RULE], 1, at_once=64, seed=seed)
+        self._world = MlEngineering([rule], 1, at_once=64, seed=seed)
+        self.metrics = self._world.metrics
+
+    def program(self, response: str) -> str:
+        """What is run."""
+        raise NotImplementedError
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return [Task("choice", "?", metadata=self._world.tasks(split)[0].metadata)]
+        return [Task("program", "?", metadata=self._world.tasks(split)[0].metadata)]
 
     def answer(self, episode: Episode, response: str) -> Step:
         return Step(terminated=True)  # of demonstrations, whose programs need not run
 
     async def step(self, episode: Episode, response: str) -> Step:
         inner = await self._world.reset(episode.task)
-        source = PROGRAMS.get(response, PROGRAMS[BROKEN])
-        done = await self._world.step(inner, f"<python>\n{source}</python>")
-        return Step(reward=done.reward, terminated=True, waited_s=done.waited_s)
+        return await self._world.step(inner, f"<python>\n{self.program(response)}</python>")
+
+
+class Choice(TableTask):
+    """One response names the program: quick and poor, slow and good, or broken."""
+
+    characters = "?" + QUICK + SLOW + BROKEN
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__("wave", seed)
+
+    def program(self, response: str) -> str:
+        return PROGRAMS.get(response, PROGRAMS[BROKEN])
+
+
+class Script(TableTask):
+    """A response of five letters is a program of five parts."""
+
+    characters = "?" + "".join(PARTS)
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__("linear", seed)
+        self.stop = ()  # a response is as long as it may be
+
+    def program(self, response: str) -> str:
+        return "".join(PARTS.get(letter, PARTS["x"]) for letter in response)
+
+    def write_anything(self, seen: str, draw: random.Random) -> str:
+        """Parts at random."""
+        return "".join(draw.choice(list(PARTS)) for _ in RIGHT)

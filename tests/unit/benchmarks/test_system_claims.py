@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import random
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -19,20 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # s
 import experiments
 from experiments import rlinf
 from experiments.curves import at_the_end, smoothed
-from experiments.oni import labelled
 from experiments.tasks.chains import Chains
 from experiments.tasks.keys import Keys
 from experiments.tasks.old_ways import Together
-from experiments.tasks.programs import Script
-from experiments.tasks.rooms import Rooms
 from experiments.tasks.table import Carrying, ProgressCritic, right_way
+from experiments.tasks.table_programs import RIGHT, Script
 
 from recipes.rule_server import RuleServer
 from rlflow.environment import Environment
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.wrappers.reward_models import Ranking, Retrieval
 
-KILLED = "retrieval, annotator killed half way"
 GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "sapo_swarm": {
         "8/0": {"cumulative": 10.0, "weakest": 8.0, "curve": [1.0]},
@@ -52,11 +49,6 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "trajectory-aware, without replay": {"success": 0.5},
         "trajectory-aware": {"success": 0.8},
     },
-    "oni": {
-        "extrinsic only": {"success": 0.1},
-        **{name: {"success": 0.9} for name in ("retrieval", "classification", "ranking")},
-        KILLED: {"success": 0.8, "steps": 40.0, "aborted": 0.0},
-    },
     "vlac": {
         "sparse": {"success": 0.5, "start": 0.3, "episodes_to_80": 3200.0},
         "progress and demonstrations": {"success": 0.9, "episodes_to_80": 900.0},
@@ -68,13 +60,19 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
             "order_reversed": 0.8,
         },
     },
-    "mle_duration": {
-        "unweighted": {"slow": 0.3, "lowest": 0.1},
-        "by duration": {"slow": 0.9, "lowest": 0.5},
-        "unweighted, none broken": {"slow": 0.9},
-        "by duration, none broken": {"slow": 0.9},
+    "mle_duration_programs": {
+        "unweighted, no baseline": {"slow": 0.3},
+        "by duration, no baseline": {"slow": 0.9},
+        "unweighted, critic": {"slow": 0.9},
+        "by duration, critic": {"slow": 0.9},
     },
-    "mle_stages": {"without": {"stages": 0.3, "first": 0.1}, "instrumentation": {"stages": 4.5, "first": 1.0}},
+    "mle_stages_programs": {"without": {"stages": 0.3, "first": 0.1}, "instrumentation": {"stages": 2.5, "first": 1.0}},
+    "dart_counts": {
+        "step-wise GRPO": {"success": 0.6},
+        "+ counts by task": {"success": 0.7},
+        "+ lengths by task": {"success": 0.8},
+        "+ pool, entropy, correction": {"success": 0.5},
+    },
     "distillation": {
         "the reward alone": {"success": 0.6},
         "reverse KL of samples": {"success": 0.9, "teacher": 0.95},
@@ -122,18 +120,17 @@ BAD = [
     ("dart", "+ correction", "success", 0.84),
     ("mobile_agent", "trajectory-aware", "success", 0.4),
     ("mobile_agent", "GRPO", "success", 0.9),
-    ("oni", "ranking", "success", 0.1),
-    ("oni", KILLED, "steps", 20.0),
-    ("oni", KILLED, "aborted", 0.5),
     ("vlac", "sparse", "start", 0.5),
     ("vlac", "progress", "success", 0.2),
     ("vlac", "progress", "order_failure", 0.96),
     ("vlac", "progress", "order_reversed", -0.1),
     ("vlac", "progress and demonstrations", "episodes_to_80", 1500.0),
-    ("mle_duration", "unweighted", "slow", 0.6),
-    ("mle_duration", "by duration", "slow", 0.7),
-    ("mle_stages", "instrumentation", "stages", 2.0),
-    ("mle_stages", "without", "stages", 0.8),
+    ("mle_duration_programs", "unweighted, no baseline", "slow", 0.6),
+    ("mle_duration_programs", "by duration, no baseline", "slow", 0.7),
+    ("mle_stages_programs", "instrumentation", "stages", 1.2),
+    ("mle_stages_programs", "without", "stages", 0.8),
+    ("dart_counts", "+ counts by task", "success", 0.85),
+    ("dart_counts", "step-wise GRPO", "success", 0.69),
     ("distillation", "the reward alone", "success", 0.91),
     ("distillation", "reverse KL of samples", "success", 0.8),
     ("distillation", "forward KL, top 8", "teacher", 1.05),
@@ -199,15 +196,11 @@ def test_the_tasks_reward_what_they_say_and_nothing_else() -> None:
     [task] = keys.tasks("train")
     assert [step.reward for step in steps(keys, task, task.answer)] == [0, 0, 1]
     assert steps(keys, task, task.answer[:2] + "?")[-1].reward == -0.5
-    rooms = Rooms(rooms=3)
-    way = rooms.tasks("train")[0].answer
-    walked = steps(rooms, rooms.tasks("train")[0], [way[0], "?", way[1], way[2]])
-    assert [step.observation for step in walked] == ["A room 2", "A wall", "A room 3", "A exit"]
-    assert [step.reward for step in walked] == [0, 0, 0, 1] and walked[-1].terminated
-    script = Script()
-    [one] = script.tasks("train")
-    assert steps(script, one, ["ilbxp"])[0].observation == "imported loaded built"
-    assert steps(script, one, ["ilbtp"])[0].reward == 0.8 and steps(script, one, ["lilbt"])[0].observation == ""
+    wandering = Keys([3], keys=4, wander=5)
+    [task] = wandering.tasks("train")
+    assert [step.reward for step in steps(wandering, task, task.answer)] == [0, 0, 1]
+    wrong = [one.terminated for one in steps(wandering, task, task.answer[:2] + "???")]
+    assert wrong == [False, False, False, False, True]
     chains = Chains()
     two = chains.tasks("val")[1]
     way = two.answer
@@ -228,17 +221,6 @@ def test_the_shortest_way_carries_the_cup_and_its_critic_sees_progress() -> None
     forward, backward = (json.loads(critic.reply(prompt.format(*pair)).split(". ")[1])["progress"]
                          for pair in (("a0c1g3h0", "a1c1g3h0"), ("a1c1g3h0", "a0c1g3h0")))  # fmt: skip
     assert forward > 0 > backward
-
-
-def test_the_labeller_goes_by_the_captions_of_the_real_prompts() -> None:
-    table, order = Retrieval(), Ranking()
-    assert [table.read(labelled(table.ask("g", (caption,)))) for caption in ("A room 2", "B exit", "C wall")] == [
-        1,
-        1,
-        0,
-    ]
-    asked = [("A room 2", "A room 3"), ("A exit", "A room 6"), ("A wall", "B wall")]
-    assert [order.read(labelled(order.ask("g", pair))) for pair in asked] == [1.0, 0.0, 0.5]
 
 
 def test_a_server_of_rules_answers_until_it_is_closed() -> None:
@@ -286,7 +268,19 @@ def test_turns_in_step_wait_for_all_that_are_open() -> None:
 
 
 def test_the_tasks_are_environments() -> None:
-    for task in (Keys([2]), Rooms(), Script(), Chains(), Carrying()):
+    for task in (Keys([2]), Script(), Chains(), Carrying()):
         assert isinstance(task, Environment) and len({one.id for one in task.tasks("train")}) == len(
             task.tasks("train")
         )
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_program_of_the_right_parts_predicts_and_every_other_order_tells_how_far_it_came() -> None:
+    async def played(letters: str) -> tuple[float, float]:
+        script = Script()
+        step = await script.step(Episode(script.tasks("train")[0]), letters)
+        return step.metrics["stages"], step.reward
+
+    stages, score = asyncio.run(played(RIGHT))
+    assert stages == 3 and score > 0.9
+    assert asyncio.run(played("ilxfp")) == (1, 0) and asyncio.run(played("lilfp")) == (0, 0)
