@@ -72,8 +72,9 @@ EXPERIMENT = Experiment(
     ),
     setup=(
         f"{2 * EACH} tasks of pressing 2 or 3 of {KEYS} keys in order, blind; an attempt that went wrong goes on for {LONGEST} "
-        f"turns. Every arm has {TURNS:,} turns of training, {PROMPTS} tasks x {ATTEMPTS} attempts a step at the most. The engine samples from disturbed "
-        "weights as under `dart`. The last arm is the preset `dart` with the curator `adaptive`; it is not judged."
+        f"turns. Every arm has {TURNS:,} turns of training, {PROMPTS} tasks x {ATTEMPTS} attempts a step at the most. The engine "
+        "samples from disturbed weights as under `dart`. The last arm is the preset `dart` with the curator `adaptive`; it "
+        "is not judged."
     ),
     rule=(
         "At an equal number of turns either rung raises the mean success, and both together have more than neither in every "

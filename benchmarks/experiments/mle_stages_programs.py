@@ -49,8 +49,8 @@ EXPERIMENT = Experiment(
     setup=(
         "The world `ml_engineering`: programs of five parts of eight, run in sandboxes; three parts raise, and of the 32,768 "
         "programs three predict. Inserted print statements tell of three stages (by patterns; no model inserts them here); the "
-        f"wrapper `stages`, -10 without predictions, with 0.1 per stage or with nothing. {STEPS} steps of 32 programs, the preset "
-        "`mle_duration`."
+        f"wrapper `stages`, -10 without predictions, with 0.1 per stage or with nothing. {STEPS} steps of 32 programs, the "
+        "preset `mle_duration`."
     ),
     rule="In every seed at least one stage more with instrumentation, and a rise of less than half a stage without.",
     arms=tuple(PER_STAGE),

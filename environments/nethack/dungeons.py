@@ -18,6 +18,7 @@ from typing import Any
 
 from rlflow.errors import MissingPackageError, RLFlowError, install_command
 from rlflow.storage.child import start_answering
+from rlflow_environments.nethack.worker import address
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, GRACE_S = 60.0, 5.0
@@ -76,7 +77,8 @@ class Dungeons:
         folder = await asyncio.to_thread(self._running)
         limit_s = max(self._limit_s, START_S)
         try:
-            ends = await asyncio.open_unix_connection(folder / "games", limit=LONGEST_ANSWER)
+            with address(folder) as place:
+                ends = await asyncio.open_unix_connection(place, limit=LONGEST_ANSWER)
         except OSError as problem:
             raise NetHackError(f"nethack: no game can be started: {problem}.") from None
         game = Game(*ends, limit_s)
@@ -94,13 +96,12 @@ class Dungeons:
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
-                assert process.stdin is not None and process.stdout is not None
+                assert process.stdin is not None
                 process.stdin.close()  # which ends it
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_S)
-                process.kill()
-                process.wait()
-                process.stdout.close()
+                with process:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(GRACE_S)
+                    process.kill()
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _running(self) -> Path:

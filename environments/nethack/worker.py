@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,13 +137,24 @@ def play(connection: socket.socket, nethack: Any) -> None:
             answer = game.act(json.loads(line))
 
 
+@contextlib.contextmanager
+def address(folder: Path) -> Iterator[str]:
+    """Of the games' socket: Linux allows 108 characters, and a TMPDIR may have more."""
+    opened = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{opened}/games"
+    finally:
+        os.close(opened)
+
+
 class GameServer:
     """Forks a process per connection, and tells a connection why its process has ended."""
 
     def __init__(self, folder: Path, nethack: Any) -> None:
         self._folder, self._nethack = folder, nethack
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / "games"))
+        with address(folder) as place:
+            self._listener.bind(place)
         self._listener.listen(1024)
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)

@@ -130,7 +130,7 @@ BAD = [
     ("mle_stages_programs", "instrumentation", "stages", 1.2),
     ("mle_stages_programs", "without", "stages", 0.8),
     ("dart_counts", "+ counts by task", "success", 0.85),
-    ("dart_counts", "step-wise GRPO", "success", 0.69),
+    ("dart_counts", "step-wise GRPO", "success", 0.71),
     ("distillation", "the reward alone", "success", 0.91),
     ("distillation", "reverse KL of samples", "success", 0.8),
     ("distillation", "forward KL, top 8", "teacher", 1.05),

@@ -43,7 +43,7 @@ from ..stream import Copier
 from .checkpoint import Checkpoint, common_state
 from .files import HashedFile, OutputFile
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Of a chunk, or one row: a thread holds it in memory, and torch.save's copy of it."""
 FORMAT = {
     "sharded_backend": "torch_dist",

@@ -188,8 +188,13 @@ def test_a_crash_costs_its_episode_alone(made: NetHack, number: signal.Signals) 
 
 
 @pytest.mark.slow
-def test_games_and_their_files_end_with_the_episode_and_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_games_and_their_files_end_with_the_episode_and_with_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(dungeons, "GRACE_S", 1.0)
+    long = tmp_path / ("long" * 30)  # a socket's address has 108 characters at most
+    long.mkdir()
+    monkeypatch.setattr(dungeons.tempfile, "tempdir", str(long))
     environment = NetHack(tasks_per_split=2, timeout_s=0.5)
 
     async def hangs() -> None:
