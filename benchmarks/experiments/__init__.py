@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the repositor
 NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",
     "sapo_swarm", "dart", "mobile_agent", "vlac", "asearcher", "distillation", "rlinf",
-    "areal_answers", "m2po", "mobile_agent_seldom", "asearcher_guesses", "distillation_seeds",
+    "areal_answers", "llamarl_late", "m2po", "mobile_agent_seldom", "asearcher_guesses", "distillation_seeds",
     "sapo_weak", "dart_counts", "sparsity_begun", "mle_stages_programs", "mle_duration_programs",
     "asyncflow", "areal_interruption", "llamarl_sizes", "dart_utilisation",
 )  # fmt: skip

@@ -13,6 +13,7 @@ LENGTHS = [2] * EACH + [3] * EACH
 KEYS, LONGEST = 4, 8
 PROMPTS, ATTEMPTS = 6, 8
 MEASURES, TURNS = 8, 24_000
+SLOWER, RATE = ", at 2e-3", "trainer.lr=2e-3"  # of 5e-3
 BARE = ("algorithm.filters=[]", "algorithm.transforms=[]")
 GRPO, COUNTS, BOTH, ALL = "step-wise GRPO", "+ counts by task", "+ lengths by task", "+ pool, entropy, correction"
 ARMS: dict[str, tuple[str, ...]] = {
@@ -20,6 +21,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     COUNTS: (*BARE, "data.curator={name: adaptive, lengths: false}"),
     BOTH: (*BARE, "data.curator=adaptive"),
     ALL: ("data.curator=adaptive",),
+    f"{GRPO}{SLOWER}": (*BARE, RATE),
+    f"{BOTH}{SLOWER}": (*BARE, "data.curator=adaptive", RATE),
 }
 
 
@@ -73,8 +76,8 @@ EXPERIMENT = Experiment(
     setup=(
         f"{2 * EACH} tasks of pressing 2 or 3 of {KEYS} keys in order, blind; an attempt that went wrong goes on for {LONGEST} "
         f"turns. Every arm has {TURNS:,} turns of training, {PROMPTS} tasks x {ATTEMPTS} attempts a step at the most. The engine "
-        "samples from disturbed weights as under `dart`. The last arm is the preset `dart` with the curator `adaptive`; it "
-        "is not judged."
+        "samples from disturbed weights as under `dart`. Not judged: the preset `dart` with the curator "
+        "`adaptive`, and both ends of what is judged at a lower rate, as shorter attempts make more updates."
     ),
     rule=(
         "At an equal number of turns either rung raises the mean success, and both together have more than neither in every "

@@ -72,6 +72,8 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "+ counts by task": {"success": 0.7},
         "+ lengths by task": {"success": 0.8},
         "+ pool, entropy, correction": {"success": 0.5},
+        "step-wise GRPO, at 2e-3": {"success": 0.5},
+        "+ lengths by task, at 2e-3": {"success": 0.5},
     },
     "distillation": {
         "the reward alone": {"success": 0.6},
@@ -110,6 +112,12 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "lag 0, decoupled": {"success": 0.9},
         "lag 4, naive": {"success": 0.6},
         "lag 4, decoupled": {"success": 0.9},
+        "lag 4, naive, at 1e-3": {"success": 0.9},
+        "lag 4, decoupled, at 1e-3": {"success": 0.9},
+    },
+    "llamarl_late": {
+        **{f"lag {lag}, cap 2": {"success": 0.9} for lag in (1, 8, 16)},
+        **{f"lag {lag}, no correction": {"success": 0.8} for lag in (1, 8, 16)},
     },
 }
 BAD = [
@@ -147,6 +155,8 @@ BAD = [
     ("llamarl_sizes", "93M", "times", 1.5),
     ("dart_utilisation", "task by task", "busy", 0.95),
     ("dart_utilisation", "batch by batch", "busy", 0.7),
+    ("llamarl_late", "lag 8, cap 2", "success", 0.8),
+    ("llamarl_late", "lag 16, no correction", "success", 0.88),
     ("areal_answers", "lag 4, naive", "success", 0.88),
     ("areal_answers", "lag 4, decoupled", "success", 0.7),
 ]
