@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from experiments.small_run import SmallTask
@@ -43,9 +44,9 @@ class TableTask(SmallTask):
         self._world = MlEngineering([rule], 1, at_once=64, seed=seed)
         self.metrics = self._world.metrics
 
+    @abstractmethod
     def program(self, response: str) -> str:
         """What is run."""
-        raise NotImplementedError
 
     def tasks(self, split: str) -> Sequence[Task]:
         return [Task("program", "?", metadata=self._world.tasks(split)[0].metadata)]
