@@ -99,14 +99,15 @@ def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
 
 
 def question_of(record: Mapping[str, Any]) -> str:
-    """The question of an episode's task, or where it has none the last line of its prompt."""
+    """The question of an episode's task; where it has none the last line of its prompt, unless that
+    is a cue ("Action:"), or the task's id."""
     question = record.get("metadata", {}).get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
     prompt = record.get("prompt", "")
     prompt = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
-    lines = [line.strip() for line in prompt.splitlines() if line.strip()]
-    return lines[-1] if lines else str(record["task_id"])
+    last = prompt.strip().rpartition("\n")[2].strip() or ":"
+    return str(record["task_id"]) if last.endswith(":") else last
 
 
 def text_of(observation: Any, roles: bool = False) -> str:
