@@ -42,7 +42,7 @@ EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
-    "agents": ["starlette>=0.46", *SERVER, "openai>=2"],  # agents that ask the policy through an endpoint
+    "agents": ["starlette>=0.46", *SERVER, "openai>=2.17"],  # agents that ask the policy through an endpoint
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -162,7 +163,10 @@ class AgentEnvironment(Environment):
                 base_url=url, api_key=session.key, http_client=default(transport=transport)
             )
             self.held.push_async_callback(self._client.close)
-        return self._client.copy(base_url=f"{url}/v1", api_key=session.key)
+        client = self._client.copy(base_url=f"{url}/v1", api_key=session.key)
+        completions = client.chat.completions
+        completions.create = functools.partial(_create, completions.create)
+        return client
 
     async def _next(self, state: Mapping[str, Any]) -> Step | None:
         """The agent's next request; None once it has ended. Raises ProgramError."""
@@ -195,6 +199,13 @@ class AgentEnvironment(Environment):
                 await state["agent"].stop()
         finally:
             state["endpoint"].close(state["session"])
+
+
+async def _create(create: Any, *, messages: Any, extra_body: Any = None, **body: Any) -> Any:
+    """The client's own `create`, which tries a message as every type that it may be: half of a
+    request's time, and more with each turn. What is in `extra_body` it writes as it is."""
+    extra_body = {**(extra_body or {}), "messages": [*messages]}
+    return await create(messages=(), extra_body=extra_body, **body)
 
 
 def _metrics(session: AgentSession) -> dict[str, float]:

@@ -23,7 +23,7 @@ async def agent(task, client):
     messages = [{"role": "user", "content": task["prompt"]}]
     for number in range(4):
         reply = await client.chat.completions.create(model="m", messages=messages, tools=[LOOK])
-        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        messages.append(reply.choices[0].message)
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "found"}
                      for call in reply.choices[0].message.tool_calls or ()]
         messages.append({"role": "user", "content": "and?"})
