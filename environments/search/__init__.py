@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlflow_environments.retrieval.coalescer import CoalescedSearch
     from rlflow_environments.retrieval.corpus import Corpus, Passage
     from rlflow_environments.retrieval.indices import Retriever, make_retriever
     from rlflow_environments.search.environment import SearchEnvironment
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "SearchEnvironment": "rlflow_environments.search.environment",
+    "CoalescedSearch": "rlflow_environments.retrieval.coalescer",
     "Corpus": "rlflow_environments.retrieval.corpus",
     "Passage": "rlflow_environments.retrieval.corpus",
     "Retriever": "rlflow_environments.retrieval.indices",
@@ -31,6 +33,7 @@ _HOMES = {
 
 __all__ = [
     "SearchEnvironment",
+    "CoalescedSearch",
     "Corpus",
     "Passage",
     "Retriever",

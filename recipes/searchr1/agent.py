@@ -2,16 +2,14 @@
 
 `bash recipes/searchr1/run_train.sh agent` trains it. CORPUS names the passages that it searches."""
 
-import functools
 import os
 from typing import Any
 
 from rlflow_environments import search
 
-
-@functools.cache
-def retriever() -> search.Retriever:
-    return search.make_retriever({"name": "dense"}, search.Corpus(os.environ["CORPUS"]))
+CORPUS = search.Corpus(os.environ["CORPUS"])
+PASSAGES = search.CoalescedSearch(search.make_retriever({"name": "dense"}, CORPUS))
+"""What agents search at the same time is one batch, beside the event loop."""
 
 
 async def agent(task: dict[str, Any], client: Any) -> None:
@@ -27,7 +25,7 @@ async def agent(task: dict[str, Any], client: Any) -> None:
         if action is None:
             found = search.INVALID_ACTION
         elif action.kind == "search":
-            found = search.format_observation(retriever().search([action.content], 3)[0])
+            found = search.format_observation(await PASSAGES.search(action.content, 3))
         else:
             return
         messages.append({"role": "user", "content": found})
