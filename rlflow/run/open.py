@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -55,6 +56,9 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     StorageError for a disk that is full, broken or gone."""
     with ExitStack() as stack:
         run = _start(config, stack)
+        gc.collect()
+        gc.freeze()  # what is there by now stays: no collection need look at it again
+        stack.callback(gc.unfreeze)
         parts = stack.pop_all()
     run.interrupt.graceful = True
     run.timer.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlflow.report.sinks import read_metrics
@@ -80,7 +82,11 @@ def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_no
 
     def worker_there() -> int:
         """The process of the worker on the second machine, 0 where there is none."""
-        return next((one.pid for one in machines.processes(1) if "WorkerActor" in " ".join(one.cmdline())), 0)
+        for one in machines.processes(1):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "WorkerActor" in " ".join(one.cmdline()):
+                    return one.pid
+        return 0
 
     def plays_there(what: str) -> int:
         wait_for(worker_there, f"a worker on the second machine after {what}")

@@ -20,7 +20,7 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 267_676,
+    "rlflow": 267_690,
     "environments": 126_839,
     "tools": 29_981,
     "recipes": 5_360,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlflow.report import timer
 from rlflow.report.timer import PeakMemory, highest
@@ -21,12 +21,9 @@ def peaks() -> PeakMemory:
 
 
 def spend(mebibytes: int) -> None:
-    """Touches that much memory for long enough to be sampled, and frees it."""
-    held = torch.ones(mebibytes * MIB // 4)
-    while_held = torch.tensor(0.0)
-    for _ in range(40):
-        while_held += held.sum()
-    del held
+    """Touches that much memory, which no allocator had before, and gives it back."""
+    with mmap.mmap(-1, mebibytes * MIB) as held:
+        held[:: mmap.PAGESIZE] = b"1" * (len(held) // mmap.PAGESIZE)
 
 
 def test_a_peak_counts_what_was_freed_again_and_each_block_starts_anew(peaks: PeakMemory) -> None:
