@@ -164,7 +164,6 @@ class AgentEnvironment(Environment):
             )
             self.held.push_async_callback(self._client.close)
         client = self._client.copy(base_url=f"{url}/v1", api_key=session.key)
-        client._platform = "Unknown"  # else the first request asks for it in a thread
         completions = client.chat.completions
         completions.create = functools.partial(_create, completions.create)
         return client

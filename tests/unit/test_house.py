@@ -21,7 +21,7 @@ SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
     "rlflow": 267_690,
-    "environments": 126_839,
+    "environments": 126_835,
     "tools": 29_981,
     "recipes": 5_360,
 }
