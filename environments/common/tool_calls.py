@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.endpoint.calls import TextCall, read_response
+from rlflow.endpoint.text_calls import TextCall, read_response
 from rlflow.types import Message
 
 UNREADABLE = "Error: a tool call is one JSON object with 'name' and 'arguments'."

@@ -5,8 +5,8 @@ rollout, so that what is trained are the ids that were sampled."""
 
 from __future__ import annotations
 
+from rlflow.endpoint.agent_session import AgentSession
+from rlflow.endpoint.endpoint import Endpoint
 from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
-from rlflow.endpoint.server import Endpoint
-from rlflow.endpoint.session import AgentSession
 
 __all__ = ["AgentSession", "Endpoint", "ModelReply", "ModelRequest", "RequestRefused"]

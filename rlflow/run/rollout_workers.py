@@ -25,7 +25,7 @@ from rlflow.cluster.placement import Placement
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.slots import PoolLimits
-from rlflow.cluster.workers import RayWorkers
+from rlflow.cluster.worker_actors import RayWorkers
 from rlflow.codec import from_bytes, to_bytes
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import RunConfig

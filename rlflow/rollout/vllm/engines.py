@@ -26,9 +26,9 @@ from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import SharedFiles
 from rlflow.rollout.vllm.device_buckets import DeviceCarrier, check_device_transfer
 from rlflow.rollout.vllm.devices import check_memory, engine_devices
+from rlflow.rollout.vllm.engine_requests import most_tokens
 from rlflow.rollout.vllm.inside.plugin import BACKEND
 from rlflow.rollout.vllm.launch import FIXED, Launch, find_python
-from rlflow.rollout.vllm.requests import most_tokens
 from rlflow.rollout.vllm.served_model import check_served_model
 from rlflow.rollout.vllm.server import VLLMServer
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine

@@ -19,7 +19,7 @@ from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop,
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import Carrier, WeightNames
 from rlflow.rollout.vllm.completions import sampling_arguments
-from rlflow.rollout.vllm.requests import (
+from rlflow.rollout.vllm.engine_requests import (
     EngineRequest,
     StopTokens,
     TokenCounts,

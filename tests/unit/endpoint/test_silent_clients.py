@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from rlflow import connections
-from rlflow.endpoint.server import Endpoint
+from rlflow.endpoint.endpoint import Endpoint
 
 
 def test_a_connection_whose_request_is_never_whole_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

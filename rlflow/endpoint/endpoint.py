@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.endpoint import anthropic_messages, chat, openai_responses
+from rlflow.endpoint.agent_session import AgentSession
 from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
-from rlflow.endpoint.session import AgentSession
 from rlflow.errors import RLFlowError, install_command, needing
 
 MAX_BODY_BYTES = 64 << 20

@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.endpoint.calls import ReadResponse, read_response
 from rlflow.endpoint.history import Continuation, SaidHistory
 from rlflow.endpoint.requests import (
     CONTEXT,
@@ -22,6 +21,7 @@ from rlflow.endpoint.requests import (
     assistant,
     unsupported,
 )
+from rlflow.endpoint.text_calls import ReadResponse, read_response
 from rlflow.types import Episode, Observation, Step
 
 ENDED = "episode_ended"
