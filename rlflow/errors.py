@@ -117,14 +117,16 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text or 'no reason given'}"
 
 
-def raised_at(error: BaseException) -> str:
-    """`file:line in function`, of the innermost frame outside of Python and rlflow, other packages
-    last; "" without one."""
+def raised_at(error: BaseException, *besides: str) -> str:
+    """`file:line in function`, of the innermost frame outside of Python, rlflow and the folders
+    `besides`, other packages last; "" without one."""
     ours, pythons = os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep
     for source in filter(None, (error, error.__cause__)):
         frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(source.__traceback__)]
         frames = [
-            place for place in frames if not place[0].co_filename.startswith((ours, "<frozen"))
+            place
+            for place in frames
+            if not place[0].co_filename.startswith((ours, "<frozen", *besides))
         ]
         packages = [place for place in frames if "site-packages" in place[0].co_filename]
         own = [

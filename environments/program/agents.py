@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import Environment
+from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
@@ -69,13 +70,14 @@ class AgentEnvironment(Environment):
     def __init__(
         self, plain: bool, ignore: bool, timeout_s: float, host: str = "127.0.0.1", port: int = 0
     ) -> None:
-        """Raises MissingPackageError."""
+        """Raises ConfigError, MissingPackageError."""
+        if not 0 <= port < 1 << 16:
+            raise ConfigError(f"environment.port: expected 0 to 65535, found {port}.")
         self._plain, self._ignore, self._timeout_s = plain, ignore, timeout_s
         self._place = (host, port)
         Endpoint(*self._place)  # are its packages there?
         self._temperature: float | None = None
         self._served: tuple[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]] | None = None
-        self._client: Any = None
         self.held = contextlib.AsyncExitStack()
         """What all agents share, ended with the environment."""
 
@@ -128,17 +130,26 @@ class AgentEnvironment(Environment):
         return {"endpoint/outside": float(outside)}
 
     def shutdown(self) -> None:
+        self._let_go()
         served, self._served = self._served, None
-        if served is None or served[0].is_closed():
+        if served is None:
             return
         with contextlib.suppress(RuntimeError):  # the loop ends at the same time
             asyncio.run_coroutine_threadsafe(self.held.aclose(), served[0]).result(10.0)
+
+    def _let_go(self) -> None:
+        """Gives back the port of a loop that was closed with its endpoint open."""
+        if self._served is not None and self._served[0].is_closed():
+            begun, self._served = self._served[1], None
+            if begun.done() and not begun.cancelled() and not begun.exception():
+                begun.result().release()
 
     async def _endpoint(self) -> Endpoint:
         """The endpoint of this event loop: checks have another one than a run."""
         loop = asyncio.get_running_loop()
         if self._served is None or self._served[0] is not loop:
-            self._client, self.held = None, contextlib.AsyncExitStack()
+            self._let_go()
+            self.held = contextlib.AsyncExitStack()
             self._served = (loop, loop.create_task(self.begin()))
         return await asyncio.shield(self._served[1])
 
@@ -153,17 +164,14 @@ class AgentEnvironment(Environment):
         """A client of OpenAI's interface, which calls the server's application without a socket."""
         import openai
 
-        if self._client is None:
-            assert self._served is not None, "the endpoint's, which an episode begins with"
-            application = self._served[1].result().application
-            default: Any = openai.DefaultAsyncHttpxClient
-            httpx: Any = importlib.import_module(default.__mro__[1].__module__.partition(".")[0])
-            transport = httpx.ASGITransport(application, raise_app_exceptions=False)
-            self._client = openai.AsyncOpenAI(
-                base_url=url, api_key=session.key, http_client=default(transport=transport)
-            )
-            self.held.push_async_callback(self._client.close)
-        client = self._client.copy(base_url=f"{url}/v1", api_key=session.key)
+        assert self._served is not None, "the endpoint's, which an episode begins with"
+        application = self._served[1].result().application
+        default: Any = openai.DefaultAsyncHttpxClient
+        httpx: Any = importlib.import_module(default.__mro__[1].__module__.partition(".")[0])
+        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+        client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=session.key, http_client=default(transport=transport)
+        )
         completions = client.chat.completions
         completions.create = functools.partial(_create, completions.create)
         return client
@@ -182,11 +190,16 @@ class AgentEnvironment(Environment):
 
     async def _go_on(self, episode: Episode) -> Step:
         state = episode.scratch
-        step = await self._next(state)
-        if step is not None:
-            step.metrics = _metrics(state["session"])
-            return step
         agent, session = state["agent"], state["session"]
+        try:
+            step = await self._next(state)
+        except ProgramError:
+            if not session.truncated:
+                raise
+            step = None
+        if step is not None:
+            step.metrics = _metrics(session)
+            return step
         if agent.failure and not session.truncated:
             raise ProgramError(f"the agent {agent.failure}")
         score = await self.score(episode)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
-import math
+import os
 import secrets
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from rlflow.components import Kind, names_code
 from rlflow.endpoint import AgentSession
+from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
+from rlflow.storage.daemon import start_daemon
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, existing, parse_object, records, refuse
@@ -72,12 +77,12 @@ class ProgramEnvironment(AgentEnvironment):
                 "train=ROWS.jsonl or val=ROWS.jsonl of tasks."
             )
         self._tasks = {split: self._made(split, own) for split, own in rows.items()}
-        functions = {row["agent"] for own in rows.values() for row in own if "agent" in row}
+        agents = {row.get("agent", agent) for own in rows.values() for row in own}
         self._functions = {
-            name: AGENT.resolve(name, "environment.agent")
-            for name in {*functions, *([agent] if agent else [])}
-            if _is_function(name)
+            name: _function(name) for name in agents if _is_code(name, "environment.agent")
         }
+        if reward_command is not None:
+            _is_code(reward_command, "environment.reward_command")
         self._reward = REWARD.resolve(reward, "environment.reward") if reward else None
         self._reward_command = reward_command
         self._variables = dict(variables or {})
@@ -109,9 +114,10 @@ class ProgramEnvironment(AgentEnvironment):
         agent: str = row.get("agent", self._agent)
         if agent in self._functions:
             return AgentTask(self._functions[agent], given, self.client(session, url))
-        bypass = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+        names = ("NO_PROXY", "no_proxy")
+        bypassed = [*filter(None, map(os.environ.get, names)), "127.0.0.1", "localhost"]
         variables = {
-            **bypass,
+            **dict.fromkeys(names, ",".join(bypassed)),
             **self._variables,
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": session.key,
@@ -134,23 +140,34 @@ class ProgramEnvironment(AgentEnvironment):
             found = _number_of(*await agent.judge(self._reward_command, self._timeout_s))
         elif session.posted is not None:
             found = session.posted["reward"]
-        elif session.truncated and not isinstance(found, (int, float)):
+        elif session.truncated and _number(found) is None:
             return 0.0
-        if not isinstance(found, (int, float)) or not math.isfinite(found):
+        number = _number(found)
+        if number is None or not abs(number) <= MAX_REWARD:
             raise ProgramError(
-                "the episode has no reward: expected a number from environment.reward or "
+                f"the episode has no reward: expected a number to {MAX_REWARD:g} from environment.reward or "
                 "reward_command, or one that the agent posts to $OPENAI_BASE_URL/reward or "
                 f"returns; found {found!r:.60}; the agent's output: {agent.last_lines()}"
             )
-        return float(found)
+        return number
 
     async def _judged(self, row: dict[str, Any], played: dict[str, Any]) -> Any:
-        """What the reward's function says; a plain one in a thread."""
+        """What the reward's function says; a plain one in a thread of its own. Raises ProgramError
+        where it takes longer than `timeout_s`."""
         function: Any = self._reward
-        async with asyncio.timeout(self._timeout_s):
-            if inspect.iscoroutinefunction(function):
-                return await function(row, played)
-            return await asyncio.to_thread(function, row, played)
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                if inspect.iscoroutinefunction(function):
+                    return await function(row, played)
+                found = await _in_thread(functools.partial(function, row, played))
+                return await found if inspect.isawaitable(found) else found
+        except TimeoutError:
+            if not limit.expired():
+                raise  # one of the function's own
+            raise ProgramError(
+                f"environment.reward did not end within {self._timeout_s:g} s "
+                "(environment.timeout_s)"
+            ) from None
 
 
 def _rows(path: str | Path) -> list[dict[str, Any]]:
@@ -158,15 +175,57 @@ def _rows(path: str | Path) -> list[dict[str, Any]]:
     rows, bad = [], []
     for line, _, record in records(file.read_bytes()):
         try:
-            rows.append(parse_object(record))
+            row = parse_object(record)
+            if not isinstance(row.get("agent", ""), str):
+                raise BadRow(f"'agent': expected text, found {row['agent']!r:.40}")
+            rows.append(row)
         except BadRow as problem:
             bad.append((f"line {line}", str(problem)))
     refuse(file, "tasks", bad, len(rows))
     return rows
 
 
-def _is_function(agent: str) -> bool:
-    return names_code(agent) and not any(character.isspace() for character in agent)
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns, out of a thread of its own that keeps nothing else from running."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()  # given up, it is not cancelled
+
+    def work() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as problem:  # noqa: BLE001 -- raised where it is awaited
+            answer.set_exception(problem)
+
+    start_daemon("reward", work)
+    return await asyncio.wrap_future(answer)
+
+
+def _is_code(agent: str, option: str) -> bool:
+    """Whether it names a function, else it is a command. Raises ConfigError for neither."""
+    try:
+        words, told = shlex.split(agent), "nothing"
+    except ValueError as problem:
+        words, told = [], f"{agent!r:.80} ({problem})"
+    if not words:
+        raise ConfigError(f"{option}: expected a command, found {told}.")
+    return names_code(agent) and len(words) == 1
+
+
+def _function(name: str) -> Any:
+    found = AGENT.resolve(name, "environment.agent")
+    if not inspect.iscoroutinefunction(inspect.unwrap(found)):
+        raise ConfigError(
+            f"environment.agent: '{name}': expected `async def`, found {type(found).__name__}; a "
+            "plain function would hold up all episodes. Run it as a command, or make it async."
+        )
+    return found
+
+
+def _number(found: Any) -> float | None:
+    """As a number, of numpy's types too; None for anything else."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return None if isinstance(found, (str, bytes)) else float(found)
+    return None
 
 
 def _number_of(code: int, output: str) -> float:
@@ -174,9 +233,8 @@ def _number_of(code: int, output: str) -> float:
     ProgramError where it was killed."""
     if code < 0:
         raise ProgramError(f"environment.reward_command was killed by signal {-code}")
-    lines = output.split()
     with contextlib.suppress(ValueError, IndexError):
-        number = float(output.strip().splitlines()[-1]) if lines else math.nan
-        if code == 0 and math.isfinite(number):
+        number = float(output.strip().splitlines()[-1])
+        if code == 0:
             return number
     return float(code == 0)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import shlex
 import shutil
 import signal
 import tempfile
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import RLFlowError, described
+from rlflow.errors import RLFlowError, described, raised_at
 from rlflow.storage.child import Child, tail
 from rlflow.storage.guard import marked
 
 LAST_LINES, LINE = 5, 200
+OURS = f"{Path(__file__).parent}{os.sep}"
 MARK = "RLFLOW_EPISODE"
 
 
@@ -73,16 +72,17 @@ class AgentProcess:
         return last_lines(self.output)
 
     async def judge(self, command: str, limit_s: float) -> tuple[int, str]:
-        """(exit code, output) of a command that looks at what the agent has done. Raises
-        ProgramError where it takes longer."""
-        child = await asyncio.to_thread(self._started, command, "reward.log")
+        """(exit code, what it wrote to stdout) of a command that looks at what the agent has done.
+        Raises ProgramError where it takes longer."""
+        errors = self._folder / "reward.errors"
+        child = await asyncio.to_thread(self._started, command, "reward.log", errors)
         try:
             async with asyncio.timeout(limit_s):
                 code = await asyncio.shield(asyncio.wrap_future(child.ended))
         except TimeoutError:
             raise ProgramError(
                 f"environment.reward_command did not end within {limit_s:g} s: "
-                f"{last_lines(tail(child.log))}"
+                f"{last_lines(tail(child.log) + tail(errors))}"
             ) from None
         finally:
             await asyncio.to_thread(child.stop, 0)
@@ -102,10 +102,10 @@ class AgentProcess:
                 break
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _started(self, command: str, log: str) -> Child:
+    def _started(self, command: str, log: str, errors: Path | None = None) -> Child:
         return Child(
             self._name, shlex.split(command), self._folder / log, variables=self.variables,
-            error=ProgramError,
+            errors=errors, error=ProgramError,
         )  # fmt: skip
 
 
@@ -114,20 +114,20 @@ class AgentTask:
 
     failure, output, returned = "", "", None
 
-    def __init__(self, function: Callable[..., Any], task: Mapping[str, Any], client: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Awaitable[Any]], task: Mapping[str, Any], client: Any
+    ) -> None:
         self._function = function
         self.ended = asyncio.ensure_future(self._run(dict(task), client))
 
     async def _run(self, task: dict[str, Any], client: Any) -> None:
         try:
-            answer = self._function(task, client)
-            self.returned = await answer if inspect.isawaitable(answer) else answer
+            self.returned = await self._function(task, client)
             self.output = "" if self.returned is None else str(self.returned)
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # noqa: BLE001 -- SystemExit would end the loop
-            told = traceback.extract_tb(problem.__traceback__)[-1]
-            self.failure = f"{described(problem)} ({Path(told.filename).name}:{told.lineno})"
+            self.failure = f"{described(problem)} ({raised_at(problem, OURS)})"
 
     def last_lines(self) -> str:
         return last_lines(self.output)

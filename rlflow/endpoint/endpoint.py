@@ -131,6 +131,10 @@ class Endpoint:
             self._server.should_exit = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._serving, STOP_S)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the port back, whatever became of the event loop."""
         if self._socket is not None:
             self._socket.close()
 

@@ -42,8 +42,8 @@ class Child:
     started was told to.
 
     name: of the child, as errors and the log have it. log: a file to which its output is appended.
-    error: the class of what is raised. telling: chooses the line of a log that errors quote. Raises
-    the error where the program cannot be started."""
+    errors: another one for its stderr. error: the class of what is raised. telling: chooses the
+    line of a log that errors quote. Raises the error where the program cannot be started."""
 
     def __init__(
         self,
@@ -53,19 +53,20 @@ class Child:
         *,
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        errors: Path | None = None,
         error: type[RLFlowError] = RLFlowError,
         telling: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
         self.name, self.log = name, log
         self._error, self._telling = error, telling or telling_line
         self.ended: Future[int] = Future()
-        with log.open("ab") as output:
+        with log.open("ab") as output, (errors or log).open("ab") as said:
             try:
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=output,
+                    stderr=said,
                     env=variables,
                     cwd=folder,
                     start_new_session=True,

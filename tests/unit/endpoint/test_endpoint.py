@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 from pathlib import Path
 
 import pytest
 from fixtures import tiny_tokenizer
 
+from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
 from tests.unit.endpoint.scripted import checked, environment, play
@@ -213,3 +216,62 @@ def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Pa
     found, _ = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}", episodes=64)
     assert all(one.usable and len(one.segments) == 1 and one.reward == 1.0 for one in found)
     assert sum(len(one.turns) for one in found) == 192
+
+
+ASKS = "async def agent(task, client):\n    await client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'x'}])\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "reward", "told"),
+    [
+        ("await client.close()\n    return 1", 1.0, ""),  # its own, not that of the other episodes
+        ("import numpy\n    return numpy.float32(0.5)", 0.5, ""),
+        ("import numpy\n    return numpy.bool_(True)", 1.0, ""),
+        ("return 1e19", 0.0, r"expected a number to 1e\+18"),
+        ("return 10**400", 0.0, r"expected a number to 1e\+18"),
+        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:4 in agent"),
+    ],
+)
+def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    found, _ = play(environment(tmp_path, f"{ASKS}    {rest}\n"), tokenizer, lambda text, number: "yes", episodes=3)
+    assert [one.usable for one in found] == [not told] * 3, found[0].error
+    assert all(one.reward == reward and re.search(told, one.error) for one in found), found[0].error
+
+
+def test_an_agent_that_hangs_after_a_limit_is_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made = environment(tmp_path, f"{ASKS}    try:\n        await agent(task, client)\n    finally:\n        await asyncio.sleep(9)\n",
+                       timeout_s=0.3)  # fmt: skip
+    (one,), _ = play(made, tokenizer, lambda text, number: "yes", max_turns=1)
+    assert (one.stop, one.reward) == (StopReason.MAX_TURNS, 0.0), one.error
+
+
+@pytest.mark.parametrize("judge", ["def reward(task, played):\n    ended.wait()", "async def reward(task, played):\n    await asyncio.sleep(9)"])
+def test_a_reward_that_hangs_aborts_its_episode_alone(judge: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(f"import asyncio, threading\nended = threading.Event()\n{judge}\n")
+    made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward", timeout_s=0.2)
+    found, _ = play(made, tokenizer, lambda text, number: "yes", episodes=40)
+    assert all("environment.reward did not end within 0.2 s (environment.timeout_s)" in one.error for one in found)
+
+
+def test_a_reward_may_be_awaited(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("async def late():\n    return 0.5\ndef reward(task, played):\n    return late()\n")
+    made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward")
+    assert play(made, tokenizer, lambda text, number: "yes")[0][0].reward == 0.5
+
+
+def test_a_fixed_port_is_free_again_for_the_next_event_loop(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    made = environment(tmp_path, f"{ASKS}    return 1\n", port=port)
+
+    async def begun() -> None:
+        await made.close(await made.reset(made.tasks("train")[0]))
+
+    for _ in range(2):
+        asyncio.run(begun())  # and nobody shuts it down
+    assert play(made, tokenizer, lambda text, number: "yes")[0][0].reward == 1.0
+
+
+def test_an_agent_that_would_hold_up_the_event_loop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected `async def`, found function"):
+        environment(tmp_path, "def agent(task, client):\n    return 1\n")

@@ -72,7 +72,13 @@ def test_the_reward_of_a_function_sees_the_answer_and_the_conversation(tokenizer
 
 
 @pytest.mark.parametrize(
-    "script, expected", [("print('a'); print(0.75)", 0.75), ("pass", 1.0), ("raise SystemExit(3)", 0.0)]
+    ("script", "expected"),
+    [
+        ("print('a'); print(0.75)", 0.75),
+        ("print('all passed')", 1.0),
+        ("raise SystemExit(3)", 0.0),
+        ("import sys; print(0.25, flush=True); sys.stderr.write('ResourceWarning')", 0.25),
+    ],
 )
 def test_the_reward_of_a_command_is_its_last_line_or_its_exit_code(
     script: str, expected: float, tokenizer: Tokenizer, tmp_path: Path
@@ -118,6 +124,15 @@ def test_a_program_that_a_limit_refused_is_truncated_however_it_ends(tokenizer: 
     assert one.stop is StopReason.MAX_TURNS and len(one.turns) == 2 and one.reward == 0.0
 
 
+def test_proxies_that_are_left_out_stay_so(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "internal.corp")
+    one = played(tokenizer, tmp_path, "sys.exit(os.environ['no_proxy'])")
+    assert "internal.corp,127.0.0.1,localhost" in one.error
+
+
 def test_messages_as_text_for_models_without_a_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     body = (
         "messages = [{'role': 'user', 'content': 'Question: x\\n'}]\n"
@@ -145,6 +160,16 @@ def test_bad_options_are_one_clear_error(tmp_path: Path) -> None:
         ProgramEnvironment("python agent.py", tasks, reward="a.py:b", reward_command="true")
     with pytest.raises(ConfigError):
         ProgramEnvironment(f"{tmp_path / 'nothing.py'}:agent", tasks)
+    for options, told in (
+        ({"agent": " "}, "environment.agent: expected a command, found nothing"),
+        ({"agent": "python -c 'x"}, "environment.agent: .*No closing quotation"),
+        ({"agent": "true", "reward_command": "python 'x"}, "environment.reward_command: .*No closing"),
+        ({"agent": "true", "port": 70_000}, "environment.port: expected 0 to 65535, found 70000"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ProgramEnvironment(train=tasks, **options)
+    with pytest.raises(DataError, match="line 1: 'agent': expected text, found None"):
+        ProgramEnvironment("true", rows(tmp_path / "null.jsonl", {"prompt": "x", "agent": None}))
     (tmp_path / "bad.jsonl").write_text("[1]\n")
     with pytest.raises(DataError, match="line 1: expected a JSON object"):
         ProgramEnvironment("python agent.py", tmp_path / "bad.jsonl")
