@@ -75,9 +75,12 @@ def _value(space: Any, value: Any) -> Any:
             raise ValueError("neither a number nor text")
         return value
     numbers = np.asarray(value)
-    if kind != "Box" and numbers.dtype.kind not in "iu":
+    if numbers.dtype.kind not in ("iuf" if kind == "Box" else "iu"):
         raise ValueError("not whole numbers")
-    return numbers.astype(space.dtype)
+    made = numbers.astype(space.dtype)
+    if made.dtype.kind in "iu" and not np.array_equal(made, numbers):
+        raise ValueError("not of the space's type")  # 257 would become 1
+    return made
 
 
 def _parts(space: Any) -> dict[Any, Any]:

@@ -70,10 +70,12 @@ class GymnasiumEnvironment(Environment):
     def reset(self, task: Task) -> Episode:
         """A game of its own per episode; its first observation ends the prompt."""
         game = self._gymnasium.make(self._id, **self._options)
-        observation, _ = game.reset(seed=task.answer)
-        return Episode(
-            beginning_with(task, self._text(observation)), scratch={"game": game, "invalid": 0}
-        )
+        try:
+            begun = beginning_with(task, self._text(game.reset(seed=task.answer)[0]))
+        except BaseException:
+            game.close()  # an episode that did not begin is not closed
+            raise
+        return Episode(begun, scratch={"game": game, "invalid": 0})
 
     def step(self, episode: Episode, response: str) -> Step:
         state = episode.scratch

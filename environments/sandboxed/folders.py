@@ -26,12 +26,13 @@ INSTALLS = re.compile(
 )
 CLOSED = ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "run", "sys", "box")
 TESTS, LOGS = "/tests", "/logs"
+ROOTS = ("/tmp", "/opt", "/srv", "/home", "/root", "/mnt", "/media", "/var")
 
 
 @dataclass
 class TaskFolder:
-    """What a folder asks for. files: (path in the folder, path in the sandbox). runs: (where, shell
-    script) of its RUN lines. agent_s, tests_s: limits."""
+    """What a folder asks for. layers: (where, shell script, files as (path in the folder, path in
+    the sandbox)) in the order of the Dockerfile. agent_s, tests_s: limits."""
 
     name: str
     path: Path
@@ -39,10 +40,13 @@ class TaskFolder:
     agent_s: float
     tests_s: float
     workdir: str = "/app"
-    files: list[tuple[Path, str]] = field(default_factory=list)
-    runs: list[tuple[str, str]] = field(default_factory=list)
+    layers: list[tuple[str, str, list[tuple[Path, str]]]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     tests_variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[tuple[Path, str]]:
+        return [file for _, _, files in self.layers for file in files]
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -134,33 +138,38 @@ def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
 
 def _lay_out(task: TaskFolder, installed: bool) -> None:
     """Reads environment/Dockerfile; without one, the folder's files are in the working folder."""
-    context = task.path / "environment"
-    file = context / "Dockerfile"
+    context = (task.path / "environment").resolve()
+    file = task.path / "environment" / "Dockerfile"
     if not file.exists():
-        task.files = files_below(context, task.workdir) if context.is_dir() else []
+        if context.is_dir():
+            task.layers = [(str(context), "true", files_below(context, task.workdir))]
         return
     stages, task.workdir = 0, "/"
     for number, kind, rest in _instructions(file.read_text(encoding="utf-8", errors="replace")):
         where = f"{file}:{number}"
         if kind == "FROM":
-            base = rest.split()[0].rpartition("/")[2].partition(":")[0].partition("@")[0]
+            words = [word for word in rest.split() if not word.startswith("--")]
+            if not words:
+                raise DataError(f"{where}: expected the image that FROM names, found {rest!r}.")
+            base = words[0].rpartition("/")[2].partition(":")[0].partition("@")[0]
             stages += 1
             if stages > 1 or base not in PLAIN:
                 raise _needs(where, f"an image ({rest})")
-        elif kind == "WORKDIR":
+        elif kind == "WORKDIR" and "$" not in rest:
             task.workdir = str(PurePosixPath(task.workdir, rest.strip('"')))
         elif kind == "ENV":
             task.variables |= _assignments(rest, where)
         elif kind in ("COPY", "ADD"):
-            task.files += _copied(rest, context, task.workdir, where)
+            task.layers.append((where, "true", _copied(rest, context, task, where)))
         elif kind == "RUN" and not INSTALLS.search(rest):
-            task.runs.append(
-                (where, f"mkdir -p {shlex.quote(task.workdir)}; {_entered(task)}{rest}")
-            )
+            rest = re.sub(r"^(--\S+\s+)+", "", rest)
+            script = shlex.join(_words(rest, where)) if rest.startswith("[") else rest
+            entered = f"mkdir -p {shlex.quote(task.workdir)}; {_entered(task)}"
+            task.layers.append((where, entered + script, []))
         elif kind == "RUN" and not installed:
             raise _needs(where, f"an image ({rest[:60]}); installed=true says that it is here")
         elif kind not in ("RUN", *SAYING_NOTHING):
-            raise _needs(where, f"an image ({kind})")
+            raise _needs(where, f"an image ({kind} {rest[:60]})")
 
 
 def _entered(task: TaskFolder) -> str:
@@ -172,7 +181,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
     """(line, instruction, the rest) of a Dockerfile."""
     said, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("#") or not (line.strip() or said):
+        if line.lstrip().startswith("#") or not line.strip():
             continue
         first = first if said else number
         said += line
@@ -184,38 +193,56 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         said = ""
 
 
-def _copied(rest: str, context: Path, workdir: str, where: str) -> list[tuple[Path, str]]:
+def _words(rest: str, where: str) -> list[str]:
+    """The words of an instruction, in either form. Raises DataError."""
     try:
-        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+        return [*map(str, json.loads(rest))] if rest.startswith("[") else shlex.split(rest)
     except ValueError as problem:
-        raise DataError(f"{where}: {problem}.") from None
+        raise DataError(f"{where}: {rest[:60]}: {problem}.") from None
+
+
+def _copied(rest: str, context: Path, task: TaskFolder, where: str) -> list[tuple[Path, str]]:
+    words = _words(rest, where)
     if any(word.startswith("--from") or "://" in word or "$" in word for word in words):
         raise _needs(where, f"an image ({rest})")
     *sources, target = [word for word in words if not word.startswith("--")]
-    into = target.endswith("/") or target == "." or len(sources) > 1
-    target = str(PurePosixPath(workdir, target))
+    into = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
+    target = str(PurePosixPath(task.workdir, target))
+    into = into or target in _there(task)
     found: list[tuple[Path, str]] = []
     for source in sources:
         paths = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/")))
         if not paths:
             raise DataError(f"{where}: {source}: expected a file below {context}, found none.")
-        for path in paths:
+        for path in (path.resolve() for path in paths):
+            if not path.is_relative_to(context):
+                raise DataError(f"{where}: {source}: expected a file of the task, found {path}.")
             if path.is_dir():
                 found += files_below(path, target)
             else:
                 found.append((path, f"{target}/{path.name}" if into or len(paths) > 1 else target))
+    for _, name in found:
+        if PurePosixPath(name).parent == PurePosixPath("/"):
+            raise _needs(where, f"a file in / ({name})")
     return [
         (path, name) for path, name in found if path.name != "Dockerfile" or path.parent != context
     ]
 
 
+def _there(task: TaskFolder) -> set[str]:
+    """Folders that are known to exist where the next file is copied."""
+    below = [task.workdir, *(str(PurePosixPath(name).parent) for _, name in task.files)]
+    parents = {str(parent) for name in below for parent in PurePosixPath(name).parents}
+    return {*below, *parents, *ROOTS, TESTS, LOGS, "/app"}
+
+
 def _assignments(rest: str, where: str) -> dict[str, str]:
-    words = shlex.split(rest)
+    words = _words(rest, where)
+    if "$" in rest:
+        raise _needs(where, f"an image (ENV {rest})")
     if words and "=" not in words[0]:
         return {words[0]: rest.partition(" ")[2]}
     pairs = [word.partition("=") for word in words]
-    if any("$" in value for _, _, value in pairs):
-        raise _needs(where, f"an image (ENV {rest})")
     return {name: value for name, _, value in pairs}
 
 

@@ -14,7 +14,7 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.tool_calls import TextCall
-from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
+from rlflow_environments.sandbox import Confines, Limits, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, command
 from rlflow_environments.sandboxed.folders import (
     TESTS,
@@ -53,7 +53,7 @@ class HarborTasks(ToolEnvironment):
     shorthand = "folder"
     metrics = {
         **SHELL_METRICS,
-        "tests_killed": Metric("share", "of episodes whose tests a limit ended"),
+        "tests_killed": Metric("share", "of episodes whose tests a limit ended or found no place"),
         "out_of_time": Metric("share", "of episodes that used up the time of the task"),
     }
 
@@ -103,9 +103,10 @@ class HarborTasks(ToolEnvironment):
         async with self._box_tools.places.here():
             await box.open()
             try:
-                await _lay(box, f"mkdir -p {shlex.quote(folder.workdir)}", folder.files)
-                for where, script in folder.runs:
-                    _succeeded(await box.bash(script, folder.tests_s), where)
+                for where, script, files in folder.layers:
+                    await _lay(box, where, script, files, folder.tests_s)
+                made = f"mkdir -p {shlex.quote(folder.workdir)}"
+                await _lay(box, "its working folder", made, [])
             except BaseException:
                 await box.close()
                 raise
@@ -146,7 +147,10 @@ class HarborTasks(ToolEnvironment):
 
     async def _tested(self, box: Sandbox, folder: TaskFolder) -> tuple[dict[str, float], float]:
         """(rewards by name, 1 where a limit ended the tests)."""
-        await _lay(box, EMPTY, files_below(folder.path / "tests", TESTS))
+        try:
+            await _lay(box, "its tests", EMPTY, files_below(folder.path / "tests", TESTS))
+        except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox
+            return {"reward": 0.0}, 1.0
         variables = {**folder.variables, **folder.tests_variables, "PYTHONNOUSERSITE": "1"}
         script = _script(folder.workdir, variables) + (self._tests or f"bash {TESTS}/test.sh")
         result = await box.bash(f"{script}\n", folder.tests_s)
@@ -171,16 +175,19 @@ def _script(workdir: str, variables: dict[str, str]) -> str:
     return f"{exports}cd {shlex.quote(workdir)}\n"
 
 
-async def _lay(box: Sandbox, before: str, files: list[tuple[Path, str]]) -> None:
-    """Puts files into a sandbox. Raises HarborError."""
-    _succeeded(await box.bash(before), "the start")
-    if files:
-        _succeeded(await box.run(["tar", "-xf", "-", "-C", "/"], packed(files)), "its files")
-
-
-def _succeeded(result: ProgramResult, what: str) -> None:
+async def _lay(
+    box: Sandbox,
+    where: str,
+    before: str,
+    files: list[tuple[Path, str]],
+    limit_s: float | None = None,
+) -> None:
+    """Runs a script in a sandbox and puts files there. Raises HarborError."""
+    result = await box.bash(before, limit_s)
+    if result.succeeded and files:
+        result = await box.run(["tar", "-xf", "-", "-C", "/"], packed(files))
     if not result.succeeded:
-        raise HarborError(f"{what}: {result.told(500)}")
+        raise HarborError(f"{where}: {result.told(500)}")
 
 
 def _rewards(text: str, where: str) -> dict[str, float]:

@@ -77,7 +77,10 @@ class ShellTasks(ToolEnvironment):
             box = Sandbox(self._confines)
             await box.open()
             if files := task.metadata.get("files"):
-                await box.run(["true"], files=files)
+                result = await box.run(["true"], files=files)
+                if not result.succeeded:
+                    await box.close()
+                    raise DataError(f"task '{task.id}': its files: {result.told(200)}")
         return Episode(task, scratch={"box": box, "limits_reached": 0.0, "program_s": 0.0})
 
     async def call(self, episode: Episode, call: TextCall) -> str:

@@ -218,7 +218,10 @@ def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Pa
     assert sum(len(one.turns) for one in found) == 192
 
 
-ASKS = "async def agent(task, client):\n    await client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'x'}])\n"
+ASKS = """
+async def agent(task, client):
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+"""
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ ASKS = "async def agent(task, client):\n    await client.chat.completions.create
         ("import numpy\n    return numpy.bool_(True)", 1.0, ""),
         ("return 1e19", 0.0, r"expected a number to 1e\+18"),
         ("return 10**400", 0.0, r"expected a number to 1e\+18"),
-        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:4 in agent"),
+        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:5 in agent"),
     ],
 )
 def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -239,13 +242,13 @@ def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Token
 
 
 def test_an_agent_that_hangs_after_a_limit_is_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    made = environment(tmp_path, f"{ASKS}    try:\n        await agent(task, client)\n    finally:\n        await asyncio.sleep(9)\n",
-                       timeout_s=0.3)  # fmt: skip
+    hangs = "    try:\n        await agent(task, client)\n    finally:\n        await asyncio.sleep(9)\n"
+    made = environment(tmp_path, ASKS + hangs, timeout_s=0.3)
     (one,), _ = play(made, tokenizer, lambda text, number: "yes", max_turns=1)
     assert (one.stop, one.reward) == (StopReason.MAX_TURNS, 0.0), one.error
 
 
-@pytest.mark.parametrize("judge", ["def reward(task, played):\n    ended.wait()", "async def reward(task, played):\n    await asyncio.sleep(9)"])
+@pytest.mark.parametrize("judge", ["def reward(*_):\n    ended.wait()", "async def reward(*_):\n    await asyncio.sleep(9)"])
 def test_a_reward_that_hangs_aborts_its_episode_alone(judge: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(f"import asyncio, threading\nended = threading.Event()\n{judge}\n")
     made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward", timeout_s=0.2)

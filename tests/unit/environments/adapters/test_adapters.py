@@ -19,6 +19,7 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.types import Episode, Step
+from rlflow_environments.adapters.actions import action_of
 from rlflow_environments.adapters.verifiers import _own_signal_handlers
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config
@@ -196,6 +197,26 @@ def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, 
     keeps_the_contract(environment)
 
 
+def test_numbers_beyond_a_spaces_type_do_not_wrap() -> None:
+    spaces = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium").spaces
+    pixels = spaces.Box(0, 255, (2,), "uint8")
+    for space, said in ((spaces.MultiBinary(2), "[256, 257]"), (spaces.MultiDiscrete([3, 3], "int8"), "[257, 2]"),
+                        (pixels, "[256, 3]"), (pixels, "[3.9, 3]"), (pixels, '["1", 3]')):  # fmt: skip
+        with pytest.raises(ValueError, match="not"):
+            action_of(space, said)
+    assert pixels.contains(action_of(pixels, "[255, 3.0]"))
+
+
+def test_a_game_whose_reset_fails_is_closed(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = made(echo, options={"kind": "Dict"}, tasks_per_split=2)
+    closed: list[int] = []
+    monkeypatch.setattr("gymnasium.Wrapper.reset", lambda self, **options: 1 / 0)
+    monkeypatch.setattr("gymnasium.Wrapper.close", lambda self: closed.append(1))
+    with pytest.raises(ZeroDivisionError):
+        environment.reset(environment.tasks("train")[0])
+    assert closed
+
+
 def test_a_reader_makes_the_actions_of_any_space(echo: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has actions of Sequence\(Discrete\(2\), stack=False\).*environment\.reader"):
         made(echo, options={"kind": "Sequence"})
@@ -227,6 +248,47 @@ def test_problems_of_reasoning_gym_keep_the_contract_are_scored_by_its_rule_and_
     with pytest.raises(ConfigError, match="Did you mean 'basic_arithmetic'"):
         made("reasoning_gym:basic_arithmetics")
     assert one_step(tmp_path, "{name: 'reasoning_gym:basic_arithmetic', tasks_per_split: 6}") == 4.0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer", "score"),
+    [
+        ("binary_matrix", "__import__('os').system('touch {}')", 0.0),
+        ("n_queens", "exit()", 0.0),
+        ("spiral_matrix", "[0]*9**9", 0.0),
+        ("string_insertion", "open('{}', 'w')", 0.0),
+        ("countdown", "9**9**7", 0.0),
+        ("puzzle24", "99999999!", 0.0),
+        ("polynomial_multiplication", "x.__class__", 0.0),
+        ("simple_integration", "((((9**99)**99)**99)**99)**99", 0.0),
+        ("intermediate_integration", "9**9**9 + C", 0.0),
+        ("simple_integration", "9" * 1_900 + "!", 0.0),
+        ("countdown", "1 + 1", 0.05),  # the data set's own for a sum of other numbers
+        ("countdown", "(" * 1_999, 0.01),
+        ("spiral_matrix", "-" * 2_000, 0.0),
+        ("prime_factorization", "I do not know", 0.0),
+        ("coin_flip", "1e999", 0.0),
+        ("game_of_life", "{}", 0.0),
+    ],
+)
+def test_an_answer_is_neither_run_as_code_nor_an_error(dataset: str, answer: str, score: float, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
+    environment = made(f"reasoning_gym:{dataset}", tasks_per_split=1)
+    episode = Episode(environment.tasks("train")[0])
+    assert environment.step(episode, answer.replace("{}", str(tmp_path / "made"))).reward == score
+    assert not (tmp_path / "made").exists()
+
+
+def test_lists_that_a_rule_reads_and_options_that_it_refuses() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
+    environment = made("reasoning_gym:binary_matrix", tasks_per_split=1)
+    task = environment.tasks("train")[0]
+    listed = [[int(number) for number in line.split()] for line in task.answer.splitlines()]
+    assert environment.step(Episode(task), str(listed)).reward == 0.1
+    for options, told in (({"seed": 1}, "'seed' is environment.seed"), ({"p": 1}, "cannot make .* TypeError"),
+                          ({"min_n": -5}, "cannot make .* AssertionError")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"environment.options: .*{told}"):
+            made("reasoning_gym:binary_matrix", options=options)
 
 
 # --------------------------------------------------------------------------------------------------------------- openenv

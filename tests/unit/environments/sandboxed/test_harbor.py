@@ -101,6 +101,25 @@ def test_what_a_policy_leaves_in_the_way_of_the_tests_is_gone(tmp_path: Path) ->
 
 
 @needs_bubblewrap
+def test_a_policy_that_keeps_the_tests_out_gets_no_reward(tmp_path: Path) -> None:
+    environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path)}")
+    step = played(environment, called("bash", command="rm -f /box/script.sh; mkdir -p /box/script.sh/x"), "done")[-1]
+    assert (step.reward, step.terminated, step.metrics["tests_killed"]) == (0.0, True, 1.0)
+
+
+@needs_bubblewrap
+def test_a_dockerfile_is_followed_in_its_order(tmp_path: Path) -> None:
+    lines = (
+        "FROM --platform=linux/amd64 ubuntu:24.04 AS base", "WORKDIR /app", "RUN touch old && \\", "", "  rm -f /app/log.txt",
+        "COPY log.txt /app", "COPY helper.sh /app/.", "COPY log.txt /opt/new/", "COPY log.txt /opt/new", 'RUN ["touch", "a b"]',
+        "RUN --mount=type=cache,target=/x mv log.txt x.txt", "COPY log.txt other.txt",
+    )  # fmt: skip
+    environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path, **{'environment/Dockerfile': chr(10).join(lines)})}")
+    (step,) = played(environment, called("bash", command="ls /app /opt/new"))
+    assert step.observation[0]["content"] == "/app:\na b\nhelper.sh\nold\nother.txt\nx.txt\n\n/opt/new:\nlog.txt\n"
+
+
+@needs_bubblewrap
 def test_rewards_are_read_as_harbor_reads_them(tmp_path: Path) -> None:
     def reward(name: str, script: str) -> Step:
         made = folder(tmp_path, name, **{"tests/test.sh": f"{script}\n"})
@@ -160,6 +179,12 @@ def test_folders_keep_the_contract_and_many_play_at_once(tmp_path: Path) -> None
         ("environment/Dockerfile", "FROM ubuntu\n\nRUN true \\\n && apt-get update\n", "Dockerfile:3: .*installed=true"),
         ("environment/Dockerfile", "FROM ubuntu\nCOPY --from=x /a /b\n", "Dockerfile:2: "),
         ("environment/Dockerfile", "FROM ubuntu\nCOPY log.txt /etc/log.txt\n", r"needs an image \(/etc/log.txt\)"),
+        ("environment/Dockerfile", "FROM ubuntu\nCOPY ../../key.txt /app/\n", "Dockerfile:2: .*expected a file of the task"),
+        ("environment/Dockerfile", "FROM ubuntu\nCOPY log.txt /log.txt\n", r"Dockerfile:2: .*a file in / \(/log.txt\)"),
+        ("environment/Dockerfile", "FROM ubuntu\nENV PATH /opt/x:$PATH\n", "Dockerfile:2: .*ENV PATH"),
+        ("environment/Dockerfile", "FROM ubuntu\nENV A='x\n", "Dockerfile:2: .*No closing quotation"),
+        ("environment/Dockerfile", "FROM ubuntu\nWORKDIR $HOME/app\n", "Dockerfile:2: .*WORKDIR"),
+        ("environment/Dockerfile", "FROM\n", "Dockerfile:1: expected the image"),
         ("environment/docker-compose.yaml", "services: {}\n", "docker-compose.yaml: the task needs services"),
         ("task.toml", "[environment]\ndocker_image = 'a/b:1'\n", r"task.toml: the task needs an image \(docker_image\)"),
         ("task.toml", "[[steps]]\nname = 'one'\n", "several steps"),
@@ -170,6 +195,7 @@ def test_folders_keep_the_contract_and_many_play_at_once(tmp_path: Path) -> None
     ],
 )
 def test_what_needs_an_image_is_refused_with_the_file(tmp_path: Path, file: str, text: str, told: str) -> None:
+    (tmp_path / "key.txt").write_text("secret")
     made = folder(tmp_path, **{file: text})
     with pytest.raises(DataError, match=told) as caught:
         read_folders(str(made), installed=False, own_tests=True)
@@ -182,6 +208,10 @@ def test_what_is_no_task_or_leads_out_of_it_is_refused(tmp_path: Path) -> None:
     made = folder(tmp_path)
     (made / "environment" / "data" / "secret").symlink_to("/etc/passwd")
     with pytest.raises(DataError, match="found a link out of it"):
+        read_folders(str(made), False, True)
+    (made / "environment" / "Dockerfile").write_text("FROM ubuntu\nCOPY linked /app/\n")
+    (made / "environment" / "linked").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="Dockerfile:2: linked: expected a file of the task"):
         read_folders(str(made), False, True)
     old = tmp_path / "old"
     old.mkdir()
@@ -206,6 +236,9 @@ def test_rows_of_tasks_for_a_shell_are_checked_by_their_script(tmp_path: Path) -
     assert wrong[-1].metrics["tool_errors"] == 3.0
     with pytest.raises(ConfigError, match="Did you mean 'bash'"):
         ENVIRONMENT.build({"name": "bash", "data": str(data), "tools": ["bsh"]})
+    data.write_text('{"prompt": "x", "files": {"/app/a.txt": "hi"}, "check": "true"}\n')
+    with pytest.raises(DataError, match="task '.*': its files: "):
+        played(ENVIRONMENT.build(f"bash:{data}"), "done")
     data.write_text('{"prompt": "x"}\n')
     with pytest.raises(DataError, match="line 1: 'check': expected a value, found nothing"):
         ENVIRONMENT.build(f"bash:{data}")
