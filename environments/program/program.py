@@ -77,7 +77,7 @@ class ProgramEnvironment(AgentEnvironment):
                 "train=ROWS.jsonl or val=ROWS.jsonl of tasks."
             )
         self._tasks = {split: self._made(split, own) for split, own in rows.items()}
-        agents = {row.get("agent", agent) for own in rows.values() for row in own}
+        agents = {row.get("agent", agent or "") for own in rows.values() for row in own}
         self._functions = {
             name: _function(name) for name in agents if _is_code(name, "environment.agent")
         }
