@@ -80,7 +80,8 @@ class ShellTasks(ToolEnvironment):
                 result = await box.run(["true"], files=files)
                 if not result.succeeded:
                     await box.close()
-                    raise DataError(f"task '{task.id}': its files: {result.told(200)}")
+                    told = " ".join(result.told(200).split())
+                    raise DataError(f"task '{task.id}': its files: {told}")
         return Episode(task, scratch={"box": box, "limits_reached": 0.0, "program_s": 0.0})
 
     async def call(self, episode: Episode, call: TextCall) -> str:

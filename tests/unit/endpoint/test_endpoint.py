@@ -219,20 +219,27 @@ def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Pa
 
 
 ASKS = """
+BEGUN = []
 async def agent(task, client):
     await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
 """
+CLOSES = """BEGUN.append(1)
+    for _ in BEGUN[1:]:
+        await asyncio.sleep(0.05)
+        await client.models.list()
+    await client.close()
+    return 1"""
 
 
 @pytest.mark.parametrize(
     ("rest", "reward", "told"),
     [
-        ("await client.close()\n    return 1", 1.0, ""),  # its own, not that of the other episodes
+        (CLOSES, 1.0, ""),  # its own client, not that of the other episodes, which ask on
         ("import numpy\n    return numpy.float32(0.5)", 0.5, ""),
         ("import numpy\n    return numpy.bool_(True)", 1.0, ""),
         ("return 1e19", 0.0, r"expected a number to 1e\+18"),
         ("return 10**400", 0.0, r"expected a number to 1e\+18"),
-        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:5 in agent"),
+        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:6 in agent"),
     ],
 )
 def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -248,12 +255,13 @@ def test_an_agent_that_hangs_after_a_limit_is_truncated(tokenizer: Tokenizer, tm
     assert (one.stop, one.reward) == (StopReason.MAX_TURNS, 0.0), one.error
 
 
-@pytest.mark.parametrize("judge", ["def reward(*_):\n    ended.wait()", "async def reward(*_):\n    await asyncio.sleep(9)"])
-def test_a_reward_that_hangs_aborts_its_episode_alone(judge: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "judge.py").write_text(f"import asyncio, threading\nended = threading.Event()\n{judge}\n")
-    made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward", timeout_s=0.2)
+def test_a_reward_that_hangs_aborts_its_episode_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    hangs = "import threading\n\ndef reward(task, played):\n    threading.Event().wait()\n"
+    (tmp_path / "judge.py").write_text(hangs)
+    made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward", timeout_s=1.0)
     found, _ = play(made, tokenizer, lambda text, number: "yes", episodes=40)
-    assert all("environment.reward did not end within 0.2 s (environment.timeout_s)" in one.error for one in found)
+    told = "environment.reward did not end within 1 s (environment.timeout_s)"
+    assert all(told in one.error for one in found), {one.error for one in found}
 
 
 def test_a_reward_may_be_awaited(tokenizer: Tokenizer, tmp_path: Path) -> None:
