@@ -146,8 +146,9 @@ class ProgramEnvironment(AgentEnvironment):
         if number is None or not abs(number) <= MAX_REWARD:
             raise ProgramError(
                 f"the episode has no reward: expected a number to {MAX_REWARD:g} from "
-                "environment.reward or reward_command, or one that the agent posts to $OPENAI_BASE_URL/reward or "
-                f"returns; found {found!r:.60}; the agent's output: {agent.last_lines()}"
+                "environment.reward or reward_command, or one that the agent posts to "
+                f"$OPENAI_BASE_URL/reward or returns; found {found!r:.60}; the agent's output: "
+                f"{agent.last_lines()}"
             )
         return number
 

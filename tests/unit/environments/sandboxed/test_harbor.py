@@ -237,7 +237,7 @@ def test_rows_of_tasks_for_a_shell_are_checked_by_their_script(tmp_path: Path) -
     with pytest.raises(ConfigError, match="Did you mean 'bash'"):
         ENVIRONMENT.build({"name": "bash", "data": str(data), "tools": ["bsh"]})
     data.write_text('{"prompt": "x", "files": {"/app/a.txt": "hi"}, "check": "true"}\n')
-    with pytest.raises(DataError, match="task '.*': its files: "):
+    with pytest.raises(DataError, match=r"task '.*': its files: "):
         played(ENVIRONMENT.build(f"bash:{data}"), "done")
     data.write_text('{"prompt": "x"}\n')
     with pytest.raises(DataError, match="line 1: 'check': expected a value, found nothing"):
