@@ -276,7 +276,7 @@ class MegatronTrainer(Trainer):
 
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
-            state = checkpoint.load(Path(path), self._state(0))
+            state = checkpoint.load(Path(path), self._state(0), self._offload_snapshots)
         self._biases |= state.biases
         moved = dict(trained_parameters(self._chunks, self._biases))  # that a snapshot may lack
         snapshots = {
