@@ -169,7 +169,7 @@ class RayTrainer(Trainer):
         self._call("begin_save", str(Path(path).absolute()), step)
 
     def finish_save(self, wait: bool = True) -> bool:
-        """See `Trainer.finish_save`. Ranks are asked until they have written: a call that waited for
+        """See `Trainer.finish_save`. Ranks are asked until they have written: a call that waits for
         a slow disk would be taken for one that hangs."""
         told_at = time.monotonic()
         while not (done := self._call("finish_save", False)) and wait:

@@ -27,8 +27,9 @@ class RayWorkers:
 
     make: the class that lives in them, called with (name, threads, the driver's choice of matrix
     products). gpus: of a worker, whole ones; with a placement, on whose GPUs workers are beside the
-    ranks, and all up first: the share of each. each: GPUs of a worker. cpus: that a Ray started here is to have.
-    store_bytes: that its object store should hold. Limits, read: see `WorkerPool`."""
+    ranks, and all up first: the share of each. each: GPUs of a worker. cpus: that a Ray started
+    here is to have. store_bytes: that its object store should hold. Limits, read: see
+    `WorkerPool`."""
 
     def __init__(
         self,
@@ -92,8 +93,8 @@ def await_all(pool: WorkerPool) -> None:
         pool.check()
         if time.monotonic() > until:
             raise RolloutError(
-                "cluster.rollout_workers: those beside ranks must all be up before the trainer takes "
-                f"memory, not up after {limit_s:g} s: {', '.join(down)}; the log says why."
+                "cluster.rollout_workers: those beside ranks must all be up before the trainer "
+                f"takes memory, not up after {limit_s:g} s: {', '.join(down)}; the log says why."
             )
         time.sleep(0.02)
 

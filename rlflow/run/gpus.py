@@ -98,8 +98,8 @@ def check_gpus(config: RunConfig) -> None:
         )
     if section.rollout_workers and section.gpus_per_rank and not section.ranks:
         raise ConfigError(
-            "cluster.ranks: found 0 with rollout workers on GPUs: Ray does not know of the GPU of a "
-            "trainer in this process and gives it to a worker. Set cluster.ranks=1."
+            "cluster.ranks: found 0 with rollout workers on GPUs: Ray does not know of the GPU of "
+            "a trainer in this process and gives it to a worker. Set cluster.ranks=1."
         )
     if section.ranks and 0 < section.gpus_per_rank < 1:
         if not section.rollout_workers and section.ranks > 1:
