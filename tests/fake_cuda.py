@@ -452,6 +452,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "default_generators", (torch.default_generator,)
     yield torch.cuda.nvtx, "range_push", lambda *_: None
     yield torch.cuda.nvtx, "range_pop", lambda *_: None
+    yield torch.Tensor, "record_stream", lambda *_: None
     yield torch.version, "cuda", "13.0"
     for name in ("getDevice", "setDevice", "exchangeDevice", "maybeExchangeDevice"):
         yield torch._C, f"_cuda_{name}", lambda *_: 0

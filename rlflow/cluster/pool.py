@@ -14,14 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlflow.cluster.actors import ActorDied
-from rlflow.cluster.slots import (
-    EpisodeJob,
-    Handle,
-    PoolLimits,
-    WorkerSlot,
-    chosen,
-    weight_reads,
-)
+from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerSlot, chosen, weight_reads
 from rlflow.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -86,6 +79,11 @@ class WorkerPool:
                 if slot.facts is not None:
                     return slot.facts
             time.sleep(0.02)
+
+    @property
+    def down(self) -> list[str]:
+        """Names of workers that are not up."""
+        return [slot.name for slot in self._slots if slot.facts is None]
 
     def update(self, update: Update, probe: WeightProbe | None = None) -> None:
         """Every worker takes over these weights, as soon as it can, and gets no new attempt before

@@ -42,6 +42,7 @@ OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank 
 START_S = 120.0  # at least, for the processes to start and import: a machine may be busy
 LOOK_EVERY_S = 5.0  # at what the ranks do, while a call runs
 LOOK_TIMEOUT_S = 2.0
+SAVE_POLL_S = 0.1
 COLLECTIVE_LIMITS = 2
 """A collective may wait for so many times as long as ranks may stand still: it ends ranks whose
 driver does not look at them any more."""
@@ -168,7 +169,15 @@ class RayTrainer(Trainer):
         self._call("begin_save", str(Path(path).absolute()), step)
 
     def finish_save(self, wait: bool = True) -> bool:
-        return self._call("finish_save", wait)
+        """See `Trainer.finish_save`. Ranks are asked until they have written: a call that waits for
+        a slow disk would be taken for one that hangs."""
+        told_at = time.monotonic()
+        while not (done := self._call("finish_save", False)) and wait:
+            if time.monotonic() - told_at > self._stall_timeout_s:
+                logger.warning("the checkpoint is still being written")
+                told_at = time.monotonic()
+            time.sleep(SAVE_POLL_S)
+        return done
 
     def load(self, path: str | Path) -> int:
         return self._call("load", str(Path(path).absolute()))

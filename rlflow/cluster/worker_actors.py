@@ -3,6 +3,7 @@ machines that join while the run goes on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ from rlflow.cluster.placement import Placement, prepare_process
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.session import RaySession, connect
 from rlflow.cluster.slots import Handle, PoolLimits
+from rlflow.errors import RolloutError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.types import Trajectory
 
@@ -25,8 +27,9 @@ class RayWorkers:
 
     make: the class that lives in them, called with (name, threads, the driver's choice of matrix
     products). gpus: of a worker, whole ones; with a placement, on whose GPUs workers are beside the
-    ranks: the share of each. each: GPUs of a worker. cpus: that a Ray started here is to have.
-    store_bytes: that its object store should hold. Limits, read: see `WorkerPool`."""
+    ranks, and all up first: the share of each. each: GPUs of a worker. cpus: that a Ray started
+    here is to have. store_bytes: that its object store should hold. Limits, read: see
+    `WorkerPool`."""
 
     def __init__(
         self,
@@ -51,6 +54,8 @@ class RayWorkers:
         try:
             check_room(store_bytes)
             self.pool = WorkerPool(self._launch, count, read, limits)
+            if placement is not None:
+                await_all(self.pool)  # vLLM measures its GPU while it starts: ranks take none yet
         except BaseException:
             self.close()
             raise
@@ -77,6 +82,21 @@ class RayWorkers:
             options = self._placement.options(first, self._threads, self._gpus)
         arguments = (seen, self._local, self._make, name, self._threads, self._products)
         return RayWorker(start_actor(WorkerActor, options, [LOOK, REPORT], *arguments))
+
+
+def await_all(pool: WorkerPool) -> None:
+    """Returns once all workers are up. Raises RLFlowError where one is not within the limits of a
+    start."""
+    limit_s = pool.limits.place_s + pool.limits.start_s
+    until = time.monotonic() + limit_s
+    while down := pool.down:
+        pool.check()
+        if time.monotonic() > until:
+            raise RolloutError(
+                "cluster.rollout_workers: those beside ranks must all be up before the trainer "
+                f"takes memory, not up after {limit_s:g} s: {', '.join(down)}; the log says why."
+            )
+        time.sleep(0.02)
 
 
 class WorkerActor:

@@ -11,9 +11,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 from rlflow.commands.arguments import Commands, add_command, add_overrides, option
 from rlflow.errors import as_called, imports_triton, install_command
@@ -177,9 +179,19 @@ def job_row(
     job: Job, installed: dict[str, str | None], gpu: bool
 ) -> tuple[str, str, str, str]:
     packages = [need.replace("|", " or ") for need in missing_packages(job, installed)]
-    missing = ["an NVIDIA GPU", *packages] if job.gpu and not gpu else packages
+    missing = packages
+    if job.gpu:
+        missing = [*packages, *missing_for_kernels()] if gpu else ["an NVIDIA GPU", *packages]
     ready = "no" if missing else "yes"
     return (job.name, ready, ", ".join(missing), job.install if packages else "")
+
+
+def missing_for_kernels() -> list[str]:
+    """What torch.compile's Triton lacks to build a kernel's launcher."""
+    compilers = map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    found = {"a C compiler (gcc)": any(compilers), "Python.h (python3-dev)": header.is_file()}
+    return [name for name, there in found.items() if not there]
 
 
 def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:

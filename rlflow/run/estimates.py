@@ -76,6 +76,10 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
         kept = {name: size for name, size in engine.items() if name not in given_back}
         released = ("gradients",) if config.trainer.release_gradients else ()
         between = {name: size for name, size in held.items() if name not in released}
+        if engine and shrinks(config):
+            built = {**libraries, **rank_parts(config, model, stage, building=True)}
+            kept_awake = {name: size for name, size in engine.items() if name != "sampling"}
+            found.append(PhaseMemory(process, "build", {**built, **kept_awake}))
         if engine:
             found.append(PhaseMemory(process, "rollout", {**between, **engine}))
         found.append(
@@ -87,8 +91,16 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
 # ---------------------------------------------------------------- what lies there all the time
 
 
-def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
-    """Weights, gradients, optimizer of a rank, a critic's included; snapshots and the teacher."""
+def shrinks(config: RunConfig) -> bool:
+    """Whether a rank gives memory back once it is built."""
+    return config.trainer.release_gradients or config.trainer.adamw.offload
+
+
+def rank_parts(
+    config: RunConfig, model: Architecture, stage: int, building: bool = False
+) -> dict[str, int]:
+    """Weights, gradients, optimizer of a rank, a critic's included; snapshots and the teacher.
+    building: before those two are there, and before Adam's float32 weights go to the host."""
     trainer, layout = config.trainer, config.trainer.layout
     width = DTYPE_BYTES[config.model.dtype]
     parameters = stage_parameters(model, layout)[stage]
@@ -104,7 +116,7 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
     copies = ranks * layout.tensor_parallel // layout.expert_parallel
     expert_shards = copies if trainer.distributed_optimizer else 1
     main = MAIN_BYTES if width < MAIN_BYTES else 0
-    held = 0 if trainer.adamw.offload else main + MOMENT_BYTES
+    held = main * building if trainer.adamw.offload else main + MOMENT_BYTES
     parts = {
         "weights": (trained + (parameters if adapters else 0)) * width,
         "gradients": trained * GRADIENT_BYTES,
@@ -113,7 +125,7 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
     copied = adapters or parameters  # a reference beside adapters is the model without them
     frozen = (
         0
-        if trainer.offload_snapshots
+        if trainer.offload_snapshots or building
         else snapshots(config) * copied + teacher_parameters(config, stage)
     )
     return {**parts, **({"reference, teacher": frozen * width} if frozen else {})}
@@ -299,9 +311,12 @@ def _engine_place(config: RunConfig) -> str:
 
 
 def sleeps(config: RunConfig) -> bool:
-    """Whether the engine gives memory back while the trainer works."""
+    """Whether the engine gives memory back while the trainer works. Those of rollout workers go
+    on."""
+    if config.cluster.rollout_workers or config.asynchrony.overlap:
+        return False
     asked = config.rollout.engine.get("sleep")
-    return (on_gpus(config) if asked is None else bool(asked)) and not config.asynchrony.overlap
+    return on_gpus(config) if asked is None else bool(asked)
 
 
 def on_gpus(config: RunConfig) -> bool:

@@ -31,6 +31,7 @@ from rlflow.run.estimates import (
     is_vllm,
     on_gpus,
     rank_parts,
+    shrinks,
     sleeps,
     update_parts,
 )
@@ -80,9 +81,7 @@ def gpu_demand(config: RunConfig) -> GpuDemand:
     count = section.rollout_workers or int(options.get("engines", 1))
     beside = is_embedded(config) and section.address is None  # on the first GPU that it sees
     known = section.rollout_workers or is_vllm(config) or beside
-    shared = not section.rollout_workers or (
-        0 < section.gpus_per_rank < 1 and section.ranks > 0
-    )
+    shared = not section.rollout_workers or 0 < section.gpus_per_rank < 1
     each = int(options.get("tensor_parallel") or 1)
     engines, in_workers = count if known else 0, section.rollout_workers > 0
     return GpuDemand(section.ranks or 1, engines, each, shared, in_workers)
@@ -97,6 +96,11 @@ def check_gpus(config: RunConfig) -> None:
             f"{asked}, expected at most 1: a rank uses one GPU, and a rollout worker as many as "
             "rollout.engine.tensor_parallel says by itself."
         )
+    if section.rollout_workers and section.gpus_per_rank and not section.ranks:
+        raise ConfigError(
+            "cluster.ranks: found 0 with rollout workers on GPUs: Ray does not know of the GPU of "
+            "a trainer in this process and gives it to a worker. Set cluster.ranks=1."
+        )
     if section.ranks and 0 < section.gpus_per_rank < 1:
         if not section.rollout_workers and section.ranks > 1:
             raise ConfigError(
@@ -108,16 +112,8 @@ def check_gpus(config: RunConfig) -> None:
                 f"{asked}: a rank and a rollout worker of such a share each do not fit on one GPU. "
                 "Set at most 0.5, or 1 for GPUs of their own."
             )
-    if section.address is None and section.gpus_per_rank:
-        demand, here = gpu_demand(config), visible_gpus()
-        if section.ranks:
-            demand.plan(here)
-        elif section.rollout_workers * demand.each * section.gpus_per_rank > len(here):
-            raise ConfigError(
-                f"cluster.rollout_workers: {section.rollout_workers} of {demand.each} x "
-                f"{section.gpus_per_rank:g} GPUs, this machine has {len(here)}: lower "
-                "rollout_workers, or set cluster.address to a running cluster."
-            )
+    if section.address is None and section.gpus_per_rank and section.ranks:
+        gpu_demand(config).plan(visible_gpus())
 
 
 def store_bytes(config: RunConfig) -> int:
@@ -207,7 +203,11 @@ def gpu_phases(
     released = "gradients" if config.trainer.release_gradients else ""
     between = {name: bytes_ for name, bytes_ in rank.items() if name != released}
     awake, asleep = vllm_parts(config, size) if engine else ({}, {})
-    found = {"rollout": {**between, **awake}}
+    found: dict[str, dict[str, int]] = {}
+    if stage is not None and engine and shrinks(config):
+        built = rank_parts(config, model, stage, building=True)
+        found["build"] = {"libraries": LIBRARIES, **built, **awake}
+    found["rollout"] = {**between, **awake}
     if stage is not None:
         beside = asleep if sleeps(config) else awake
         found["update"] = {**rank, **update_parts(config, model, stage), **beside}
@@ -321,12 +321,14 @@ def check_gpu_memory(config: RunConfig, model: Architecture) -> None:
 
 
 def _advice(parts: Mapping[str, int]) -> str:
+    share = "rollout.engine.arguments.gpu_memory_utilization"
     if "activations" in parts:
+        beside = f" or {share}" if "vLLM's share" in parts else ""
         return (
-            "lower trainer.tokens_per_microbatch, set trainer.recompute or distributed_optimizer, "
-            "or raise trainer.tensor_parallel."
+            f"lower trainer.tokens_per_microbatch{beside}, set trainer.recompute or "
+            "distributed_optimizer, or raise trainer.tensor_parallel."
         )
     return (
-        "lower rollout.engine.arguments.gpu_memory_utilization, set trainer.release_gradients or "
-        "distributed_optimizer, or give the engines GPUs of their own."
+        f"lower {share}, set trainer.release_gradients or distributed_optimizer, or give the "
+        "engines GPUs of their own."
     )

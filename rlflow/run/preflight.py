@@ -138,6 +138,11 @@ def _check_workers(config: RunConfig) -> None:
             f"cluster.rollout_workers={section.rollout_workers * made} and "
             "rollout.engine.engines=1."
         )
+    if options.get("transfer") == "ipc":
+        raise ConfigError(
+            "rollout.engine.transfer: 'ipc' needs the engines in the run's process; take 'files', "
+            "or set cluster.rollout_workers=0."
+        )
     if "url" in options and (
         section.rollout_workers > 1 or not isinstance(options["url"], str)
     ):
@@ -159,9 +164,8 @@ def _check_vllm(config: RunConfig) -> None:
             config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
         )
         check_python(find_python(options.get("python")), triton=named)
-        check_engine_devices(
-            options, section.ranks, section.rollout_workers, section.gpus_per_rank
-        )
+        if not section.rollout_workers:  # theirs have GPUs that Ray gives them
+            check_engine_devices(options, section.ranks, section.gpus_per_rank)
 
 
 def _check_resume_step(config: RunConfig) -> None:

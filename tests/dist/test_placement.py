@@ -68,7 +68,8 @@ def seen_by_workers(count: int, each: int, share: float, placement: Placement | 
         threads=1, gpus=share, each=each, cpus=8, placement=placement,
     )  # fmt: skip
     try:
-        until(lambda: workers.pool.counts()["workers/up"] == count)
+        if placement is None:
+            until(lambda: workers.pool.counts()["workers/up"] == count)
         return {name for report in workers.pool.reports() for name in report}
     finally:
         workers.close()

@@ -34,14 +34,9 @@ def check_device_transfer(devices: Sequence[Sequence[Bundle]] = ()) -> None:
             )
 
 
-def check_rank_transfer(ranks: int, workers: int, gpus_per_rank: float, needed: int) -> None:
+def check_rank_transfer(ranks: int, gpus_per_rank: float, needed: int) -> None:
     """Raises ConfigError where trainer ranks cannot hand their memory to engines. needed: GPUs of
     all engines."""
-    if workers:
-        raise ConfigError(
-            "rollout.engine.transfer: 'ipc' needs the engines in the run's process; take 'files', "
-            "or set cluster.rollout_workers=0."
-        )
     if ranks and not gpus_per_rank:
         raise ConfigError(
             "rollout.engine.transfer: 'ipc' needs the trainer on GPUs; take 'files', or set "

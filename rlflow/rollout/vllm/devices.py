@@ -60,17 +60,15 @@ def check_memory(devices: Sequence[Sequence[Bundle]], utilization: float | None)
 
 
 def check_engine_devices(
-    options: Mapping[str, Any], ranks: int, workers: int, gpus_per_rank: float = 0.0
+    options: Mapping[str, Any], ranks: int, gpus_per_rank: float = 0.0
 ) -> None:
-    """Raises ConfigError where engines with these options cannot be: on the GPUs that there are, or
-    with the trainer in so many ranks. Workers have GPUs that Ray gives them."""
+    """Raises ConfigError where engines of this process with these options cannot be: on the GPUs
+    that there are, or with the trainer in so many ranks."""
     engines, each = options.get("engines", 1), options.get("tensor_parallel", 1)
     shared = options.get("transfer") == "ipc"
     if shared:
         check_device_transfer()
-        check_rank_transfer(ranks, workers, gpus_per_rank, engines * each)
-    if workers:
-        return
+        check_rank_transfer(ranks, gpus_per_rank, engines * each)
     devices = engine_devices(engines, each)
     if shared:
         check_device_transfer(devices)

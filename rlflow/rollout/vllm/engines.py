@@ -101,13 +101,13 @@ class VLLMOptions:
         tokenizer: Tokenizer | None,
         flags: Mapping[str, Any],
         gpus: Sequence[Bundle] | None,
-        number: int | None,
+        number: int,
         files: SharedFiles,
         experts: Experts | None = None,
         **options: Any,
     ) -> VLLMEngine:
         """An engine, whose server has yet to load its model. flags: beside those of the options.
-        number: of the engine, where there are several. experts: whose tokens it names. options: of
+        number: of the engine. experts: whose tokens it names. options: of
         VLLMEngine, which are no options of these."""
         ipc, at_once = self.transfer == "ipc", self.max_concurrency
         numbers = tuple(gpu.number for gpu in gpus or ())
@@ -117,7 +117,8 @@ class VLLMOptions:
             kv_gib=self.kv_gib,
             devices=None if gpus is None else [gpu.gpu for gpu in gpus],
             sleep=self.sleeps,
-            number=number,
+            # Workers of a machine each have engine 0
+            cache="-".join([str(number), *(gpu.gpu for gpu in gpus or ())]),
             variables={
                 # Handles of GPU memory come pickled, from here alone.
                 **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if ipc else {}),
@@ -188,9 +189,8 @@ def make_vllm_engines(
     def start(number: int) -> VLLMEngine:
         gpus = placed[number] if placed else None
         own = {**flags, "seed": own_seed(seed, number)}
-        several = number if engines > 1 else None
         options = {"max_tokens": max_tokens, "dtype": dtype}
-        return given.start(path, tokenizer, own, gpus, several, files, experts, **options)
+        return given.start(path, tokenizer, own, gpus, number, files, experts, **options)
 
     logger.info(
         "starting vLLM for %s, %d process(es); this takes half a minute or more", path, engines

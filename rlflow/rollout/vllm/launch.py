@@ -96,16 +96,16 @@ class Launch:
     """How an engine's server is started. python: vLLM's interpreter. options: flags of `vllm
     serve`, by their names with underscores. kv_gib: of keys and values on a CPU. devices: the GPUs
     it may see, as CUDA_VISIBLE_DEVICES names them; none: all that this process sees. sleep: it
-    gives its memory back, where the platform can. number: which of this process's engines, for a
-    cache of its own; none: the only one. variables: of the environment, beside those that every
-    server gets."""
+    gives its memory back, where the platform can. cache: of compiled code, by a name that no engine
+    beside it has; none: vLLM's. variables: of the environment, beside those that every server
+    gets."""
 
     python: str
     options: Mapping[str, Any]
     kv_gib: int = 1
     devices: Sequence[str] | None = None
     sleep: bool = False
-    number: int | None = None
+    cache: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def flags(self, socket: Path) -> dict[str, list[str]]:
@@ -139,10 +139,10 @@ class Launch:
             found["LD_PRELOAD"] = str(openmp)
         if self.devices is not None:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        if self.number is not None:
+        if self.cache is not None:
             # Engines that start together compile and write files of the same names.
             root = found.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
-            found["VLLM_CACHE_ROOT"] = f"{root}/rlflow-engine-{self.number}"
+            found["VLLM_CACHE_ROOT"] = f"{root}/rlflow-engine-{self.cache}"
         return found
 
     def start(self) -> Served:

@@ -91,9 +91,9 @@ def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave
     return PendingSave(path, writing.begin(path, _sharded(state), background), _manifest(state))
 
 
-def load(path: Path, state: TrainerState) -> TrainerState:
+def load(path: Path, state: TrainerState, on_host: bool = False) -> TrainerState:
     """Loads the checkpoint into the modules and optimizer of `state`; returns it with the loaded
-    snapshots and counts.
+    snapshots and counts. on_host: snapshots are read into host memory.
 
     Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is
     missing or holds another model."""
@@ -108,8 +108,9 @@ def load(path: Path, state: TrainerState) -> TrainerState:
         )
     biases = bool(manifest.get("router_biases"))
     parameters = dict(trained_parameters(state.modules, biases))
+    where = torch.device("cpu") if on_host else None
     snapshots = {
-        name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
+        name: {key: torch.empty_like(one.data, device=where) for key, one in parameters.items()}
         for name in manifest["snapshots"]
     }
     target = dataclasses.replace(

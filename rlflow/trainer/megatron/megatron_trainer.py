@@ -31,7 +31,7 @@ from rlflow.trainer.megatron import (
 from rlflow.trainer.megatron.balancing import Balancing
 from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import (
-    FP8_GRANULE,
+    FP8_GRANULES,
     PolicyModel,
     ValueModel,
     build_model,
@@ -80,7 +80,7 @@ class MegatronTrainer(Trainer):
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)
         weights = WeightFiles(path)
         check_fp8(given.fp8)
-        granule = FP8_GRANULE if given.fp8 != "none" else 1
+        granule = FP8_GRANULES[given.fp8]
         self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing, granule)
         self._offload_snapshots = given.offload_snapshots
         self._release_gradients = given.release_gradients
@@ -113,6 +113,8 @@ class MegatronTrainer(Trainer):
                 self._optimizer = optimizer.make_optimizer(
                     self._model, adamw, given.lr, given.max_gradient_norm
                 )
+                if self._release_gradients:
+                    offload.release_gradients(self._model)
         except BaseException:  # nobody could close a trainer that was never made
             self.close()
             raise
@@ -274,7 +276,7 @@ class MegatronTrainer(Trainer):
 
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
-            state = checkpoint.load(Path(path), self._state(0))
+            state = checkpoint.load(Path(path), self._state(0), self._offload_snapshots)
         self._biases |= state.biases
         moved = dict(trained_parameters(self._chunks, self._biases))  # that a snapshot may lack
         snapshots = {

@@ -35,8 +35,8 @@ from rlflow.trainer.megatron.world import World
 
 LAYERS = "RLFLOW_LAYERS"
 """Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is installed too."""
-FP8_GRANULE = 16
-"""Tokens that products in fp8 must come in (Transformer Engine's documentation)."""
+FP8_GRANULES = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""Tokens of a product come in multiples of these (megatron-core 0.19: get_fp8_align_size)."""
 WHOLE_LAYERS = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

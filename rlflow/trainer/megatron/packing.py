@@ -50,7 +50,7 @@ class Share:
     ranks: int = 1
     rank: int = 0
     slices: int = 1
-    granule: int = 1  # tokens that a forward pass must come in: 16 for products in fp8
+    granule: int = 1  # tokens that a forward pass must come in: 16 or 32 for products in fp8
 
     @classmethod
     def of(cls, world: World, granule: int = 1) -> Share:

@@ -87,7 +87,8 @@ def config(**cluster: object) -> RunConfig:
         ({"ranks": 2, "gpus_per_rank": 0.7, "rollout_workers": 2}, "found 0.7: a rank and a rollout worker"),
         ({"ranks": 5, "gpus_per_rank": 1}, "5 ranks and 1 engines of 1 on 4 GPUs"),
         ({"ranks": 2, "gpus_per_rank": 1, "rollout_workers": 3}, "2 ranks and 3 engines of 1 on 4 GPUs"),
-        ({"gpus_per_rank": 0.5, "rollout_workers": 9}, "9 of 1 x 0.5 GPUs, this machine has 4"),
+        ({"gpus_per_rank": 0.5, "rollout_workers": 2}, "cluster.ranks: found 0 .* Set cluster.ranks=1"),
+        ({"gpus_per_rank": 1, "rollout_workers": 2, "address": "a:1"}, "cluster.ranks: found 0 "),
     ],
 )
 def test_a_run_that_cannot_be_placed_is_one_error(
@@ -104,7 +105,7 @@ def test_a_run_that_cannot_be_placed_is_one_error(
         ({"ranks": 4, "gpus_per_rank": 1}, True, 4),
         ({"ranks": 4, "gpus_per_rank": 0.5, "rollout_workers": 4}, True, 4),
         ({"ranks": 2, "gpus_per_rank": 1, "rollout_workers": 2}, False, 4),
-        ({"gpus_per_rank": 0.5, "rollout_workers": 8}, False, 9),
+        ({"ranks": 1, "gpus_per_rank": 1, "rollout_workers": 3}, False, 4),
     ],
 )
 def test_a_fraction_puts_workers_beside_the_ranks(

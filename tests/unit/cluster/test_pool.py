@@ -16,6 +16,7 @@ import pytest
 from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import PoolLimits
+from rlflow.cluster.worker_actors import await_all
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
 from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion
@@ -129,6 +130,26 @@ class Workers:
 
 def pool_of(workers: Workers, count: int = 2, limits: PoolLimits = LIMITS) -> closing[WorkerPool]:
     return closing(WorkerPool(workers, count, trajectory, limits))
+
+
+def test_who_waits_for_all_workers_hears_which_are_not_up() -> None:
+    workers, limits = Workers(), replace(LIMITS, place_s=0.15, start_s=0.15)
+
+    def launch(name: str) -> Worker:
+        worker = workers(name)
+        if name == "1":
+            worker.stopped.set()
+            threading.Timer(late_s, worker.stopped.clear).start()
+        return worker
+
+    late_s = 0.1
+    with closing(WorkerPool(launch, 2, trajectory)) as pool:
+        await_all(pool)
+        assert pool.counts()["workers/up"] == 2
+    late_s = 1.0
+    with closing(WorkerPool(launch, 2, trajectory, limits)) as pool:
+        with pytest.raises(RolloutError, match=r"must all be up .* not up after 0.3 s: 1; the log"):
+            await_all(pool)
 
 
 def start(player: RemotePlayer, count: int, name: str = "a", of_a_group: int = 1) -> None:

@@ -386,7 +386,7 @@ def test_doctor_ends_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(job.name in out for job in all_jobs()) and metadata.version("torch") in out
 
 
-def test_doctor_names_what_is_missing_and_how_to_install_it() -> None:
+def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nothing: dict[str, str | None] = dict.fromkeys(TESTED)
     job = JOBS[0].__class__("job", ("no-such-package-a|no-such-package-b", "torch"), "pip install x")
     assert job_row(job, {**nothing, "torch": "1"}, gpu=False) == (
@@ -397,6 +397,12 @@ def test_doctor_names_what_is_missing_and_how_to_install_it() -> None:
     )
     gpu = JOBS[0].__class__("job", ("torch",), "pip install x", gpu=True)
     assert job_row(gpu, {"torch": "1"}, gpu=False) == ("job", "no", "an NVIDIA GPU", "")
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    lacking = "a C compiler (gcc), Python.h (python3-dev)"
+    assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "no", lacking, "")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("shutil.which", lambda name: name)
     assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "yes", "", "")
 
 

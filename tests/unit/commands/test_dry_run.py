@@ -286,6 +286,8 @@ def test_tables_fit_a_terminal_of_80_columns(
     ("{name: vllm_server, url: ['http://a:1', 'http://b:1']}", ["cluster.rollout_workers=1"], "every url is an engine"),
     ("{name: vllm, tensor_parallel: 4}", ["cluster={rollout_workers: 1, gpus_per_rank: 2, address: auto}"],
      "cluster.gpus_per_rank: found 2, expected at most 1"),
+    ("{name: vllm, transfer: ipc}", ["cluster={ranks: 2, rollout_workers: 2, gpus_per_rank: 0.5, address: auto}"],
+     "'ipc' needs the engines in the run's process"),
     ("{name: vllm}", ["cluster.rollout_workers=2"], None),
     ("{name: vllm, engines: 4}", [], None),
 ])  # fmt: skip

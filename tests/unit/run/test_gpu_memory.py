@@ -48,8 +48,10 @@ def test_a_rank_and_vllm_on_one_gpu_take_turns(qwen: Architecture) -> None:
     found = by_phase(gpu_memory(asked, qwen, GPU))
     held = {"libraries": 600 * 2**20, "weights": 2 * COUNT, "optimizer": 12 * COUNT // 4}
     name = "GPUs 0 to 3: rank + vLLM"
+    awake = {"vLLM's share": 40 * GIB, "vLLM's context": memory.VLLM_CONTEXT}
     assert found == {
-        (name, "rollout"): {**held, "vLLM's share": 40 * GIB, "vLLM's context": memory.VLLM_CONTEXT},
+        (name, "build"): {**held, "gradients": 4 * COUNT, **awake},
+        (name, "rollout"): {**held, **awake},
         (name, "update"): {**held, "gradients": 4 * COUNT, **update_parts(asked, qwen, 0),
                            "vLLM asleep": memory.VLLM_ASLEEP},
     }  # fmt: skip
@@ -75,6 +77,28 @@ def test_gradients_that_are_kept_and_a_vllm_that_does_not_sleep_are_there_all_th
     assert rollout["vLLM's share"] == update["vLLM's share"] == 40 * GIB
     ahead = config(*FOUR, "rollout.asynchronous={run_ahead: 1, overlap: true}")
     assert "vLLM's share" in by_phase(gpu_memory(ahead, qwen, GPU))[found_name(4), "update"]
+
+
+def test_adams_float32_weights_are_beside_vllm_before_they_go_to_the_host(qwen: Architecture) -> None:
+    asked = config(*FOUR, "trainer.optimizer={name: adamw, offload: true}")
+    found = by_phase(gpu_memory(asked, qwen, GPU))
+    assert found[found_name(4), "build"]["optimizer"] == 4 * COUNT
+    assert found[found_name(4), "rollout"]["optimizer"] == 0
+
+
+def test_engines_of_workers_on_the_ranks_gpus_stay_awake(qwen: Architecture) -> None:
+    """Nobody tells a worker to sleep: docs/clusters.md says with what the recipe fits."""
+    beside = ("rollout.engine.engines=1", "cluster.rollout_workers=4", "cluster.gpus_per_rank=0.5")
+    update = by_phase(gpu_memory(config(*FOUR, *beside), qwen, GPU))[found_name(4), "update"]
+    assert update["vLLM's share"] == 40 * GIB and "vLLM asleep" not in update
+    recipe = ROOT / "recipes" / "searchr1" / "config" / "qwen2.5_3b.yaml"
+    layout = ["cluster.rollout_workers=8", "rollout.engine.engines=1", "rollout.engine.transfer=files",
+              "cluster.gpus_per_rank=0.5"]  # fmt: skip
+    needed = [
+        max(one.total for one in gpu_memory(load_config(recipe, [*layout, *more]), architecture(QWEN_3B), GPU))
+        for more in ((), ("trainer.recompute=selective",))
+    ]
+    assert needed[0] > memory.ASSUMED_GPU > needed[1]
 
 
 def found_name(gpus: int) -> str:

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlflow.trainer.megatron import layers, offload
-from tests.fake_cuda import fake_cuda
+from rlflow.trainer.base import Trainer
+from rlflow.trainer.megatron import checkpoint, layers, offload
+from rlflow.trainer.megatron.cpu import adapted
+from rlflow.trainer.megatron.megatron_trainer import MegatronTrainer
+from tests.fake_cuda import fake_cuda, on_cuda
 from tests.fake_transformer_engine import PACKAGES
-from tests.unit.trainer.batches import make_batch, policy_gradient
+from tests.fixtures import tiny_model
+from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 from tests.unit.trainer.on_gpu import CASES, LAYERS, OFFLOADED, exercise, varlen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
@@ -67,6 +72,33 @@ def test_local_layers_compute_what_the_cpu_does(
     if name == "off the GPU":
         with fake_cuda() as gpu:
             assert found["trained"] == exercise(model, gpu, CASES[name])["trained"]
+
+
+def test_experts_compute_what_the_cpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model(tmp_path, "qwen3_moe", tokenizer=False, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+
+    def updated() -> dict[str, float]:
+        options = {"tokens_per_microbatch": 40, "packing": True, "dtype": "bfloat16"}
+        with closing(Trainer.from_pretrained(path, lr=1e-3, **options)) as trainer:
+            found = trainer.update(make_batch(), policy_gradient)
+        return {name: found[name] for name in ("loss", "gradient_norm")}
+
+    expected = updated()
+    monkeypatch.setattr(layers, "varlen_attn", varlen)
+    with fake_cuda():
+        assert updated() == pytest.approx(expected, rel=ROUNDING["bfloat16"])
+
+
+def test_snapshots_in_host_memory_are_loaded_past_the_gpu(model: Path, tmp_path: Path) -> None:
+    with fake_cuda(), closing(Trainer.from_pretrained(model, offload_snapshots=True)) as trainer:
+        assert isinstance(trainer, MegatronTrainer)
+        trainer.snapshot("reference")
+        trainer.save(tmp_path, 1)
+        with adapted():
+            loaded = checkpoint.load(tmp_path, trainer._state(0), on_host=True)
+        found = loaded.snapshots["reference"]
+        assert not any(map(on_cuda, found.values()))
+        assert all(torch.equal(found[name], kept) for name, kept in trainer._snapshots["reference"].items())
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size
 
 from rlflow.errors import ConfigError
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron import layers
-from rlflow.trainer.megatron.model import LAYERS, layers_name, uses_transformer_engine
+from rlflow.trainer.megatron.model import FP8_GRANULES, LAYERS, layers_name, uses_transformer_engine
 from tests.fixtures import tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what is claimed is the CPU's side")
@@ -28,6 +30,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fp8_is_refused_without_transformer_engine(model: Path, backend: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.fp8: "):
         Trainer.from_pretrained(model, backend=backend, fp8="delayed")
+
+
+def test_tokens_come_in_the_multiples_that_megatron_names() -> None:
+    recipes = [Fp8Recipe.delayed, Fp8Recipe.tensorwise, Fp8Recipe.blockwise, Fp8Recipe.mxfp8]
+    assert {one.value: get_fp8_align_size(one) for one in recipes} | {"none": 1} == FP8_GRANULES
 
 
 def test_the_layers_are_named_in_the_log(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,3 +84,8 @@ def test_each_engine_is_started_with_its_own_gpus_cache_and_random_numbers(
     assert [one["CUDA_VISIBLE_DEVICES"] for one in variables] == expected
     assert len({one["VLLM_CACHE_ROOT"] for one in variables}) == count
     assert len({one.options["seed"] for one in found}) == count
+    for gpu in ("1", "2"):  # workers of a machine, each in a process of its own
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+        engines.make_vllm_engines(qwen, python=sys.executable)
+    roots = [one.environment(Path("/x"))["VLLM_CACHE_ROOT"] for one in found]
+    assert len(set(roots)) == count + 2

@@ -329,7 +329,7 @@ def test_the_childs_environment_is_made_for_its_interpreter_alone(
     }.items():
         monkeypatch.setenv(name, value)
     before, python = dict(os.environ), str(tmp_path / "bin" / "python")
-    one = launch.Launch(python, {}, kv_gib=3, devices=["4", "5"], number=2)
+    one = launch.Launch(python, {}, kv_gib=3, devices=["4", "5"], cache="2")
     made = one.environment(tmp_path / "folder")
     assert dict(os.environ) == before
     assert made["LD_PRELOAD"] == str(openmp) and made["VLLM_CPU_KVCACHE_SPACE"] == "3"
