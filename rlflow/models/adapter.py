@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
-from rlflow.models.huggingface import ADAPTER_CONFIG, WeightFiles, read_config, read_object
+from rlflow.models.huggingface import (
+    ADAPTER_CONFIG,
+    WeightFiles,
+    read_config,
+    read_object,
+    why_occupied,
+)
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
@@ -225,6 +231,8 @@ def merge_adapter(
 
     base: a model directory; None: the one that adapter_config.json names. Raises ModelError,
     StorageError."""
+    if (reason := why_occupied(Path(out), overwrite, adapter=Path(folder))) is not None:
+        raise StorageError(reason)
     adapter, config = read_adapter(folder)
     place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
     if base is None and not (place / "config.json").is_file():

@@ -97,6 +97,8 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
     save_file(weights, repeated / "model.safetensors")
     with pytest.raises(ModelError, match=r"has no 'lm_head\.weight' of its own"):
         merge_adapter(tmp_path / "head", tmp_path / "merged", repeated)
+    with pytest.raises(StorageError, match="holds the adapter"):
+        merge_adapter(tmp_path / "head", tmp_path / "head", overwrite=True)
     assert not (tmp_path / "merged").exists()
     (adapter / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors: cannot be read"):
