@@ -38,8 +38,7 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.json",
 )
-"""What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`.
-Never weights."""
+"""What an export takes over beside config.json, `*.jinja` and `*.py`; never weights."""
 TEMPLATES = "additional_chat_templates"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
@@ -326,7 +325,8 @@ def _holds_only_a_model(path: Path) -> bool:
         with suppress(ModelError):
             value = read_object(path / name).get(key)
             told = told or bool(value)
-            known |= {file.partition("/")[0] for file in value} if isinstance(value, dict) else set()
+            if isinstance(value, dict):
+                known |= {file.partition("/")[0] for file in value}
     return told and all(entry.name in known for entry in path.iterdir() if entry.is_dir())
 
 
