@@ -208,13 +208,7 @@ def make_policy(
 
     Raises as `demonstrate`, and StorageError where `out` is taken."""
     out = Path(out)
-    if (reason := why_occupied(out, overwrite)) is not None:
-        raise StorageError(reason)
-    try:  # before the work
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise StorageError(f"{out}: cannot be written ({error.strerror}).") from error
+    _check_place(out, overwrite)
     tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
     if not tasks:
         raise ConfigError(
@@ -260,6 +254,17 @@ def make_policy(
 
         _teach(folder, out, lessons, batch_of, say, overwrite)
     return sum(one.reward for one in clumsy) / len(clumsy)
+
+
+def _check_place(out: Path, overwrite: bool) -> None:
+    """Raises StorageError, before the work, where a model may or can not be written."""
+    if (reason := why_occupied(out, overwrite)) is not None:
+        raise StorageError(reason)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written ({error.strerror}).") from error
 
 
 def _teach(
