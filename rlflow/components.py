@@ -58,7 +58,7 @@ class Kind(Named):
         """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a
         `name:VALUE`. Raises ConfigError for an unknown name."""
         where = where or self.name
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or "\0" in name:
             raise ConfigError(f"{where}: expected a name, found {name!r}. Known: {self._known()}.")
         if ":" in name:
             known, given = self._shorthand(name, where)

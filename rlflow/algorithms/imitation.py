@@ -19,7 +19,8 @@ from torch import Tensor
 from rlflow.algorithms import SFTLoss
 from rlflow.batching import make_batch
 from rlflow.environment import Environment, awaited
-from rlflow.errors import ConfigError, EnvironmentContractError, described
+from rlflow.errors import ConfigError, EnvironmentContractError, StorageError, described
+from rlflow.models.huggingface import why_occupied
 from rlflow.models.tiny import write_random_model, write_tokenizer
 from rlflow.models.weight_files import write_model
 from rlflow.rollout.environment_calls import tasks_of
@@ -206,6 +207,8 @@ def make_policy(
     return of the clumsy player. say: called with (steps done, loss in nats per token).
 
     Raises as `demonstrate`, and StorageError where `out` is taken."""
+    out = Path(out)
+    _check_place(out, overwrite)
     tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
     if not tasks:
         raise ConfigError(
@@ -249,8 +252,19 @@ def make_policy(
                 ]
             )
 
-        _teach(folder, Path(out), lessons, batch_of, say, overwrite)
+        _teach(folder, out, lessons, batch_of, say, overwrite)
     return sum(one.reward for one in clumsy) / len(clumsy)
+
+
+def _check_place(out: Path, overwrite: bool) -> None:
+    """Raises StorageError, before the work, where a model may or can not be written."""
+    if (reason := why_occupied(out, overwrite)) is not None:
+        raise StorageError(reason)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise StorageError(f"{out}: cannot be written ({error.strerror}).") from error
 
 
 def _teach(

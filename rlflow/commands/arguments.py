@@ -167,6 +167,12 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
             raise ConfigError(f"--{name}: expected at least {bound:g}, found {value}.")
 
 
+def check_no_folder(out: Path) -> None:
+    """Raises ConfigError where --out names a folder and not a file."""
+    if out.is_dir():
+        raise ConfigError(f"--out: {out} is a directory; expected a file, as {out / 'page.html'}.")
+
+
 def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
     """The overrides of a command line: short options first, so that section.key=value wins.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from rlflow.commands.arguments import Commands, add_command, option
+from rlflow.commands.arguments import Commands, add_command, check_no_folder, option
 
 
 def add(commands: Commands) -> None:
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.report.comparison import compare, comparison_text, write_comparison
     from rlflow.report.recorded import RunFiles
 
+    if args.out:
+        check_no_folder(Path(args.out))
     comparison = compare([RunFiles.open(path) for path in args.runs], args.target)
     print(comparison_text(comparison))
     if args.out:

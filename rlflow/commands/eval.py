@@ -20,7 +20,7 @@ from rlflow.commands.arguments import (
     option,
     option_overrides,
 )
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, StorageError
 from rlflow.report.metrics import Metrics, label, shown
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.storage.files import write_json
 
     check_least(args, questions=1, samples=1, temperature=0)
-    if args.out and not args.overwrite:
-        _refuse_if_taken(Path(args.out))
+    _check_out(args.out, args.overwrite)
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
@@ -108,9 +107,6 @@ def run(args: argparse.Namespace) -> int:
                 samples_per_prompt=args.samples,
                 temperature=args.temperature,
             )
-    out = Path(args.out) if args.out else new_directory(Path("runs"), f"eval-{name}")
-    write_trajectories(out / "trajectories.jsonl", result.groups)
-    save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
     named, means = str(args.model or args.server), means_over_sets(by_set, registered)
     summary = {
@@ -122,8 +118,15 @@ def run(args: argparse.Namespace) -> int:
     if by_set:
         summary |= {"sets": by_set}
         summary |= {f"{name}_mean_over_sets": value for name, value in means.items()}
-    write_json(out / "summary.json", summary)
     _print_scores(result.metrics, by_set, means, registered)
+    out = Path(args.out or Path("runs") / f"eval-{name}")
+    try:
+        out = out if args.out else new_directory(out.parent, out.name)
+        write_trajectories(out / "trajectories.jsonl", result.groups)
+        save_registered(RunDirectory(out).environment_metrics, registered)
+        write_json(out / "summary.json", summary)
+    except OSError as error:
+        raise StorageError(f"--out: {out} cannot be written ({error.strerror}).") from error
     print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
     return 0
 
@@ -160,9 +163,18 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
     return rollout
 
 
-def _refuse_if_taken(out: Path) -> None:
-    """Raises ConfigError where an evaluation was written before."""
-    if (out / "summary.json").exists():
+def _check_out(given: str | None, overwrite: bool) -> None:
+    """Raises ConfigError where a run or an earlier evaluation is, or nothing can be written."""
+    from rlflow.storage.files import why_unwritable
+
+    out = Path(given or "runs")
+    if (reason := why_unwritable(out)) is not None:
+        raise ConfigError(f"--out: {reason}; give another folder.")
+    if given is None:
+        return
+    if any((out / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise ConfigError(f"--out: {out} is a run's directory; give another folder.")
+    if not overwrite and (out / "summary.json").exists():
         advice = "give another folder, or --overwrite to replace it"
         raise ConfigError(f"--out: {out} already holds an evaluation; {advice}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -43,19 +44,21 @@ def write(
     path = Path(given) if given else Path(f"{run_path(translation.config)}.yaml")
     origin = f"# Made from {source}, a configuration of {translation.system}, by rlflow train.\n"
     text = origin + config_text(differences(translation.config))
-    if path.exists() and not overwrite and path.read_text(encoding="utf-8") != text:
+    written = text.encode(errors="backslashreplace")
+    if path.exists() and not overwrite and path.read_bytes() != written:
         advice = "--overwrite replaces it, --out FILE writes elsewhere"
         raise ConfigError(f"{path}: there already, with another content; {advice}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, private=True)
     by_name = Path(sys.argv[0]).name == "rlflow"
     program = "rlflow" if by_name else f"{sys.executable} -m rlflow"
-    command = f"train --config {path}"
+    config = shlex.quote(str(path))
+    command = f"train --config {config}"
     if translation.evaluates:
         asked = translation.config.evaluation
-        model = translation.config.model.path
+        model = shlex.quote(translation.config.model.path)
         command = (
-            f"eval --config {path} --model {model} --temperature {asked.temperature:g}"
+            f"eval --config {config} --model {model} --temperature {asked.temperature:g}"
         )
         command += f" --samples {asked.samples_per_prompt}"
         command += f" --questions {asked.questions}" if asked.questions else ""

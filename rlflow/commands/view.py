@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlflow.commands.arguments import Commands, add_command, flag, option
+from rlflow.commands.arguments import Commands, add_command, check_no_folder, flag, option
 
 
 def add(commands: Commands) -> None:
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     recorded = RunFiles.open(args.path)
     folder = recorded.path.parent if recorded.path.is_file() else recorded.path
     out = Path(args.out) if args.out else folder / "view.html"
+    check_no_folder(out)
     content, found = write_page(recorded, out)
     print(content.holds)
     for finding in found:

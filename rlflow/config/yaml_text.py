@@ -96,6 +96,8 @@ def parsed(text: str, loader: type[_Loader] = _Loader) -> Any:
         raise yaml.YAMLError("nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
         raise yaml.YAMLError(str(error)) from None
+    except (LookupError, AttributeError):  # `!!bool x`, `!!float ""`, `!!timestamp x`
+        raise yaml.YAMLError("a value that does not fit its tag (!!...)") from None
 
 
 def _mark(error: yaml.YAMLError) -> str:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
-from rlflow.models.huggingface import ADAPTER_CONFIG, WeightFiles, read_config, read_object
+from rlflow.models.huggingface import (
+    ADAPTER_CONFIG,
+    WeightFiles,
+    read_config,
+    read_object,
+    why_occupied,
+)
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
@@ -39,8 +45,20 @@ _PLAIN: dict[str, Any] = {
 }
 """Entries of adapter_config.json by which B A alone is what is added; another value means another
 computation."""
-_LATER: dict[str, Any] = {"lora_bias": False, "layer_replication": None}
+_LATER: dict[str, Any] = {
+    "lora_bias": False,
+    "layer_replication": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "alora_invocation_tokens": None,
+    "target_parameters": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+}
 """The same, which not every version of peft knows."""
+_SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base as it is; PiSSA, OLoRA and others change it."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +101,7 @@ class Adapter:
         """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time;
         all in `dtype`, or in the dtypes of the base.
 
-        Raises ModelError where the base has no such layer, or another shape."""
-        for layer in self.factors:
-            if f"{layer}.weight" not in base:
-                raise ModelError(
-                    f"{where}: has no '{layer}.weight', which the adapter changes; it belongs to "
-                    "another base."
-                )
+        Raises ModelError where a layer of the base has another shape."""
         for name in base:
             weight, layer = base[name], name.removesuffix(".weight")
             weight = weight if dtype is None else weight.to(dtype)
@@ -177,14 +189,16 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
             "writes them."
         )
     config = read_object(folder / ADAPTER_CONFIG)
-    for key, expected in {**_PLAIN, **_LATER}.items():
-        if (config.get(key) or None) != (expected or None):
-            raise ModelError(
-                f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not "
-                "supported; merge it with peft: "
-                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
-                ".save_pretrained(OUT)."
-            )
+    plain = {**_PLAIN, **_LATER}.items()
+    other = [key for key, value in plain if (config.get(key) or None) != (value or None)]
+    if config.get("init_lora_weights") not in _SAME_BASE:
+        other.append("init_lora_weights")
+    for key in other:
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not supported; "
+            "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
+            ".merge_and_unload().save_pretrained(OUT)."
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (
         not isinstance(rank, int)
@@ -217,6 +231,8 @@ def merge_adapter(
 
     base: a model directory; None: the one that adapter_config.json names. Raises ModelError,
     StorageError."""
+    if (reason := why_occupied(Path(out), overwrite, adapter=Path(folder))) is not None:
+        raise StorageError(reason)
     adapter, config = read_adapter(folder)
     place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
     if base is None and not (place / "config.json").is_file():
@@ -234,5 +250,11 @@ def merged_model(
     Raises ModelError."""
     # Files of a tied model may repeat the embedding.
     known = huggingface_shapes(stored_architecture(read_config(base)))
+    for layer in adapter.factors:
+        if f"{layer}.weight" not in known:
+            raise ModelError(
+                f"{base}: has no '{layer}.weight' of its own, which the adapter changes; it "
+                "belongs to another base, or one whose lm_head is tied to its embedding."
+            )
     pairs = adapter.merged(WeightFiles(base), str(base), dtype)
     return (pair for pair in pairs if pair[0] in known)

@@ -39,6 +39,9 @@ SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
 PARTLY_ROTARY = ("glm4_moe",)
 """Families that may rotate a part of each head."""
+_NORM_EPS = {"mixtral": 1e-5, "glm4_moe": 1e-5}
+_ROPE_THETA = {"mixtral": 1e6}
+"""What transformers takes where config.json does not say it, unlike 1e-6 and 1e4 elsewhere."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 
 
@@ -241,8 +244,10 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
         tied=flag(config, "tie_word_embeddings"),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
+        norm_eps=number(config, "rms_norm_eps", _NORM_EPS.get(family, 1e-6)),
+        rope_theta=number(
+            rope, "rope_theta", number(config, "rope_theta", _ROPE_THETA.get(family, 1e4))
+        ),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
         experts=experts_of(config)

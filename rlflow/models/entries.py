@@ -64,11 +64,12 @@ def short(value: Any) -> str:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError
-    unless it is an object."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The entry for rotary embeddings, in the spelling of transformers 5 or 4; of both, the one
+    that transformers takes. Raises ModelError unless it is an object."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    found = config.get(key) or {}
     if not isinstance(found, dict):
-        raise refused(f"'rope_parameters' is {short(found)}; expected an object or null.")
+        raise refused(f"'{key}' is {short(found)}; expected an object or null.")
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -37,8 +38,8 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.json",
 )
-"""What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`.
-Never weights."""
+"""What an export takes over beside config.json, `*.jinja` and `*.py`; never weights."""
+TEMPLATES = "additional_chat_templates"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
@@ -122,8 +123,7 @@ class WeightFiles(Mapping[str, "Tensor"]):
 
 
 def iterate_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor on the CPU) pairs of a model directory, one tensor in memory at a
-    time.
+    """(HuggingFace name, tensor on the CPU) pairs of a model directory, read one at a time.
 
     Raises ModelError for a directory without safetensors, a missing or a truncated file."""
     yield from WeightFiles(path).items()
@@ -204,9 +204,7 @@ def read_object(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
-    except RecursionError:
-        raise ModelError(f"{file}: not valid JSON of a model (nested too deeply).") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file}: not valid JSON ({error}).") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file}: expected a JSON object, found {type(value).__name__}.")
@@ -233,6 +231,11 @@ def _weight_map(index: Path) -> dict[str, str]:
                 f"{index}: places '{name}' in {file!r}; expected the name of a file in the same "
                 "directory."
             )
+    if SINGLE_FILE not in found.values() and (index.parent / SINGLE_FILE).is_file():
+        raise ModelError(
+            f"{index}: does not name {SINGLE_FILE}, which is there too and which transformers "
+            "would load; remove one of the two."
+        )
     return found
 
 
@@ -289,11 +292,11 @@ def header(file: Path) -> dict[str, Any]:
 
 def companions(reference: Path) -> list[str]:
     """The files of a model directory that go with its weights beside config.json: COPIED_FILES,
-    `*.jinja`, `*.py`."""
+    `*.jinja` (those in TEMPLATES too), `*.py`."""
     names = [name for name in COPIED_FILES if (reference / name).is_file()]
-    return names + sorted(
-        file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern)
-    )
+    for pattern in ("*.jinja", "*.py", f"{TEMPLATES}/*.jinja"):
+        names += sorted(str(file.relative_to(reference)) for file in reference.glob(pattern))
+    return names
 
 
 def why_occupied(path: Path, overwrite: bool, **kept: Path | None) -> str | None:
@@ -307,12 +310,24 @@ def why_occupied(path: Path, overwrite: bool, **kept: Path | None) -> str | None
         return None
     if not overwrite:
         return f"{path}: exists; choose another directory or pass --overwrite."
-    if whole and any((path / name).is_file() for name in ("config.json", EXPORT_MANIFEST)):
+    if whole and _holds_only_a_model(path):
         return None
     return (
-        f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; "
-        "choose another."
+        f"{path}: is not a model directory (a config.json with model_type, no folders of others), "
+        "so --overwrite does not replace it; choose another."
     )
+
+
+def _holds_only_a_model(path: Path) -> bool:
+    """Whether a manifest or a config.json says so, and no folder is foreign to it."""
+    known, told = {TEMPLATES, ".cache", "__pycache__"}, False
+    for name, key in ((EXPORT_MANIFEST, "files"), ("config.json", "model_type")):
+        with suppress(ModelError):
+            value = read_object(path / name).get(key)
+            told = told or bool(value)
+            if isinstance(value, dict):
+                known |= {file.partition("/")[0] for file in value}
+    return told and all(entry.name in known for entry in path.iterdir() if entry.is_dir())
 
 
 def why_no_room(path: Path, needed: int) -> str | None:
@@ -320,7 +335,7 @@ def why_no_room(path: Path, needed: int) -> str | None:
     free = shutil.disk_usage(path.parent).free
     if free >= needed:
         return None
-    sizes = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
+    sizes = f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
     return f"{path}: {sizes}; make room or choose another disk."
 
 
@@ -330,6 +345,7 @@ def copy_companions(
     """Writes what goes with weights of a dtype: config.json, and copies of the reference's files;
     never weights."""
     for name in companions(reference):
+        (directory / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(reference / name, directory / name)
     text = json.dumps(with_dtype(config, dtype), indent=2)
     (directory / "config.json").write_text(text + "\n")

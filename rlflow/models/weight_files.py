@@ -84,7 +84,8 @@ def write_model(
             copy_companions(reference, partial, config, dtype)
             for name, text in (texts or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
-            files = {file.name: fingerprint(file) for file in partial.iterdir()}
+            found = (file for file in partial.rglob("*") if file.is_file())
+            files = {file.relative_to(partial).as_posix(): fingerprint(file) for file in found}
             return write_manifest(partial / EXPORT_MANIFEST, manifest, files)
     except OSError as error:
         raise StorageError(

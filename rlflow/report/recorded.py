@@ -43,7 +43,7 @@ class RunFiles:
         if path.is_file():
             return cls(path, path.stem, registered_beside(path), {}, {0: path})
         name, episodes = path.resolve().name, path / EVALUATED
-        if episodes.is_file():
+        if _is_evaluation(path):
             return cls(path, name, registered_beside(episodes), {}, {0: episodes})
         registered = load_registered(RunDirectory.open(path).environment_metrics)
         run = cls(path, name, registered, {}, {})
@@ -58,7 +58,7 @@ class RunFiles:
     @property
     def is_run(self) -> bool:
         """Whether it is a run, neither the folder of an evaluation nor a file."""
-        return self.path.is_dir() and not (self.path / EVALUATED).is_file()
+        return self.path.is_dir() and not _is_evaluation(self.path)
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
@@ -107,6 +107,11 @@ class RunFiles:
         usable = [one for one in group if one.get("stop") != "aborted"]
         won = sum(solved(one, self.registered) for one in usable)
         return won / len(usable) if usable else None
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether a folder holds an evaluation and no run."""
+    return (folder / EVALUATED).is_file() and not RunDirectory(folder).metrics.is_file()
 
 
 def registered_beside(episodes: Path) -> Metrics:

@@ -35,6 +35,7 @@ from rlflow.storage.files import (
     sync_tree,
 )
 from rlflow.storage.integrity import (
+    EXPORT_MANIFEST,
     TRAINER_MANIFEST,
     as_entry,
     find_damage,
@@ -115,6 +116,9 @@ class Checkpoints:
         older = [other for other in self.steps() if other < step]
         for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
             remove_directory(self.path(old))
+            converted = Path(f"{self.path(old)}.hf")  # what `rlflow eval` made of it
+            if (converted / EXPORT_MANIFEST).is_file():
+                remove_directory(converted)
 
     def clean(self) -> None:
         """Clears what a kill left half written or removed; puts back what was being replaced."""

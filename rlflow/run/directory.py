@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, StorageError, did_you_mean
 from rlflow.run.checkpoints import Checkpoints
-from rlflow.storage.files import PARTIAL, clear_partials
+from rlflow.storage.files import PARTIAL, clear_partials, why_unwritable
 from rlflow.storage.lock import DirectoryLock
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_path(config: RunConfig) -> Path:
     """The run's directory. Raises ConfigError for a placeholder other than {name}."""
     try:
         return Path(config.run.directory.format(name=config.run.name))
-    except (KeyError, IndexError, ValueError):
+    except (LookupError, ValueError, AttributeError, TypeError):
         found = config.run.directory
         told = f"expected a path with no placeholder but {{name}}, found '{found}'"
         raise ConfigError(f"run.directory: {told}.") from None
@@ -114,12 +114,8 @@ class RunDirectory:
         """Raises ConfigError as `create` would; makes nothing."""
         run = cls(directory)
         run._refuse_if_taken(resume, overwrite)
-        ground = next(
-            path for path in (run.path, *run.path.absolute().parents) if path.exists()
-        )
-        if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
-            told = f"{run.path} cannot be written, as {ground} does not allow it"
-            raise ConfigError(f"run.directory: {told}; choose another one.")
+        if (reason := why_unwritable(run.path)) is not None:
+            raise ConfigError(f"run.directory: {reason}; choose another one.")
         if (run.path / "run.lock").is_file():
             DirectoryLock(run.path).close()
 
@@ -214,7 +210,8 @@ class RunDirectory:
                 f"{place} already holds {_what(present)}: continue it with --resume, throw it away "
                 "with --overwrite, or choose another run.name."
             )
-        if "config.yaml" not in present:
+        written = {"run.lock", "config.origin", "metrics.jsonl", "log.txt"}
+        if "config.yaml" not in present or not written & set(os.listdir(self.path)):
             raise ConfigError(
                 f"{place} holds files that are not of a run ({', '.join(present[:3])}); choose "
                 "another run.directory or run.name."

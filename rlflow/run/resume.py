@@ -43,7 +43,8 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
         return None
     summary, (step, _) = read_json(directory.summary), latest
     done = (
-        summary.get("status") == "finished"
+        isinstance(summary, dict)
+        and summary.get("status") == "finished"
         and summary.get("steps") == step >= config.run.steps
     )
     return summary if done and config.run.resume_step in (None, step) else None

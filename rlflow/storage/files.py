@@ -51,7 +51,7 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
 
     keep_existing: for contents that are the same whoever makes them; another process's directory
     stays and this one goes. What killed processes left of theirs goes first. Raises OSError."""
-    path = Path(path)
+    path = Path(path).absolute()  # "." has no name
     restore_replaced(path)
     _clear_killed(path)
     with _aside(path) as aside, _locked_directory(aside):
@@ -217,6 +217,16 @@ def _clear_killed(path: Path) -> None:
                 _remove(entry)
             finally:
                 os.close(descriptor)
+
+
+def why_unwritable(path: Path) -> str | None:
+    """Why nothing can be made at `path`, by the nearest folder there; None where it can be."""
+    ground = next(
+        place for place in (path, *path.absolute().parents) if os.path.exists(place)
+    )
+    if ground.is_dir() and os.access(ground, os.W_OK | os.X_OK):
+        return None
+    return f"{path} cannot be written, as {ground} does not allow it"
 
 
 def _own_name(path: Path, ending: str) -> Path:

@@ -86,6 +86,7 @@ def test_keywords_are_checked_against_the_signature(reference: str, component: d
         ("nowhere.py:Name", "no such file"),
         (":Name", "expected package.module:Name"),
         ("", "expected a name"),
+        ("a\0b.py:Name", "expected a name, found 'a\\x00b.py:Name'"),
     ],
 )
 def test_unknown_names_say_what_is_known(name: str, expected: str) -> None:

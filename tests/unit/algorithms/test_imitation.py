@@ -14,7 +14,7 @@ from rlflow import Rollout, make_batch
 from rlflow.algorithms.imitation import Lessons, demonstrate, make_policy, row_weights, to_trajectory
 from rlflow.commands.cli import main
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, StorageError
 from rlflow.types import Episode, Step, Task
 
 
@@ -94,6 +94,9 @@ def test_a_policy_learns_what_the_player_says_and_can_be_rolled_out(tmp_path: Pa
     reward = make_policy(environment, player, tmp_path / "policy", lessons, say=lambda step, loss: losses.append(loss))
     assert 0.3 < reward < 0.7 and len(losses) == 40
     assert losses[-1] < 1.0 < 4.0 < losses[0]
+    for place in (tmp_path / "policy", tmp_path / "policy/config.json/below"):
+        with pytest.raises(StorageError, match=r"exists; choose|cannot be written"):
+            make_policy(environment, failing, place, lessons)
     with Rollout.from_pretrained(
         tmp_path / "policy", environment, max_turns=2, max_response_tokens=4, max_total_tokens=64
     ) as rollout:

@@ -186,6 +186,8 @@ def test_mistakes_in_files_name_the_file_that_holds_them(tmp_path: Path) -> None
     )
     assert f"{top}:3: not YAML: key 'lr' stands twice" in error_of(file=write(top, "trainer:\n  lr: 1\n  lr: 2\n"))
     assert "expected sections" in error_of(file=write(top, "- 1\n"))
+    for value in ("!!bool x", '!!float ""', "!!timestamp x"):
+        assert "does not fit its tag" in error_of(file=write(top, f"run: {{name: {value}}}\n"))
 
 
 def test_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:

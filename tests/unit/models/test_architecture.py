@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import to_huggingface
 from rlflow_tools.ckpt_convert.import_model import Options, to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
+from transformers import AutoConfig
 
 from rlflow.errors import ModelError
 from rlflow.models import tables
 from rlflow.models.architecture import architecture, huggingface_shapes, placed_rules, stored_architecture
+from rlflow.models.entries import rope_kind, rope_of
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
 from rlflow.models.tables import FAMILIES
 
@@ -155,6 +158,26 @@ def test_malformed_entries_are_one_line_that_names_them(key: str, tmp_path: Path
         with pytest.raises(ModelError, match=r"^config.json: ") as caught:
             stored_architecture({**config, key: value})
         assert len(str(caught.value)) < 400 and "\n" not in str(caught.value), value
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {"rope_parameters": None, "rms_norm_eps": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 5e5},
+        {"rope_scaling": {}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_config_json_leaves_open_is_what_transformers_takes(
+    family: str, left_out: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **left_out}
+    config = {key: value for key, value in config.items() if left_out.get(key, 0) is not None}
+    theirs = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
+    found, expected = stored_architecture(config), stored_architecture(theirs)
+    assert (found, rope_kind(rope_of(config))) == (expected, rope_kind(rope_of(theirs)))
 
 
 def test_nulls_stand_for_defaults(tmp_path: Path) -> None:

@@ -152,12 +152,29 @@ def test_an_existing_directory_is_replaced_only_on_request(reference: Path, tmp_
         write_model(out, iterate_weights(reference), reference, overwrite=True)
     assert (out / "notes.txt").read_text() == "mine"
     (out / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match="not a model directory"):
+        write_model(out, iterate_weights(reference), reference, overwrite=True)
+    (out / "config.json").write_text('{"model_type": "qwen3"}')
     write_model(out, iterate_weights(reference), reference, overwrite=True)
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / ".git").mkdir()
+    with pytest.raises(StorageError, match="no folders of others"):
+        write_model(out, iterate_weights(reference), reference, overwrite=True)
     inside = shutil.copytree(reference, tmp_path / "holds" / "reference")
     with pytest.raises(StorageError, match="holds the reference"):
         write_model(tmp_path / "holds", iterate_weights(inside), inside, overwrite=True)
+
+
+def test_templates_for_other_occasions_go_along(reference: Path, tmp_path: Path) -> None:
+    source, out = shutil.copytree(reference, tmp_path / "source"), tmp_path / "out"
+    (source / "additional_chat_templates").mkdir()
+    template = "additional_chat_templates/tool_use.jinja"
+    (source / template).write_text("tools")
+    for overwrite in (False, True):
+        manifest = write_model(out, iterate_weights(source), source, overwrite=overwrite)
+    assert (out / template).read_text() == "tools" and template in manifest["files"]
+    assert verify_export(out) == manifest
 
 
 @pytest.mark.parametrize("weights", [with_nan, without_norm])
@@ -197,6 +214,6 @@ def test_a_disk_without_room_is_known_before_anything_is_written(
             yield name, tensor
 
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
-    with pytest.raises(StorageError, match=r"out: 0\.00 GB needed, 0\.00 GB free; make room"):
+    with pytest.raises(StorageError, match=r"out: 0\.\d MB needed, 0\.0 MB free; make room"):
         write_model(tmp_path / "out", stream(), reference)
     assert len(asked) == 1 and not list(tmp_path.iterdir())

@@ -62,6 +62,10 @@ def test_missing_and_truncated_files_are_named_before_anything_is_read(reference
         ({"pytorch_model.bin": "x"}, "only safetensors weights are read"),
         ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
         ({"model.safetensors.index.json": "{"}, "not valid JSON"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "b"}}', "model.safetensors": ""},
+            "does not name model.safetensors, which is there too",
+        ),
     ],
 )
 def test_directories_without_readable_weights(tmp_path: Path, files: dict[str, str], words: str) -> None:

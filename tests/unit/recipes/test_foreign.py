@@ -259,7 +259,12 @@ def test_the_command_writes_a_file_that_means_the_same_and_says_how_to_run_it(
     assert "--overwrite replaces it" in capsys.readouterr().err
     assert main(["train", "--config", "runs/mine.yaml", "--out", "x.yaml"]) == 2
     assert "--out: only for" in capsys.readouterr().err
-    assert main(["train", "--config", "theirs/rlinf_eval.yaml", "--out", "eval.yaml"]) == 0
+    Path("eval.yaml").write_bytes(b"\xff")
+    assert main(["train", "--config", "theirs/rlinf_eval.yaml", "--out", "eval.yaml"]) == 2
+    spaced = ["train", "--config", "theirs/rlinf_eval.yaml", "--out", "my eval.yaml"]
+    assert main(spaced) == 0 and "--config 'my eval.yaml' --model" in capsys.readouterr().out
+    spaced[-1:] = ["eval.yaml", "--overwrite"]
+    assert main(spaced) == 0
     assert (
         "eval --config eval.yaml --model /path/to/eval/model --temperature 1 --samples 1 --questions 1000"
         in capsys.readouterr().out

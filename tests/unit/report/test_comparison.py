@@ -124,6 +124,8 @@ def test_the_command_compares_runs_and_refuses_one(
     assert cli.main(["compare", str(one), str(two), "--out", str(tmp_path / "c.html")]) == 0
     said = capsys.readouterr().out
     assert "the configurations are the same" in said and "0 won, 0 lost, 2 alike of 2" in said
+    assert cli.main(["compare", str(one), str(two), "--out", str(tmp_path)]) == 2
+    assert "is a directory; expected a file" in capsys.readouterr().err
     assert cli.main(["compare", str(one)]) == 2
     assert "expected two runs or more" in capsys.readouterr().err
     with pytest.raises(ConfigError):

@@ -188,3 +188,7 @@ def test_the_command_writes_the_page_into_the_run(
     said = capsys.readouterr().out
     assert "12 episodes in 8 groups" in said and "exact match 0.500 → 1.000" in said
     assert (tmp_path / "view.html").is_file() and "view.html" in said
+    assert cli.main(["view", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "is a directory; expected a file" in capsys.readouterr().err
+    (tmp_path / "trajectories.jsonl").write_text("")  # of an evaluation that somebody put there
+    assert RunFiles.open(tmp_path).is_run and RunFiles.open(tmp_path).training

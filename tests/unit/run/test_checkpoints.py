@@ -155,6 +155,14 @@ def test_going_back_sets_newer_checkpoints_aside_and_nothing_mistakes_them(check
     assert names(checkpoints) == ["step_000002.aside", "step_000003.aside"]
 
 
+def test_what_was_converted_goes_with_its_checkpoint(checkpoints: Checkpoints) -> None:
+    for step, name in ((1, "manifest.json"), (2, "mine.txt")):
+        write(checkpoints, step)
+        write_json(checkpoints.folder / f"step_{step:06d}.hf" / name, {})
+    write(checkpoints, 3, keep=1)
+    assert names(checkpoints) == ["step_000002.hf", "step_000003"], "what somebody else made stays"
+
+
 def test_a_folder_without_checkpoints_has_none(checkpoints: Checkpoints) -> None:
     assert checkpoints.steps() == [] and checkpoints.latest() is None and checkpoints.choose(None) is None
     with pytest.raises(ConfigError, match="there are: none"):

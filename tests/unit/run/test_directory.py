@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.report.records import read_trajectories, write_trajectories
-from rlflow.run.directory import RunDirectory
+from rlflow.run.directory import RunDirectory, run_path
+from rlflow.run.resume import finished_summary
 from rlflow.storage.files import read_json, write_json, write_text
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
 
@@ -44,10 +46,30 @@ def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_n
     for flags in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(ConfigError):
             RunDirectory.create(tmp_path / "home", **flags)
+    (tmp_path / "home" / "config.yaml").write_text("tool: {}\n")
+    for flags in ({"overwrite": True}, {"resume": True}):
+        with pytest.raises(ConfigError, match="files that are not of a run"):
+            RunDirectory.create(tmp_path / "home", **flags)
     make_run(tmp_path / "run").close()
     (tmp_path / "run" / "notes.md").write_text("mine")
     RunDirectory.create(tmp_path / "run", overwrite=True).close()
     assert (tmp_path / "run" / "notes.md").exists() and (tmp_path / "home" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("pattern", ["{name.x}", "{name[x]}", "{0}", "{"])
+def test_placeholders_that_are_none_are_one_line(pattern: str) -> None:
+    config = RunConfig()
+    config.run.directory = pattern
+    with pytest.raises(ConfigError, match="expected a path with no placeholder"):
+        run_path(config)
+
+
+def test_a_summary_that_is_none_leaves_a_run_to_be_resumed(tmp_path: Path) -> None:
+    config = RunConfig()
+    config.run.directory = str(tmp_path / "run")
+    with make_run(tmp_path / "run", (1,)) as run:
+        write_text(run.summary, "[]")
+    assert finished_summary(config) is None
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:

@@ -138,6 +138,14 @@ def test_a_second_evaluation_never_replaces_the_first(tmp_path: Path, capsys: py
     assert f"--out: {found[0]} already holds an evaluation" in error and "--overwrite" in error and error.count("\n") == 1
     assert main(["eval", "--model", str(tmp_path), "--out", str(found[0]), "--overwrite"]) != 0
     assert "--out" not in capsys.readouterr().err, "what is wrong then is the model"
+    for place in ("config.yaml", "metrics.jsonl"):
+        (found[1] / place).write_text("")
+        assert main(["eval", "--model", str(tmp_path), "--out", str(found[1]), "--overwrite"]) == 2
+        assert "is a run's directory" in capsys.readouterr().err
+        (found[1] / place).unlink()
+    for place in (str(found[0] / "summary.json"), str(found[0] / "summary.json" / "out")):
+        assert main(["eval", "--model", str(tmp_path), "--out", place]) == 2
+        assert f"--out: {place} cannot be written" in capsys.readouterr().err
 
 
 def test_the_interval_of_a_share_ends_where_shares_end() -> None:

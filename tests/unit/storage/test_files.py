@@ -71,6 +71,14 @@ def test_threads_that_write_one_file_never_mix(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() in contents and names(tmp_path) == ["file"]
 
 
+def test_the_current_folder_has_a_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with replacing_directory(".") as aside:
+        (aside / "new").write_text("new")
+    assert names(tmp_path) == ["here"] and names(tmp_path / "here") == ["new"]
+
+
 def test_a_directory_takes_the_place_of_another_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     for name in ("old", "new"):

@@ -249,7 +249,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
     assert main([*call, str(tmp_path), "--overwrite"]) == 9
     assert main([*call, str(reference), "--overwrite"]) == 9
     assert (out / "notes.txt").read_text() == "mine"
-    (out / "config.json").write_text("{}")
+    (out / "config.json").write_text('{"model_type": "qwen3"}')
     killed = tmp_path / "out.17.42.partial"
     killed.mkdir()
     (killed / "half").write_text("")

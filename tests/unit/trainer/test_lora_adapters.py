@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures import tiny_model
+from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.adapter import merge_adapter, read_adapter, write_adapter
@@ -73,6 +75,9 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
         ("bias", "all"),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 2}),
+        ("init_lora_weights", "pissa"),
+        ("use_qalora", True),
+        ("target_parameters", ["experts.gate_up_proj"]),
         ("r", 0),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps({**config, key: value}))
@@ -84,6 +89,16 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
     other = tiny_model(tmp_path / "other", "qwen2", tokenizer=False, hidden_size=48)
     with pytest.raises(ModelError, match=r"it belongs to another base"):
         merge_adapter(adapter, tmp_path / "merged", other)
+    head = {"lm_head.lora_A.weight": torch.ones(1, 32), "lm_head.lora_B.weight": torch.ones(VOCAB, 1)}
+    write_adapter(tmp_path / "head", head.items(), base=model, rank=1, alpha=1, targets=["lm_head"])
+    repeated = shutil.copytree(model, tmp_path / "repeated")
+    weights = load_file(repeated / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, repeated / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has no 'lm_head\.weight' of its own"):
+        merge_adapter(tmp_path / "head", tmp_path / "merged", repeated)
+    with pytest.raises(StorageError, match="holds the adapter"):
+        merge_adapter(tmp_path / "head", tmp_path / "head", overwrite=True)
     assert not (tmp_path / "merged").exists()
     (adapter / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors: cannot be read"):
