@@ -115,6 +115,9 @@ class Filter(Part):
     unscored: bool = False
     """It may bring attempts without behaviour log-probs: kernels need `anchor: proximal`."""
 
+    compares_attempts: bool = False
+    """It asks in what attempts at a task differ: one attempt per task is refused at the start."""
+
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...
 
