@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -166,8 +166,8 @@ class Tokenizer:
         return self.encode(self.render(_as_messages(prompt)))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The chat template's text. Raises ModelError where the tokenizer has no template, or one
-        that refuses the messages."""
+        """The chat template's text. Raises ModelError where the tokenizer has no template,
+        RolloutError where it refuses the messages, which may be those of one episode only."""
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
@@ -182,7 +182,7 @@ class Tokenizer:
             )
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in messages[:8])
-            raise ModelError(
+            raise RolloutError(
                 f"tokenizer: the chat template refuses messages of the roles {roles}: "
                 f"{' '.join(str(error).split())}; expected roles that the model knows, in its "
                 "order (a system text goes into the first user message). Change the environment's "
