@@ -139,13 +139,12 @@ class Environment(ABC):
         connections)."""
 
 
-def check_answer(environment: Environment, method: str, answer: Any, expected: type) -> None:
-    """Raises EnvironmentContractError where what a method answered is of another type."""
-    if not isinstance(answer, expected):
-        article = "an" if expected.__name__[0] in "AEIOU" else "a"
+def check_episode(environment: Environment, answer: Any) -> None:
+    """Raises EnvironmentContractError where `reset` answered no Episode."""
+    if not isinstance(answer, Episode):
         raise EnvironmentContractError(
-            f"{type(environment).__name__}.{method}: expected {article} {expected.__name__} as its "
-            f"result, found {type(answer).__name__}."
+            f"{type(environment).__name__}.reset: expected an Episode as its result, found "
+            f"{type(answer).__name__}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rlflow.environment import (
     Environment,
     SaidTokens,
-    check_answer,
+    check_episode,
     check_fields,
     check_step,
     most_turns,
@@ -121,7 +121,7 @@ class EpisodePlayer:
         self, attempt: Attempt, state: EpisodeState, generate: Generate
     ) -> StopReason:
         episode = await self._call("reset", attempt.task)
-        check_answer(self._environment, "reset", episode, Episode)
+        check_episode(self._environment, episode)
         if episode.opening is not None:
             check_fields(self._environment, "reset: opening", episode.opening)
         try:
