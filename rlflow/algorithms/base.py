@@ -123,8 +123,9 @@ class Filter(Part):
 
 
 class Curator(Part):
-    """The source of a run's training tasks, made from (tasks, seed). Its position is state of its
-    own: a filter that refuses groups makes a step take more tasks than another."""
+    """The source of a run's training tasks, made from (tasks, seed), and `samples` where it names
+    them: the attempts per prompt. Its position is state of its own: a filter that refuses groups
+    makes a step take more tasks than another."""
 
     @property
     @abstractmethod

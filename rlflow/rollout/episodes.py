@@ -315,8 +315,13 @@ class EpisodePlayer:
             getattr(self._environment, name),
         )
         # A reset that waits for a place must not keep `close` from giving one back
-        kind = "reset" if name == "reset" else ""
-        return await call(self._threads, method, arguments, self._limits.call_s, what, kind)
+        kind, late = ("reset", self._close_late) if name == "reset" else ("", id)
+        return await call(self._threads, method, arguments, self._limits.call_s, what, kind, late)
+
+    def _close_late(self, episode: Any) -> None:
+        """Closes an episode that came after its deadline."""
+        if isinstance(episode, Episode):
+            self._closing = asyncio.ensure_future(self._call("close", episode))
 
     def _trajectory(
         self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str
