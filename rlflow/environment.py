@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rlflow.types import Episode, Step, Task
 MAX_REWARD = 1e18
 """Of a step, either way: statistics square differences of rewards, in float32, which ends at
 3.4e38."""
+EITHER_WAY = f"at most {MAX_REWARD:g} either way"
 
 
 @dataclass(frozen=True)
@@ -137,30 +139,83 @@ class Environment(ABC):
         connections)."""
 
 
-def check_answer(environment: Environment, method: str, answer: Any, expected: type) -> None:
-    """Raises EnvironmentContractError where what a method answered is of another type."""
-    if not isinstance(answer, expected):
-        article = "an" if expected.__name__[0] in "AEIOU" else "a"
+def check_episode(environment: Environment, answer: Any) -> None:
+    """Raises EnvironmentContractError where `reset` answered no Episode."""
+    if not isinstance(answer, Episode):
         raise EnvironmentContractError(
-            f"{type(environment).__name__}.{method}: expected {article} {expected.__name__} as its "
-            f"result, found {type(answer).__name__}."
+            f"{type(environment).__name__}.reset: expected an Episode as its result, found "
+            f"{type(answer).__name__}."
         )
 
 
+def stop_problem(stop: Any) -> str:
+    """What is wrong with stop strings, or ""."""
+    if isinstance(stop, (tuple, list)) and all(isinstance(text, str) and text for text in stop):
+        return ""
+    hint = f"; write ({stop!r},) with its comma" if isinstance(stop, str) and stop else ""
+    return f"stop: expected a tuple of non-empty strings, found {stop!r:.60}{hint}"
+
+
+def check_stop(environment: Environment) -> None:
+    """Raises ConfigError where its stop strings are none."""
+    if problem := stop_problem(environment.stop):
+        raise ConfigError(f"environment {type(environment).__name__}: {problem}.")
+
+
+def step_problem(step: Any) -> tuple[str, str] | None:
+    """(kind, text) of the first fault of what `step` answered; None where there is none."""
+    if not isinstance(step, Step):
+        hint = " (is an `await` or a `return` missing?)" if step is None else ""
+        return "step type", f"expected an rlflow.Step, found {type(step).__name__}{hint}"
+    if not is_finite(step.reward):
+        return "reward", f"reward: expected a finite number, found {step.reward!r}"
+    if abs(step.reward) > MAX_REWARD:
+        return "reward", f"reward: expected {EITHER_WAY}, found {step.reward!r}"
+    for kind in ("rewards", "metrics"):
+        if not isinstance(getattr(step, kind), Mapping):
+            return kind, f"{kind}: expected {{name: number}}, found {getattr(step, kind)!r}"
+    named = "expected names with finite numbers"
+    for name, value in step.rewards.items():
+        if not isinstance(name, str) or not is_finite(value) or abs(value) > MAX_REWARD:
+            return "rewards", f"rewards: {named}, {EITHER_WAY}, found {name!r}: {value!r}"
+    if problem := observation_problem(step.observation):
+        return "observation", f"observation {problem}"
+    if step.stop is not None and (problem := stop_problem(step.stop)):
+        return "stop", problem
+    if not isinstance(step.picture, str):
+        return "picture", f"picture: expected text, found {type(step.picture).__name__}"
+    return None
+
+
+def observation_problem(observation: Any) -> str:
+    """What is wrong with a prompt or observation, or ""."""
+    if isinstance(observation, str):
+        return ""
+    if not isinstance(observation, list):
+        return f"must be text or a list of messages, found {type(observation).__name__}"
+    for message in observation:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            return f"has a message without role and content: {message!r}"
+    return ""
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite number, of Python, numpy or torch."""
+    return hasattr(value, "__float__") and abs(value) < math.inf
+
+
+def check_fields(environment: Environment, method: str, step: Any) -> None:
+    """Raises EnvironmentContractError where a method answered no Step, or one with a fault."""
+    if problem := step_problem(step):
+        raise EnvironmentContractError(f"{type(environment).__name__}.{method}: {problem[1]}.")
+
+
 def check_step(environment: Environment, step: Any, answered: int) -> None:
-    """Raises EnvironmentContractError where `step` answered no Step, a reward that is none, or one
-    that replaces anything but texts of the `answered` turns before, or follows a turn that is not
+    """Raises EnvironmentContractError where `step` answered no Step, one with a fault, one that
+    replaces anything but texts of the `answered` turns before, or follows a turn that is not
     there."""
-    check_answer(environment, "step", step, Step)
+    check_fields(environment, "step", step)
     where = f"{type(environment).__name__}.step"
-    check_answer(environment, "step: picture", step.picture, str)
-    named = {f"rewards['{name}']": value for name, value in step.rewards.items()}
-    for name, reward in {"reward": step.reward, **named}.items():
-        if not abs(reward) <= MAX_REWARD:  # NaN included
-            raise EnvironmentContractError(
-                f"{where}: expected a finite {name}, found {reward}; at most {MAX_REWARD:g} either "
-                "way."
-            )
     for turn, text in (step.replace or {}).items():
         known = isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < answered
         if not known or not isinstance(text, str):
@@ -177,6 +232,20 @@ def check_step(environment: Environment, step: Any, answered: int) -> None:
             f"{where}: tools stand in front of a conversation; expected after=-1 beside them, "
             f"found {step.after!r}."
         )
+
+
+def most_turns(environment: Environment, task: Task, most: int) -> int:
+    """Responses that an episode of the task may have, where the run allows `most`."""
+    most = most if environment.max_turns is None else environment.max_turns
+    return most if task.most_turns is None else min(most, task.most_turns)
+
+
+def note_response(episode: Episode, response: str, most: int) -> None:
+    """Counts a response that no engine sampled, of an episode of at most so many: it stands for
+    one token."""
+    episode.turns += 1
+    episode.turns_left = max(0, most - episode.turns)
+    episode.sampled = SaidTokens(0, [math.nan], lambda: [response])
 
 
 async def awaited(answer: Any) -> Any:

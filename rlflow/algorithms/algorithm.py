@@ -37,6 +37,8 @@ FILLED = frozenset(
     }
 )
 """The needs of parts that the training step and the trainers fill."""
+MOST_BUDGET = 2**30
+"""Tokens of an attempt, before the environment is there, which may set its own number of turns."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Algorithm:
                 section.aggregate, "algorithm.aggregate", **budget
             ),
             filters=[as_part(one) for one in filters],
-            transforms=_transforms(config, response_budget),
+            transforms=make_transforms(config, response_budget),
             teacher=_teacher(config),
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
@@ -220,7 +222,7 @@ class Algorithm:
 def check_parts(config: RunConfig) -> None:
     """Raises ConfigError where a configuration's parts, teacher and critic do not go together."""
     section = config.algorithm
-    losses, transforms = make_loss(section.losses).terms, _planned_transforms(config)
+    losses, transforms = make_loss(section.losses).terms, make_transforms(config)
     check_combination(losses, transforms)
     if config.asynchrony.on:
         check_staleness(losses, transforms)
@@ -236,7 +238,7 @@ def check_parts(config: RunConfig) -> None:
 
 def config_needs(config: RunConfig) -> frozenset[str]:
     """`Algorithm.needs` of a configuration; of filters, which need a rollout, by their classes."""
-    section, transforms = config.algorithm, _planned_transforms(config)
+    section, transforms = config.algorithm, make_transforms(config)
     parts = [make_loss(section.losses), make_advantage(section.advantage), *transforms]
     needs = [part.needs for part in parts]
     for place, component in enumerate(section.filters):
@@ -246,15 +248,11 @@ def config_needs(config: RunConfig) -> frozenset[str]:
     return frozenset().union(*needs) - _filled_by(transforms)
 
 
-def _planned_transforms(config: RunConfig) -> list[Any]:
-    return _transforms(
-        config, config.rollout.max_turns * config.rollout.max_response_tokens
-    )
-
-
-def _transforms(config: RunConfig, budget: int) -> list[Any]:
+def make_transforms(config: RunConfig, response_budget: int = MOST_BUDGET) -> list[Any]:
+    """The transforms that the configuration names. Raises ConfigError, also where an attempt may
+    generate too few tokens for one."""
     named, where = config.algorithm.transforms, "algorithm.transforms"
-    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=budget)]
+    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)]
 
 
 def _teacher(config: RunConfig) -> Teacher | None:

@@ -115,13 +115,17 @@ class Filter(Part):
     unscored: bool = False
     """It may bring attempts without behaviour log-probs: kernels need `anchor: proximal`."""
 
+    compares_attempts: bool = False
+    """It asks in what attempts at a task differ: one attempt per task is refused at the start."""
+
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...
 
 
 class Curator(Part):
-    """The source of a run's training tasks, made from (tasks, seed). Its position is state of its
-    own: a filter that refuses groups makes a step take more tasks than another."""
+    """The source of a run's training tasks, made from (tasks, seed), and `samples` where it names
+    them: the attempts per prompt. Its position is state of its own: a filter that refuses groups
+    makes a step take more tasks than another."""
 
     @property
     @abstractmethod

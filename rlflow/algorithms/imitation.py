@@ -18,15 +18,15 @@ from torch import Tensor
 
 from rlflow.algorithms import SFTLoss
 from rlflow.batching import make_batch
-from rlflow.environment import Environment, awaited
-from rlflow.errors import ConfigError, EnvironmentContractError, StorageError, described
+from rlflow.environment import Environment, awaited, check_fields, note_response
+from rlflow.errors import ConfigError, StorageError, described
 from rlflow.models.huggingface import why_occupied
 from rlflow.models.tiny import write_random_model, write_tokenizer
 from rlflow.models.weight_files import write_model
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, Segment, Step, StopReason, Task, Trajectory
+from rlflow.types import Batch, Segment, StopReason, Task, Trajectory
 
 Encode = Callable[[str], list[int]]
 TextPart = tuple[str, bool]
@@ -133,13 +133,9 @@ async def _demonstrate(
     try:
         for turn in range(1, seat.turns + 1):
             response = seat.play(prompt, said, generator)
-            episode.turns, episode.turns_left = turn, seat.turns - turn
+            note_response(episode, response, seat.turns)
             step = await awaited(environment.step(episode, response))
-            if not isinstance(step, Step):
-                found = type(step).__name__
-                raise EnvironmentContractError(
-                    f"step: expected an rlflow.Step, found {found}."
-                )
+            check_fields(environment, "step", step)
             parts.append((response, True))
             reward += step.reward
             if step.terminated or turn == seat.turns:

@@ -21,10 +21,16 @@ from rlflow.checks.agents import (
     random_agent,
     scripted_agent,
 )
-from rlflow.checks.answers import observation_problem, step_problem, timed_method
+from rlflow.checks.answers import answer_problem, timed_method
 from rlflow.checks.plays import Play, describe, describe_player
 from rlflow.checks.report import ContractReport
-from rlflow.environment import Environment
+from rlflow.environment import (
+    Environment,
+    most_turns,
+    note_response,
+    observation_problem,
+    stop_problem,
+)
 from rlflow.errors import RolloutError, described, raised_at
 from rlflow.report.metrics import Metric
 from rlflow.rollout.calls import THREADS, CallThreads, call
@@ -108,6 +114,8 @@ class _Audit:
         return self.report
 
     async def check_all(self) -> None:
+        if self.environment.max_turns is not None:
+            self.max_turns = self.environment.max_turns
         self.check_stop_strings()
         self.check_registered()
         train, val = await self.check_tasks("train"), await self.check_tasks("val")
@@ -159,13 +167,8 @@ class _Audit:
         return ", ".join(left) or "the check itself"
 
     def check_stop_strings(self) -> None:
-        stop = self.environment.stop
-        if isinstance(stop, str) or not all(
-            isinstance(text, str) and text for text in stop
-        ):
-            self.breach(
-                "stop", f"stop: expected a tuple of non-empty strings, found {stop!r}"
-            )
+        if problem := stop_problem(self.environment.stop):
+            self.breach("stop", problem)
 
     def check_registered(self) -> None:
         registered = self.environment.metrics
@@ -315,9 +318,8 @@ class _Audit:
         if not worked or not self.accept_episode(episode):
             play.failed = True
             return play
-        while (
-            not play.terminated and not play.failed and len(play.steps) < self.max_turns
-        ):
+        most = most_turns(environment, episode.task, self.max_turns)
+        while not play.terminated and not play.failed and len(play.steps) < most:
             try:
                 response = agent(task, episode.task, play.said)
             except Exception as error:  # noqa: BLE001 -- a scripted player is others' code too
@@ -327,7 +329,7 @@ class _Audit:
                 )
                 play.failed = True
                 break
-            episode.turns += 1
+            note_response(episode, response, most)
             worked, step = await self.call("step", environment.step, episode, response)
             if not worked or not self.accept_step(step):
                 play.failed = True
@@ -343,9 +345,9 @@ class _Audit:
         return play
 
     def accept_step(self, step: Any) -> bool:
-        problem = step_problem(step)
+        problem = answer_problem(step)
         if problem is not None:
-            self.breach(*problem)
+            self.breach(problem[0], f"step: {problem[1]}")
         return problem is None
 
     async def check_replay(

@@ -10,12 +10,12 @@ from typing import TextIO
 
 from rlflow.checks.agents import Agent
 from rlflow.commands.show import Paint
-from rlflow.environment import Environment, awaited
-from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
+from rlflow.environment import Environment, awaited, check_fields, most_turns, note_response
+from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.lines import printable
 from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
-from rlflow.types import Observation, Step, Task
+from rlflow.types import Observation, Task
 
 
 def play(
@@ -81,10 +81,11 @@ async def _episode(
     print(paint(f"task {task.id}. {told}", "dim"))
     episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
+    most = most_turns(environment, episode.task, max_turns)
     said: list[tuple[str, Observation]] = []
     try:
         print(shown(episode.task.prompt))
-        for turn in range(1, max_turns + 1):
+        for turn in range(1, most + 1):
             caret = paint("> ", "policy", "bold")
             if agent is None:
                 response = read_response(source, stop, prompt=caret)
@@ -94,13 +95,9 @@ async def _episode(
             if response is None:
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
                 return 0
-            episode.turns = turn
+            note_response(episode, response, most)
             step = await awaited(environment.step(episode, response))
-            if not isinstance(step, Step):
-                found = type(step).__name__
-                raise EnvironmentContractError(
-                    f"step: expected an rlflow.Step, found {found}."
-                )
+            check_fields(environment, "step", step)
             total += step.reward
             said.append((response, step.observation))
             stop = step.stop if step.stop is not None else tuple(environment.stop)
@@ -115,7 +112,7 @@ async def _episode(
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
                 return 0
-        print(paint(f"turn limit ({max_turns}) reached, return {total:g}", "bold"))
+        print(paint(f"turn limit ({most}) reached, return {total:g}", "bold"))
         return 0
     finally:
         await awaited(environment.close(episode))

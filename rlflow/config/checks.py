@@ -190,14 +190,15 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield lambda: AGGREGATE.check(
         algorithm.aggregate, ("tokens",), "algorithm.aggregate"
     )
-    for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
-        for index, component in enumerate(getattr(algorithm, name)):
-            yield partial(
-                kind.check, component, ("tokens",), f"algorithm.{name}[{index}]"
-            )
+    for index, component in enumerate(algorithm.filters):
+        yield partial(_check_filter, config, component, f"algorithm.filters[{index}]")
+    for index, component in enumerate(algorithm.transforms):
+        where = f"algorithm.transforms[{index}]"
+        yield partial(TRANSFORM.check, component, ("tokens",), where)
     transfer = config.cluster.weight_transfer
     yield lambda: WEIGHT_TRANSFER.check(transfer, ("put",), "cluster.weight_transfer")
-    yield lambda: CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
+    offered = ("tasks", "seed", "samples")
+    yield lambda: CURATOR.check(config.data.curator, offered, "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
 
@@ -216,9 +217,17 @@ def _check_advantage(config: RunConfig) -> None:
     component = config.algorithm.advantage
     made = ADVANTAGE.build(component, "algorithm.advantage")
     # A function with its keywords bound: its own
-    compares = getattr(getattr(made, "func", made), "compares_attempts", False)
+    _check_attempts(config, component, getattr(made, "func", made))
+
+
+def _check_filter(config: RunConfig, component: Any, where: str) -> None:
+    target, _ = FILTER.check(component, ("tokens",), where)
+    _check_attempts(config, component, target)
+
+
+def _check_attempts(config: RunConfig, component: Any, part: Any) -> None:
     _require(
-        not compares or config.rollout.samples_per_prompt > 1,
+        not getattr(part, "compares_attempts", False) or config.rollout.samples_per_prompt > 1,
         "rollout.samples_per_prompt",
         f"{component['name']} compares attempts at the same prompt; expected at least 2, found 1",
     )

@@ -57,10 +57,15 @@ class CallThreads:
         self._closed = False
 
     async def run(
-        self, function: Callable[[], Any], limit_s: float, what: str, kind: str = ""
+        self,
+        function: Callable[[], Any],
+        limit_s: float,
+        what: str,
+        kind: str = "",
+        late: Callable[[Any], object] = id,
     ) -> Any:
         """The function's result, out of a thread; see `guarded` for the errors. The deadline starts
-        with the call."""
+        with the call. late: given, in the loop, what comes after it was given up."""
         async with self._places[kind]:
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -68,6 +73,8 @@ class CallThreads:
             def take(outcome: tuple[Any, BaseException | None]) -> None:
                 if not ended.done():
                     ended.set_result(outcome)
+                elif outcome[1] is None:
+                    late(outcome[0])
 
             def answer(result: Any, error: BaseException | None) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
@@ -112,15 +119,16 @@ async def call(
     limit_s: float,
     what: str,
     kind: str = "",
+    late: Callable[[Any], object] = id,
 ) -> Any:
     """The result of a plain or async method; a plain one runs in a thread, with so many others of
-    its kind.
+    its kind. late: given what a plain one returns after it was given up.
 
     Raises RolloutError where it takes longer than `limit_s`, or ends with what would end the event
     loop (SystemExit and its like) instead of an Exception."""
     if inspect.iscoroutinefunction(method):
         return await guarded(method(*arguments), limit_s, what)
-    result = await threads.run(lambda: method(*arguments), limit_s, what, kind)
+    result = await threads.run(lambda: method(*arguments), limit_s, what, kind, late)
     return await guarded(result, limit_s, what) if inspect.isawaitable(result) else result
 
 

@@ -40,15 +40,16 @@ class Continued:
             whole.tokens += part.tokens
             whole.logprobs += part.logprobs
             whole.versions += part.versions
-            most = len(tokens) + len(whole.tokens) - 1
-            whole.routes = joined_routes(whole.routes, part.routes, most)
-            parts.append(part.routes_version)
+            if part.tokens and part.routes is not None:  # else the rest says them, by newer weights
+                most = len(tokens) + len(whole.tokens) - 1
+                whole.routes = joined_routes(whole.routes, part.routes, most)
+                parts.append(part.routes_version)
             whole.stop = part.stop
             if cut and self._ended(whole, before, sampling.stop):
                 whole.stop = "stop"
             elif part.stop == "length" and len(part.tokens) == limit < room:
                 whole.stop = "paused"
-        whole.routes_version = min(parts)
+        whole.routes_version = min(parts, default=-1)
         return whole
 
     def _ended(self, whole: Completion, before: int, stops: Sequence[str]) -> bool:

@@ -17,6 +17,10 @@ MIXED = (
     "Step.replace: an episode whose conversation was rewritten or branched has no observation of "
     "its own left to replace; set rollout.history=exact, or answer with text."
 )
+FRAMED = (
+    "Step.replace: the observation of turn {} consists of messages, whose chat markup a text in "
+    "its place would lose; answer with text where it is to be replaced."
+)
 
 
 @dataclass
@@ -27,6 +31,7 @@ class TokenSpan:
     tokens: list[int]
     completion: Completion | None = None  # of a response that is trained in this segment
     turn: int | None = None  # of an observation: the turn that it answers
+    framed: bool = False  # an observation of messages, in the chat template's markup
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ class EpisodeState:
     def length(self) -> int:
         return sum(len(span.tokens) for span in self.spans)
 
+    @property
+    def sampled(self) -> bool:
+        """Whether a response is trained in the segment under way."""
+        return any(span.completion is not None for span in self.spans)
+
     def respond(self, completion: Completion, response: str) -> None:
         """Appends a response; `here` is the place after it."""
         self.spans.append(TokenSpan(completion.tokens, completion))
@@ -90,12 +100,19 @@ class EpisodeState:
         """Closes the segment and starts another, with the observations of some turns exchanged.
 
         Responses so far are context there; they are trained in the segment that sampled them.
-        Raises EnvironmentContractError after a fork, whose context is one piece."""
+        Raises EnvironmentContractError after a fork, whose context is one piece, and for an
+        observation of messages, whose markup would be lost."""
         if self.forks:
             raise EnvironmentContractError(MIXED)
-        self.segments.append(make_segment(self.spans))
+        for span in self.spans:
+            if span.framed and span.turn in observations:
+                raise EnvironmentContractError(FRAMED.format(span.turn))
+        if self.sampled:  # else it was replaced twice
+            self.segments.append(make_segment(self.spans))
         self.spans = [
-            TokenSpan(observations.get(span.turn, span.tokens), turn=span.turn)
+            dataclasses.replace(
+                span, tokens=observations.get(span.turn, span.tokens), completion=None
+            )
             for span in self.spans
         ]
         self.here = self.places[-1] = dataclasses.replace(self.here, spans=self.spans)

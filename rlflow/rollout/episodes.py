@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlflow.environment import Environment, SaidTokens, check_answer, check_step
+from rlflow.environment import (
+    Environment,
+    SaidTokens,
+    check_episode,
+    check_fields,
+    check_step,
+    most_turns,
+)
 from rlflow.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -114,9 +121,9 @@ class EpisodePlayer:
         self, attempt: Attempt, state: EpisodeState, generate: Generate
     ) -> StopReason:
         episode = await self._call("reset", attempt.task)
-        check_answer(self._environment, "reset", episode, Episode)
+        check_episode(self._environment, episode)
         if episode.opening is not None:
-            check_answer(self._environment, "reset: opening", episode.opening, Step)
+            check_fields(self._environment, "reset: opening", episode.opening)
         try:
             stop = await self._turns(attempt, episode, state, generate)
         except BaseException:
@@ -170,8 +177,7 @@ class EpisodePlayer:
         return self._limits.temperature if attempt.temperature is None else attempt.temperature
 
     def _max_turns(self, episode: Episode) -> int:
-        most = episode.task.most_turns
-        return self._limits.max_turns if most is None else min(self._limits.max_turns, most)
+        return most_turns(self._environment, episode.task, self._limits.max_turns)
 
     def _begin(self, task: Task, step: Step, state: EpisodeState) -> None:
         state.prompt = _as_text(task.prompt)
@@ -263,7 +269,8 @@ class EpisodePlayer:
         if turn.again is not None or after != last:
             state.fork(seen, turn.again or length)
         state.here = place
-        state.spans.append(TokenSpan(turn.tokens, turn=len(state.turns) - 1))
+        text = isinstance(step.observation, str)
+        state.spans.append(TokenSpan(turn.tokens, turn=len(state.turns) - 1, framed=not text))
         state.observation_tokens += len(turn.tokens) - (turn.again or 0)
         return True
 
@@ -294,6 +301,10 @@ class EpisodePlayer:
         said = self._tokenizer.without_control(place.speech)  # a fork reads it again, as text
         exact = self._limits.history == "exact"
         turn = place.tokenizer.encode_turn(place.messages, said, step.observation, end, exact)
+        if turn.again is not None:
+            seen = [token for span in place.spans[: place.count] for token in span.tokens]
+            if turn.tokens[: len(seen)] == seen:  # rewritten to the same ids
+                turn = NextTurn(turn.tokens[len(seen) :])
         messages = [*place.messages, {"role": "assistant", "content": said}, *step.observation]
         return turn, replace(place, messages=messages, speech="")
 
@@ -304,15 +315,19 @@ class EpisodePlayer:
             getattr(self._environment, name),
         )
         # A reset that waits for a place must not keep `close` from giving one back
-        kind = "reset" if name == "reset" else ""
-        return await call(self._threads, method, arguments, self._limits.call_s, what, kind)
+        kind, late = ("reset", self._close_late) if name == "reset" else ("", id)
+        return await call(self._threads, method, arguments, self._limits.call_s, what, kind, late)
+
+    def _close_late(self, episode: Any) -> None:
+        """Closes an episode that came after its deadline."""
+        if isinstance(episode, Episode):
+            self._closing = asyncio.ensure_future(self._call("close", episode))
 
     def _trajectory(
         self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str
     ) -> Trajectory:
-        sampled = any(span.completion is not None for span in state.spans)
         # Nothing need follow a rewritten observation
-        if sampled or (state.spans and not state.segments):
+        if state.sampled or (state.spans and not state.segments):
             state.segments.append(make_segment(state.spans))
         talks = state.here.messages is not None or state.forks
         names = COUNTED + COUNTED_OF_MESSAGES if talks else COUNTED

@@ -68,7 +68,7 @@ class ScriptedEngine(Engine):
         if not left:
             raise RolloutError("transcript: the episode goes on where its responses end")
         response = left.pop()
-        said = self._tokenizer.encode_text(response.text)
+        said = self._tokenizer.encode_text(response.text, follows=False)
         if self._tokenizer.decode(said) != response.text:
             raise RolloutError("transcript: the tokenizer has no tokens for a response")
         if response.end == "eos":

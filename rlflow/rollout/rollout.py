@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
-from rlflow.environment import Environment
+from rlflow.environment import Environment, check_stop
 from rlflow.errors import RolloutError
 from rlflow.rollout.calls import THREADS, CallThreads
 from rlflow.rollout.deterministic import TurnSeeds
@@ -113,6 +113,7 @@ class Rollout:
         )
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
+        check_stop(environment)
         check_frame(environment.frame, tokenizer, max_observation_tokens)
         environment.sampled_at(temperature)
         self.report: dict[str, float] = {}

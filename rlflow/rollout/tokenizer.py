@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -86,6 +86,8 @@ class Tokenizer:
         """This tokenizer with tools in every rendered prompt. Raises ModelError where no chat
         template presents them."""
         equipped = Tokenizer(self.inner, self.eos_ids, tools)
+        if not tools:
+            return equipped
         probe = [_USER]
         template = self.inner.chat_template
         if not template or equipped.render(probe) == self.render(probe):
@@ -108,21 +110,35 @@ class Tokenizer:
         they are: for text that the user wrote or a template rendered."""
         return self.inner.encode(_well_formed(text), add_special_tokens=False) if text else []
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, follows: bool = True) -> list[int]:
         """The ids of what an environment says, which may quote anybody: no control token is among
-        them.
+        them. follows: behind other text, so that nothing may stand between.
 
         Control tokens are those that the tokenizer marks as special (but for the one that unknown
         characters become), and added ones that look like it, such as `[INST]` or `<|fim_prefix|>`;
         a plain tag such as `<think>` is a protocol's own word. Where one stands in the text, a
         blank behind its first character keeps it text."""
-        tokens = self.encode(_well_formed(text))
+        encode = self._encode_behind if follows else self.encode
+        tokens = encode(_well_formed(text))
         if self._control.keys().isdisjoint(tokens):
             return tokens
-        tokens = self.encode(self.without_control(text))
+        tokens = encode(self.without_control(text))
         # A vocabulary may spell a control token in a way that its text does not show, after
         # normalization for example.
         return [token for token in tokens if token not in self._control]
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """The ids of a text that follows another. Metaspace tokenizers put a blank in front of what
+        stands alone, so they get a line break in front, which is cut off."""
+        if self._begins_with_blank and text:
+            start, tokens = self.encode("\n"), self.encode("\n" + text)
+            if tokens[: len(start)] == start:
+                return tokens[len(start) :]
+        return self.encode(text)
+
+    @functools.cached_property
+    def _begins_with_blank(self) -> bool:
+        return self.decode(self.encode("a") + self.encode("a")) != "aa"
 
     def without_control(self, text: str) -> str:
         """The text with every control token's text taken apart."""
@@ -150,16 +166,28 @@ class Tokenizer:
         return self.encode(self.render(_as_messages(prompt)))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The chat template's text. Raises ModelError where the tokenizer has no template."""
+        """The chat template's text. Raises ModelError where the tokenizer has no template,
+        RolloutError where it refuses the messages, which may be those of one episode only."""
+        from jinja2 import TemplateError
+
         if not self.inner.chat_template:
             told = "it has no chat template, but a prompt or observation consists of messages"
             raise ModelError(f"tokenizer: {told}.")
-        return self.inner.apply_chat_template(
-            self._quoted(messages),
-            tools=self.tools or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )
+        try:
+            return self.inner.apply_chat_template(
+                self._quoted(messages),
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages[:8])
+            raise RolloutError(
+                f"tokenizer: the chat template refuses messages of the roles {roles}: "
+                f"{' '.join(str(error).split())}; expected roles that the model knows, in its "
+                "order (a system text goes into the first user message). Change the environment's "
+                "messages, or take a model whose template has these roles."
+            ) from None
 
     def _quoted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as a template may be given them: only the template itself says control

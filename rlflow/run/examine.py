@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from rlflow.addresses import unreachable
+from rlflow.algorithms.algorithm import MOST_BUDGET, make_transforms
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.algorithms.trial.first_call import check_first_call
 from rlflow.components import ADVANTAGE, AGGREGATE, LOSS, TRANSFORM
@@ -124,7 +124,6 @@ def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
     """Calls of the parts once, on a made-up batch; a start leaves them out, as a part may note what
     it is called with. Filters and curators see the environment's own tasks."""
     section = config.algorithm
-    tokens = config.rollout.max_turns * config.rollout.max_response_tokens
     parts = [
         (ADVANTAGE, section.advantage, "algorithm.advantage"),
         (AGGREGATE, section.aggregate, "algorithm.aggregate"),
@@ -137,7 +136,7 @@ def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
             for place, one in enumerate(section.transforms)
         ),
     ]
-    return [partial(check_first_call, *part, tokens=tokens) for part in parts]
+    return [partial(check_first_call, *part, tokens=MOST_BUDGET) for part in parts]
 
 
 def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
@@ -178,26 +177,18 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(tasks_of, environment, split)
         return
-    for text in (
-        environment.stop
-        if isinstance(environment.stop, (tuple, list))
-        else (environment.stop,)
-    ):
-        found.problems.attempt(_check_stop, text, tokenizer)
     rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
     if rollout is not None:
+        found.problems.attempt(make_transforms, config, rollout.response_budget)
+        for text in environment.stop:
+            found.problems.attempt(_check_stop, text, tokenizer)
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config, found)
         found.notes += found.problems.attempt(task_notes, config, environment) or []
 
 
-def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
+def _check_stop(text: str, tokenizer: Tokenizer) -> None:
     """Raises ConfigError for a stop string that no response could end with."""
-    if not isinstance(text, str) or not text:
-        raise ConfigError(
-            "environment: its stop strings are a tuple of texts, none of them empty; found "
-            f"{text!r:.60}."
-        )
     tokens = tokenizer.encode(text)
     said = tokenizer.decode(tokens)
     # A special token has no text, and ends a response by itself

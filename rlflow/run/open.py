@@ -103,7 +103,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
     directory = _open_files(config, log, page, stack)
     save_registered(directory.environment_metrics, metrics)
-    offered = {"tasks": train_tasks, "seed": config.run.seed}
+    samples = config.rollout.samples_per_prompt
+    offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
     source = CURATOR.build(config.data.curator, "data.curator", **offered)
     upcoming = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
     kept = config.metrics.trajectories_per_step

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from rlflow.algorithms.algorithm import check_parts
-from rlflow.components import ENGINE
+from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.errors import (
@@ -105,6 +105,13 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
                 "tokens went; expected one that takes `routes` (embedded, vllm, vllm_server) for "
                 "rollout; or set it to recompute."
             )
+        for place, component in enumerate(config.algorithm.filters):
+            kind, _ = FILTER.check(component, ("tokens",), where := f"algorithm.filters[{place}]")
+            if getattr(kind, "unscored", False) is True:
+                raise ConfigError(
+                    f"trainer.router_replay: {where} '{component['name']}' brings attempts that no "
+                    "engine of the run sampled, so nothing says their experts; set it to recompute."
+                )
 
 
 def _check_offload(config: RunConfig) -> None:

@@ -16,11 +16,12 @@ class Adaptive(Epochs):
     """Passes over the tasks, each with the attempts and turns that it needs (dynamic rollout
     numbers and lengths of DART, arXiv 2509.23866).
 
-    attempts: of a task at the most, the run's `samples_per_prompt`. Where its rate of success SR
-    exceeds `above`, it gets round(attempts (1 - SR) / (1 - above)), but `least`; the paper does not
-    say how they fall, this line is ours. SR is a running mean over its groups, SR <- decay SR + (1
-    - decay) share of returns from `success` on, from its first group's share. lengths: an attempt
-    gets as many turns as the longest success of its task had; all of the run's before there is one.
+    attempts: of a task at the most; None: `samples`, which are the run's `samples_per_prompt`.
+    Where its rate of success SR exceeds `above`, it gets round(attempts (1 - SR) / (1 - above)),
+    but `least`; the paper does not say how they fall, this line is ours. SR is a running mean over
+    its groups, SR <- decay SR + (1 - decay) share of returns from `success` on, from its first
+    group's share. lengths: an attempt gets as many turns as the longest success of its task had;
+    all of the run's before there is one.
     """
 
     remembers = ("rates", "longest")
@@ -30,16 +31,17 @@ class Adaptive(Epochs):
         tasks: Sequence[Task],
         seed: int,
         shuffle: bool = True,
-        attempts: PositiveInt = 8,
+        attempts: PositiveInt | None = None,
         least: PositiveInt = 2,
         above: Annotated[float, Range(0, below=1)] = 0.6,
         decay: Annotated[float, Range(0, below=1)] = 0.5,
         success: float = 1.0,
         lengths: bool = True,
+        samples: PositiveInt = 8,
     ) -> None:
         super().__init__(tasks, seed, shuffle)
         self._attempts, self._least, self._above, self._decay = (
-            attempts,
+            attempts or samples,
             least,
             above,
             decay,

@@ -17,6 +17,8 @@ class DynamicSampling(Filter):
     smaller. metric: compare this metric of the episodes in place of their returns, which a length
     penalty tells apart where accuracy does not."""
 
+    compares_attempts = True
+
     def __init__(self, max_rounds: PositiveInt = 10, metric: str | None = None) -> None:
         self.max_rounds = max_rounds
         self._metric = metric

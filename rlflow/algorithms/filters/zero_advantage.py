@@ -14,6 +14,7 @@ class ZeroAdvantage(Filter):
     stays, for the step to have a batch: its advantages are 0."""
 
     whole_step = True
+    compares_attempts = True
 
     def __init__(self) -> None:
         self._left_out = 0

@@ -21,6 +21,7 @@ class HighEntropySteps(Transform):
     """
 
     needs = frozenset({"current_entropy"})
+    level = "token"
 
     def __init__(
         self,

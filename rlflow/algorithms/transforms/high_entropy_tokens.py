@@ -18,6 +18,7 @@ class HighEntropyTokens(Transform):
     token keeps its weight, so the mean is still over all."""
 
     needs = frozenset({"current_entropy"})
+    level = "token"
 
     def __init__(self, share: Annotated[float, Range(above=0, high=1)] = 0.2) -> None:
         self._share = share

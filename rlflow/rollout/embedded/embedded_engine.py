@@ -168,7 +168,7 @@ class EmbeddedEngine(Engine):
             tokens=list(tokens),
             sampling=sampling,
             id=request_id,
-            stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids),
+            stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids, self._stop_rows),
             seed=_as_int64(seed),
             future=self._enter_loop().create_future(),
             priority=priority,
@@ -312,6 +312,10 @@ class EmbeddedEngine(Engine):
             raise RolloutError(
                 f"engine.generate: request id '{request_id}' is in flight already; ids must differ."
             )
+
+    def _stop_rows(self) -> set[int]:
+        """Those of the requests in flight."""
+        return {sequence.stop_row for sequence in self._scheduler.in_flight()}
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

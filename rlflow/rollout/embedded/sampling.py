@@ -12,6 +12,8 @@ from torch import Tensor
 from rlflow.errors import RolloutError
 
 CHUNK = 128
+KEPT_ROWS = 64
+"""Of the stop table, beyond which those that no request needs are used again."""
 END_TOKEN = 1
 """Flag of a token that ends the completion by itself."""
 MAY_END_STRING = 2
@@ -99,14 +101,27 @@ class StopTable:
         self._tokenizer = tokenizer
         self._rows: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
         self._texts: list[str] | None = None
+        self._with: dict[str, Tensor] = {}
 
-    def row(self, strings: tuple[str, ...], token_ids: tuple[int, ...]) -> int:
-        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id
-        outside the vocabulary."""
+    def row(
+        self,
+        strings: tuple[str, ...],
+        token_ids: tuple[int, ...],
+        used: Callable[[], set[int]] = set,
+    ) -> int:
+        """The row of a pair, made where it is new; beyond KEPT_ROWS in place of the oldest that is
+        none of `used`. Raises RolloutError for an empty string or an id outside the vocabulary."""
         key = (tuple(strings), tuple(token_ids))
         if key not in self._rows:
-            self.flags = torch.cat((self.flags, self._make_row(*key)[None].to(self.flags.device)))
-            self._rows[key] = len(self._rows)
+            made = self._make_row(*key).to(self.flags.device)
+            taken = used() if len(self._rows) >= KEPT_ROWS else set(self._rows.values())
+            old = next((old for old, row in self._rows.items() if row not in taken), None)
+            if old is None:
+                self.flags = torch.cat((self.flags, made[None]))
+                self._rows[key] = len(self._rows)
+            else:
+                self._rows[key] = self._rows.pop(old)
+                self.flags[self._rows[key]] = made
         return self._rows[key]
 
     def completes(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
@@ -135,16 +150,14 @@ class StopTable:
             ends = {string[-1] for string in strings}
             if any(not end.isascii() for end in ends):
                 ends.add("\ufffd")  # part of a character: several tokens may make the last one
-            texts = self._token_texts()
             tokenizer = self._tokenizer()
             special = {  # a tokenizer may know more ids than the model
                 token: tokenizer.decode([token], skip_special_tokens=False)
                 for token in tokenizer.special_ids
                 if token < vocab
             }
-            row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = (
-                MAY_END_STRING
-            )
+            for end in ends:
+                row[self._tokens_with(end)] = MAY_END_STRING
             for string in strings:  # a stop string that is one special token has no text of its own
                 row[[token for token, text in special.items() if text == string]] = END_TOKEN
         outside = [token for token in token_ids if not 0 <= token < vocab]
@@ -155,6 +168,14 @@ class StopTable:
             )
         row[list(token_ids)] = END_TOKEN
         return row
+
+    def _tokens_with(self, character: str) -> Tensor:
+        """Ids of the tokens whose text holds it."""
+        if character not in self._with:
+            texts = enumerate(self._token_texts())
+            ids = [token for token, text in texts if character in text]
+            self._with[character] = torch.tensor(ids, dtype=torch.int64)
+        return self._with[character]
 
     def _token_texts(self) -> list[str]:
         if self._texts is None:

@@ -44,6 +44,8 @@ UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
         ([on_proximal("soft_adaptive")], ["decoupled"], "with loss soft_adaptive: .*clip range.*Use tis"),
         (["reinforce"], ["decoupled"], "with loss reinforce: .*Use tis"),
         ([on_proximal("gspo")], ["tis"], "transform tis with loss gspo: the tokens of a row share one ratio"),
+        (["gspo"], ["high_entropy_tokens"], "high_entropy_tokens with loss gspo: the tokens of a row share"),
+        (["gmpo"], ["high_entropy_steps"], "high_entropy_steps with loss gmpo: the tokens of a row share"),
         (["gmpo"], ["dppo"], "with loss gmpo: the tokens of a row share one ratio"),
         ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "range"}], "sets the clip range.*anchor: rollout"),
         (["aipo"], [{"name": "m2po", "variant": "winsor"}], "sets the clip range"),

@@ -124,6 +124,8 @@ def test_a_solved_task_gets_fewer_attempts_and_none_more_turns_than_a_success_ha
         curator.observe([group("0", [1.0] * won + [0.0] * (8 - won))])
         found.append(curator.attempts_of("0"))
     assert found == [8, 8, 5, 2, 2]  # round(2.5) is 2
+    for options, most in (({"samples": 16}, 16), ({"samples": 16, "attempts": 4}, 4)):
+        assert Adaptive(tasks(1), seed=0, **options).attempts_of("0") == most
     (task,) = curator.take(1)
     assert (task.most_attempts, task.most_turns) == (2, 1) and curator.report() == {"attempts_spared": 6}
     long = group("0", EASY)

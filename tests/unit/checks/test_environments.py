@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import random
 import sys
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from rlflow import Environment, Episode, Metric, Step, Task
 from rlflow.checks import environments
 from rlflow.checks.environments import check_environment
 from rlflow.commands.cli import main
+from rlflow.commands.play import play
 
 
 class Good(Environment):
@@ -340,3 +343,29 @@ def test_state_that_only_a_player_reaches_is_found_where_it_was_used_up_long_ago
     assert "the player ended no episode within 16 turns" in report.notes
     again = check_environment(Good(), episodes=4, player=lambda prompt, *rest: prompt.split()[-1])
     assert again.passed and not again.notes, str(again)
+
+
+class CountsDown(Environment):
+    """Right by the documentation: it reads what a rollout tells of a response, and ends with its own number of turns."""
+
+    max_turns = 3
+    stop = ("</a>",)
+
+    def tasks(self, split: str) -> list[Task]:
+        return [Task(f"{split}{n}", "Say a", most_turns=2 if n else None) for n in range(2)]
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        most = episode.task.most_turns or self.max_turns
+        assert episode.turns_left == most - episode.turns >= 0
+        assert len(episode.sampled.texts()) == len(episode.sampled.logprobs) == 1
+        reward = numpy.float32(episode.turns_left == 0)
+        return Step(f"{episode.turns_left} left\n", reward, numpy.bool_(False))
+
+
+def test_what_a_rollout_tells_is_told_by_check_and_play_too(capsys: pytest.CaptureFixture[str]) -> None:
+    report = check_environment(CountsDown(), episodes=6)
+    assert report.passed, str(report)
+    assert any("within 3 turns" in note for note in report.notes) and "returns from 1 to 1" in str(report)
+    for task, most in (("0", 3), ("1", 2)):
+        assert play(CountsDown(), task=task, source=io.StringIO("a\n\n" * 9), color="never") == 0
+        assert f"turn limit ({most}) reached, return 1" in capsys.readouterr().out

@@ -375,19 +375,24 @@ def test_a_disk_that_is_too_small_is_told(
     assert code == 2 and len(problems) == 1 and "GiB are free. Lower checkpoint.keep" in problems[0]
 
 
-def test_a_stop_string_that_the_tokenizer_cannot_say_is_told(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attributes", "buffer", "problem"),
+    [
+        ("stop = ('<|im_end|> now',)", 1, "stop string '<|im_end|> now' cannot be said"),
+        ("stop = ('</answer>')", 1, "Strange: stop: expected a tuple of non-empty strings, found '</answer>'"),
+        ("max_turns = 9", 4000, ""),  # more than rollout.max_turns allows by itself
+        ("max_turns = 1", 2000, "overlong: expected a buffer of at most the 512 tokens, found 2000"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_told(tmp_path: Path, attributes: str, buffer: int, problem: str) -> None:
     source = tmp_path / "strange.py"
-    source.write_text(
-        "from rlflow import Environment, Step, Task\n\nclass Strange(Environment):\n    stop = ('<|im_end|> now',)\n"
-        "    def tasks(self, split): return [Task('0', 'a')]\n    def step(self, episode, response): return "
-        "Step(terminated=True)\n"
-    )
+    methods = "def tasks(self, split): return [Task('0', 'a')]\n    def step(self, episode, response): return Step()"
+    source.write_text(f"from rlflow import *\n\nclass Strange(Environment):\n    {attributes}\n    {methods}\n")
     tiny_model(tmp_path / "model")
-    config = load_config(
-        None, [f"model.path={tmp_path}/model", f"environment={source}:Strange", f"run.directory={tmp_path}/run"]
-    )
-    found = examine.examine(config)
-    assert len(found.problems) == 1 and "stop string '<|im_end|> now' cannot be said" in str(found.problems[0])
+    overlong = f"algorithm.transforms=[{{name: overlong, buffer: {buffer}}}]"
+    shared = [f"environment={source}:Strange", f"run.directory={tmp_path}/run", overlong]
+    found = examine.examine(load_config(None, [f"model.path={tmp_path}/model", *shared]))
+    assert [problem in str(one) for one in found.problems] == [True] * bool(problem)
 
 
 def test_the_doctor_looks_at_a_configuration_too(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,14 @@ def test_advantages_that_compare_no_attempts_do_with_one(advantage: str) -> None
         (["rollout.samples_per_prompt=1"], "grpo compares attempts"),
         (["rollout.samples_per_prompt=1", "algorithm.advantage=rloo"], "rloo compares attempts"),
         (["rollout.samples_per_prompt=1", "algorithm.advantage=reinforce"], "reinforce compares attempts"),
+        (
+            ["rollout.samples_per_prompt=1", "algorithm.advantage=running", "algorithm.filters=[dynamic_sampling]"],
+            "dynamic_sampling compares attempts at the same prompt; expected at least 2, found 1",
+        ),
+        (
+            ["rollout.samples_per_prompt=1", "algorithm.advantage=running", "algorithm.filters=[zero_advantage]"],
+            "zero_advantage compares attempts",
+        ),
         (["algorithm.transforms=[{name: overlong}]"], "algorithm.transforms[0] 'overlong': missing keyword buffer"),
         (["algorithm.transforms=[{name: normalize_advantages, over: token}]"], "Did you mean 'tokens'?"),
         (["rollout.engine.top_p=0.9"], "rollout.engine.top_p: training samples from the whole distribution"),

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from rlflow.environment import Environment
 from rlflow.rollout import Completion, Sampling, Tokenizer
 from rlflow.rollout.calls import CallThreads
@@ -90,6 +93,14 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}"""
 
+MISTRAL_V3 = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must\n alternate') }}{%- endif %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- else %}{{- ' ' + message.content | trim + eos_token }}{%- endif %}
+{%- endfor %}"""
+
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
@@ -114,8 +125,23 @@ def dressed(directory: Path, template: str, tools: Sequence[dict[str, Any]] = ()
     return Tokenizer(inner, [*inner.convert_tokens_to_ids(["<|end|>", "<|return|>"])], tools)
 
 
+def metaspace() -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a blank in front of what stands alone; whole are "Paris", "no" and "q"."""
+    words = [word[:end] for word in ("\u2581Paris", "\u2581no", "\u2581q") for end in range(1, len(word) + 1)]
+    letters = ["<unk>", "<s>", "</s>", "<0x0A>", *map(chr, range(33, 127)), *words]
+    merges = [(word[:-1], word[-1]) for word in dict.fromkeys(words) if len(word) > 1]
+    vocab = {text: number for number, text in enumerate(dict.fromkeys(letters))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    inner.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
+    return made
+
+
 class Talk(Environment):
-    """Gives one answer after another, then ends the episode. Steps of `replaced` replace what they say."""
+    """Gives one answer (or Step) after another, then ends the episode. Steps of `replaced` replace what they say."""
 
     def __init__(self, answers: Sequence[Any], replaced: Mapping[int, dict[int, str]] | None = None) -> None:
         self.answers, self.replaced = answers, replaced or {}
@@ -126,7 +152,8 @@ class Talk(Environment):
     async def step(self, episode: Episode, response: str) -> Step:
         if episode.turns > len(self.answers):
             return Step(terminated=True)
-        return Step(self.answers[episode.turns - 1], replace=self.replaced.get(episode.turns))
+        answer = self.answers[episode.turns - 1]
+        return answer if isinstance(answer, Step) else Step(answer, replace=self.replaced.get(episode.turns))
 
 
 def played(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from rlflow.algorithms.advantages.gae import GAE
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.batching import make_batch
+from rlflow.environment import check_step
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
 from rlflow.report.reductions import rollout_metrics
 from rlflow.rollout import Rollout, Tokenizer
@@ -194,3 +197,35 @@ def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(
     _, returns = GAE(bootstrap=True, whiten=False)(batch)
     last = [float(row[mask][-1]) for row, mask in zip(returns, batch.loss_mask, strict=True)]
     assert last == [6.0 if one.metrics["responses_cut"] else 1.0 for one in found]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Step(reward=None), "reward: expected a finite number, found None"),
+        (Step(None), "observation must be text or a list of messages, found NoneType"),
+        (Step([{"role": "user"}]), "observation has a message without role and content: {'role': 'user'}"),
+        (Step(metrics=None), "metrics: expected {name: number}, found None"),
+        (Step(rewards=None), "rewards: expected {name: number}, found None"),
+        (Step(picture=None), "picture: expected text, found NoneType"),
+        (Step(stop="</a>"), "stop: expected a tuple of non-empty strings, found '</a>'; write ('</a>',) with its comma"),
+        (Step(stop=("",)), "stop: expected a tuple of non-empty strings, found ('',)"),
+    ],
+)
+def test_a_step_with_a_fault_is_told_in_one_line(step: Step, message: str) -> None:
+    with pytest.raises(EnvironmentContractError) as caught:
+        check_step(Asking(), step, 0)
+    assert str(caught.value) == f"Asking.step: {message}."
+
+
+@pytest.mark.parametrize("reward", [numpy.float32(0.5), numpy.int64(1), torch.tensor(0.5), True])
+def test_numbers_of_other_libraries_are_rewards(reward: Any) -> None:
+    check_step(Asking(), Step(reward=reward, rewards={"style": reward}), 0)
+
+
+def test_a_text_in_place_of_stop_strings_is_refused(tokenizer: Tokenizer) -> None:
+    class Forgotten(Asking):
+        stop = ("</answer>")  # no comma  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"environment Forgotten: stop: .* write \('</answer>',\) with its comma"):
+        Rollout([], Forgotten(), tokenizer)

@@ -18,6 +18,7 @@ from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.episodes import LONG_TEXT
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import Asking
+from tests.waiting import until
 
 
 class Unspeakable(Exception):
@@ -244,3 +245,21 @@ def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (0, "it did not end within 0.05 s\n")
+
+
+def test_an_episode_that_comes_after_the_deadline_of_reset_is_closed(tokenizer: Tokenizer) -> None:
+    class Late(Asking):
+        ended = 0
+
+        def reset(self, task: Task) -> Episode:
+            time.sleep(0.15)
+            return Episode(task)
+
+        def close(self, episode: Episode) -> None:
+            self.ended += 1
+
+    environment = Late()
+    with over(tokenizer, environment, call_s=0.05, max_aborted_share=1.0) as rollout:
+        (group,) = rollout.collect(environment.tasks("train")[:1])
+        assert not group.usable
+        until(lambda: environment.ended == 2, 5.0)

@@ -171,7 +171,7 @@ def test_an_error_of_one_collection_ends_it_and_leaves_the_others(tokenizer: Tok
     with over(tokenizer, environment) as rollout, ThreadPoolExecutor(1) as threads:
         good = threads.submit(rollout.collect, environment.tasks("train"))
         until(lambda: len(environment.episodes) >= 2)
-        with pytest.raises(EnvironmentContractError, match="expected a Step"):
+        with pytest.raises(EnvironmentContractError, match=r"expected an rlflow\.Step"):
             rollout.collect([*environment.tasks("train")[1:2], Task("wrong", "?")], step=1)
         assert not good.done()
         environment.go.set()

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.chat_engine import PiecedText, messages_of
-from rlflow.types import Message, StopReason
+from rlflow.types import Episode, Message, Step, StopReason
 from tests.unit.rollout.chat_templates import (
     DEEPSEEK_R1,
     GPT_OSS,
     LLAMA31,
     MISTRAL,
+    MISTRAL_V3,
     QWEN3,
     QWEN25,
     Talk,
@@ -27,6 +28,7 @@ from tests.unit.rollout.chat_templates import (
     check_segments,
     conversations,
     dressed,
+    metaspace,
     played,
     tool,
     user,
@@ -200,6 +202,44 @@ def test_replaced_observations_and_forks_do_not_mix(directory: Path) -> None:
             played(tokenizer, PROMPT, sampled, Talk(answers, replaced))
         one, fed = played(tokenizer, PROMPT, sampled, Talk(answers, replaced), history="exact")
         check_segments(one, fed, sampled)
+
+
+def test_what_a_replacement_would_break_is_refused(directory: Path) -> None:
+    tokenizer = dressed(directory, QWEN25)
+    with pytest.raises(EnvironmentContractError, match=r"Step\.replace: the observation of turn 0 consists of messages"):
+        played(tokenizer, PROMPT, ended(tokenizer, THOUGHT), Talk(USERS, {2: {0: "left out"}}))
+
+
+def test_an_observation_that_is_replaced_twice_leaves_no_segment_without_a_response(directory: Path) -> None:
+    class Shortening(Talk):
+        async def overflow(self, episode: Episode) -> Step:
+            return Step("x", replace={0: ""})
+
+    tokenizer = dressed(directory, QWEN25)
+    sampled = ended(tokenizer, PLAIN)
+    talk = Shortening(["a" * 200, "b" * 200], {2: {0: "c" * 200}})
+    one, fed = played(tokenizer, "Q", sampled, talk, max_total_tokens=300)
+    check_segments(one, fed, sampled)
+    assert [bool(segment.loss_mask.any()) for segment in one.segments] == [True, True]
+
+
+def test_a_prompt_may_come_with_an_empty_list_of_tools(directory: Path) -> None:
+    tokenizer = dressed(directory, QWEN25)
+    sampled = ended(tokenizer, PLAIN[:2])
+    one, fed = played(tokenizer, PROMPT, sampled, Talk([Step([user("New?")], after=-1, tools=[])]))
+    check_segments(one, fed, sampled)
+    assert "New?" in tokenizer.decode(fed[1]) and len(one.segments) == 2
+
+
+def test_a_text_that_is_rewritten_to_the_same_ids_forks_nothing() -> None:
+    """Mistral's template puts a blank in front of a response, which Metaspace tokenizers put there as well."""
+    tokenizer = Tokenizer(metaspace())
+    tokenizer.inner.chat_template = MISTRAL_V3
+    sampled = ended(tokenizer, ["Paris", "no", "Paris"])
+    one, fed = played(tokenizer, [user("q")], sampled, Talk([[user("no")], [user("no")]]))
+    check_segments(one, fed, sampled)
+    assert len(one.segments) == 1 and one.metrics["forks"] == 0 and len(one.turns) == 3
+    assert fed[1] == tokenizer.encode("<s>[INST]q[/INST] Paris</s>[INST]no[/INST]")
 
 
 def test_a_fork_counts_against_the_token_budget_by_what_is_in_view(directory: Path) -> None:

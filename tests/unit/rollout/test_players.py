@@ -174,7 +174,7 @@ def test_a_mistake_of_the_set_up_reaches_whoever_asks_for_events(tokenizer: Toke
     with over(tokenizer, Wrong()) as rollout:
         player = rollout.player()
         start(rollout, player, 1)
-        with pytest.raises(EnvironmentContractError, match="expected a Step"):
+        with pytest.raises(EnvironmentContractError, match=r"expected an rlflow\.Step"):
             for _ in range(100):
                 player.events(0.05)
 
@@ -239,3 +239,21 @@ def test_what_only_looks_like_a_stop_string_stays_as_it_was_drawn() -> None:
     done = asyncio.run(Continued(engine, letters.decode).generate(PROMPT, sampling, "a"))
     assert (done.tokens, done.stop) == (free.tokens, "length") and engine.limits == [30, 4, 13]
     assert done.versions == [0] * 13 + [1] * 17
+
+
+@pytest.mark.parametrize(("count", "routed", "oldest"), [(0, True, 1), (2, False, 1), (2, True, 0)])
+def test_a_part_without_tokens_or_routes_does_not_date_those_of_the_whole(count: int, routed: bool, oldest: int) -> None:
+    """A request that was cut while its prompt was prefilled, one that had lost its blocks, and any other."""
+
+    class Routed(Cutting):
+        async def generate(self, tokens: list[int], *rest: Any) -> Completion:
+            version, cut = self.version, bool(self.cuts)
+            part = await super().generate(tokens, *rest)
+            if routed or not cut:
+                part.routes = torch.full((len(tokens) + max(len(part.tokens), 1) - 1, 1, 1), version)
+                part.routes_version = version
+            return part
+
+    whole = asyncio.run(Continued(Routed([count]), str).generate(PROMPT, Sampling(4, seed=5), "a"))
+    assert whole.routes is not None and len(whole.routes) == len(PROMPT) + 3
+    assert whole.routes_version == oldest == int(whole.routes.min())

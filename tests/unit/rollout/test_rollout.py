@@ -70,7 +70,7 @@ def test_a_named_reward_that_is_no_reward_stops_the_collection(qwen: Path, token
         async def step(self, episode: Episode, response: str) -> Step:
             return Step("", 0.0, True, rewards={"style": value})
 
-    expected = r"finite rewards\['style'\], found"
+    expected = "rewards: expected names with finite numbers, .* found 'style'"
     with make(qwen, tokenizer, Odd()) as rollout, pytest.raises(EnvironmentContractError, match=expected):
         rollout.collect(Odd().tasks("train"))
 
@@ -150,8 +150,9 @@ def test_too_many_aborted_episodes_stop_the_run_and_name_the_first_error(qwen: P
 
 @pytest.mark.parametrize(
     "result, message",
-    [("text", "expected a Step as its result, found str"), (Step(reward=float("nan")), "finite reward, found nan"),
-     (Step(reward=-1e300), r"finite reward, found -1e\+300; at most 1e\+18 either way")],
+    [("text", r"step: expected an rlflow\.Step, found str"),
+     (Step(reward=float("nan")), "reward: expected a finite number, found nan"),
+     (Step(reward=-1e300), r"reward: expected at most 1e\+18 either way, found -1e\+300")],
 )
 def test_a_broken_contract_is_an_error_of_its_own(qwen: Path, tokenizer: Tokenizer, result: Any, message: str) -> None:
     class Wrong(Asking):

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
-from rlflow.errors import ModelError
+from rlflow.errors import ModelError, RolloutError
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.types import StopReason
+from tests.unit.rollout.chat_templates import MISTRAL_V3, Talk, metaspace, played
 
 USER = {"role": "user", "content": "Where was Orvan Telmik born?"}
 TOOL = {"role": "user", "content": "Doc 1: in Vasmere."}
@@ -141,3 +143,21 @@ def test_words_of_a_protocol_and_ordinary_text_are_encoded_as_ever(directory: Pa
 def test_half_a_surrogate_pair_is_a_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode_text("a\ud83d b")) == "a\ufffd b"
     assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("\U0001f600")
+
+
+def test_what_follows_other_text_begins_with_no_blank_of_its_own() -> None:
+    tokenizer = Tokenizer(metaspace())
+    said = tokenizer.encode("q")
+    for text in ("<i>no</i>", "no", " no", "\nno", ""):
+        assert tokenizer.decode(said + tokenizer.encode_text(text)) == f"q{text}"
+    assert tokenizer.encode_text("no", follows=False) == tokenizer.encode("no")
+
+
+def test_a_template_that_refuses_messages_is_told_in_a_line() -> None:
+    tokenizer = Tokenizer(metaspace())
+    tokenizer.inner.chat_template = MISTRAL_V3
+    with pytest.raises(RolloutError, match=r"refuses messages of the roles system, user: roles must alternate; expected .*$"):
+        tokenizer.encode_prompt([{"role": "system", "content": "Be brief."}, USER])
+    said = [tokenizer.encode("no")]
+    one, _ = played(tokenizer, [USER], said, Talk([[{"role": "tool", "content": "5"}]]), max_turns=2)
+    assert one.stop is StopReason.ABORTED and "refuses messages of the roles user, assistant, tool" in one.error

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ModelError, RolloutError, StorageError
+from rlflow.errors import ConfigError, ModelError, RolloutError, StorageError
 from rlflow.models import tables
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
+from rlflow.run.preflight import _check_router_replay
 from tests import fixtures
 from tests.flow.letters import letters_config, write_letters_model
 
@@ -91,3 +92,16 @@ def test_a_family_that_others_add_is_held_against_transformers_before_the_first_
         with pytest.raises(ModelError, match=r"differ by .* family 'granite' is not one of rlflow's"):
             with open_run(letters_config(path, tmp_path)):
                 pass
+
+
+def test_a_curator_is_offered_the_attempts_of_the_run(model: Path, tmp_path: Path) -> None:
+    config = letters_config(model, tmp_path, "data.curator=adaptive", "rollout.samples_per_prompt=12")
+    with open_run(config) as run:
+        assert {task.most_attempts for task in run.source.take(1)} == {12}
+
+
+def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(model: Path, tmp_path: Path) -> None:
+    filters = "algorithm.filters=[{name: demonstrations, path: x.jsonl}]"
+    config = letters_config(model, tmp_path, "trainer.router_replay=rollout", filters)
+    with pytest.raises(ConfigError, match=r"router_replay: algorithm\.filters\[0\] 'demonstrations' brings attempts that no"):
+        _check_router_replay(config, model=False)

@@ -7,7 +7,7 @@ from fixtures import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlflow.errors import RolloutError
-from rlflow.rollout.embedded.sampling import END_TOKEN, MAY_END_STRING, StopTable, sample, uniforms
+from rlflow.rollout.embedded.sampling import END_TOKEN, KEPT_ROWS, MAY_END_STRING, StopTable, sample, uniforms
 from rlflow.rollout.tokenizer import Tokenizer
 
 
@@ -173,3 +173,15 @@ def test_equal_stops_share_a_row_and_wrong_ones_are_refused(stops: StopTable) ->
         stops.row(("",), ())
     with pytest.raises(RolloutError, match="outside the model's vocabulary of 400"):
         stops.row((), (400,))
+
+
+def test_rows_of_finished_requests_are_used_again(stops: StopTable) -> None:
+    running = stops.row(("</a>",), ())
+    flags = stops.flags[running].clone()
+    for number in range(2 * KEPT_ROWS):
+        row = stops.row((f"<{number}{chr(97 + number % 26)}",), (), lambda: {running})
+        fresh = stops._make_row((f"<{number}{chr(97 + number % 26)}",), ())
+        assert row != running and torch.equal(stops.flags[row], fresh)
+    assert len(stops.flags) == KEPT_ROWS and torch.equal(stops.flags[running], flags)
+    every = set(range(KEPT_ROWS))
+    assert stops.row(("new",), (), lambda: every) == KEPT_ROWS and stops.row(("</a>",), ()) == running
