@@ -61,6 +61,7 @@ class Episode:
     scratch: dict[str, Any] = field(default_factory=dict)
     opening: Step | None = None  # stop, tools and max_tokens of the first response
     sampled: Any = None  # `rlflow.environment.SaidTokens`: the current response as tokens
+    unshown: Exception | None = None  # why the model cannot be shown what `overflow` replaces
 
 
 @dataclass
