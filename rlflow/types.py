@@ -1,5 +1,4 @@
 """The values that flow through a training step: B rows, T tokens; log-probs in nats.
-
 Task -> Episode -> Trajectory -> Group -> Batch -> loss -> optimizer -> weights -> Engine"""
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Tokenizer:
             raise ModelError(f"tokenizer: {told}.")
         return self.inner.apply_chat_template(
             [
-                {name: one if name == "role" else self._quoted(one) for name, one in message.items()}
+                {key: one if key == "role" else self._quoted(one) for key, one in message.items()}
                 for message in messages
             ],
             tools=self.tools or None,

@@ -126,10 +126,10 @@ def test_no_text_of_an_environment_becomes_a_control_token(directory: Path, text
     harmless = [*messages[:2], {"role": "tool", "content": "found it"}]
     counts = [sum(token in controls for token in tokenizer.encode(tokenizer.render(chat))) for chat in (messages, harmless)]
     assert counts[0] == counts[1]
-    said = [tokenizer.encode(tokenizer.render([{"role": "assistant", "content": own}])) for own in (text, "it")]
-    assert len({sum(token in controls for token in ids) for ids in said}) == 1
-    calls = [{"function": {"name": text, "arguments": {text: [text, 1.5]}}}]
-    assert text not in str(tokenizer._quoted([{"role": "assistant", "content": "", "tool_calls": calls}]))
+    said = [tokenizer.render([{"role": "assistant", "content": own}]) for own in (text, "it")]
+    counts = [sum(token in controls for token in tokenizer.encode(own)) for own in said]
+    assert counts[0] == counts[1]
+    assert text not in str(tokenizer._quoted([{"name": text, "arguments": {text: [text, 1.5]}}]))
     answered = tokenizer.encode_turn(messages[:1], "x", messages[2:], None).tokens
     quiet = tokenizer.encode_turn(messages[:1], "x", harmless[2:], None).tokens
     assert sum(token in controls for token in answered) == sum(token in controls for token in quiet)
@@ -145,13 +145,16 @@ class Parts:
         return bytes(tokens).decode(errors="replace").removeprefix(" ")
 
 
-@pytest.mark.parametrize("text", ["é🙂 a  🙂", "a b", "\ufffd a\ufffd", "", b"\xc3(\x80\xf0\x9f", b"\x80" * 500])
+@pytest.mark.parametrize(
+    "text", ["é🙂 a  🙂", "a b", "\ufffd a\ufffd", "", b"\xc3(\x80\xf0\x9f", b"\x80" * 500]
+)
 def test_the_texts_of_tokens_are_the_text(text: str | bytes) -> None:
     tokens = list(text.encode() if isinstance(text, str) else text)
     whole = Parts().decode(tokens)
     parts = Parts()
     texts = token_texts(parts, tokens)
-    assert "".join(texts) == whole and len(texts) == len(tokens) and parts.decoded <= 40 * len(tokens)
+    assert "".join(texts) == whole and len(texts) == len(tokens)
+    assert parts.decoded <= 40 * len(tokens)
     assert text != "a b" or texts == ["a", " ", "b"]
 
 
