@@ -22,8 +22,8 @@ EITHER_WAY = f"at most {MAX_REWARD:g} either way"
 @dataclass(frozen=True)
 class SaidTokens:
     """A response as tokens, for environments that pass it on to a program. prompt_tokens: fed in
-    front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: of its
-    tokens, one by one, special ones included."""
+    front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: what each
+    of its tokens adds, special ones included."""
 
     prompt_tokens: int
     logprobs: Sequence[float]
@@ -114,8 +114,10 @@ class Environment(ABC):
         """Answers one response of the policy (its text, special tokens stripped) with a Step."""
 
     async def overflow(self, episode: Episode) -> Step | None:
-        """The last observation left no room for a response: another Step in its place. None, the
-        default, ends the episode as truncated; so does a Step that terminates."""
+        """The prompt or the last observation left no room for a response: another Step in its
+        place. None, the default, ends the episode as truncated; so does a Step that terminates.
+        Where the model cannot be shown it at all, `episode.unshown` says why, and None raises
+        that."""
         return None
 
     async def close(self, episode: Episode) -> None:

@@ -1,5 +1,4 @@
 """The values that flow through a training step: B rows, T tokens; log-probs in nats.
-
 Task -> Episode -> Trajectory -> Group -> Batch -> loss -> optimizer -> weights -> Engine"""
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ class Episode:
     scratch: dict[str, Any] = field(default_factory=dict)
     opening: Step | None = None  # stop, tools and max_tokens of the first response
     sampled: Any = None  # `rlflow.environment.SaidTokens`: the current response as tokens
+    unshown: Exception | None = None  # why the model cannot be shown what `overflow` replaces
 
 
 @dataclass

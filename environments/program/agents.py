@@ -106,7 +106,6 @@ class AgentEnvironment(Environment):
         except BaseException:
             await self._ended(state)  # an episode that did not begin is not closed
             raise
-        step.after = None
         begun = dataclasses.replace(task, prompt=step.observation)
         return Episode(begun, scratch=state, opening=step)
 
@@ -114,9 +113,9 @@ class AgentEnvironment(Environment):
         episode.scratch["session"].give(episode, response)
         return await self._go_on(episode)
 
-    async def overflow(self, episode: Episode) -> Step:
-        episode.scratch["session"].too_long()
-        return await self._go_on(episode)
+    async def overflow(self, episode: Episode) -> Step | None:
+        refused = episode.scratch["session"].refuse(episode.unshown)
+        return await self._go_on(episode) if refused else None  # it ended, with its reward
 
     async def close(self, episode: Episode) -> None:
         await self._ended(episode.scratch)
@@ -200,11 +199,12 @@ class AgentEnvironment(Environment):
         if step is not None:
             step.metrics = _metrics(session)
             return step
-        if agent.failure and not session.truncated:
-            raise ProgramError(f"the agent {agent.failure}")
+        if (agent.failure or not episode.turns) and not session.truncated:
+            raise ProgramError(f"the agent {agent.failure or 'got no response'}")
         score = await self.score(episode)
         metrics = {**_metrics(session), "score": score}
-        return Step(reward=score, terminated=not session.truncated, metrics=metrics)
+        terminated = not session.truncated or episode.turns_left != 0
+        return Step(reward=score, terminated=terminated, metrics=metrics)
 
     async def _ended(self, state: Mapping[str, Any]) -> None:
         try:

@@ -133,7 +133,8 @@ class Wrapper(Environment):
 
     async def overflow(self, episode: Episode) -> Step | None:
         step = await self.base.overflow(episode)
-        return None if step is None else await self._taken(episode, step)
+        answers = step is not None and episode.turns  # no prompt, which is nobody's observation
+        return await self._taken(episode, step) if answers else step
 
     def sampled_at(self, temperature: float) -> None:
         self.base.sampled_at(temperature)

@@ -7,7 +7,8 @@ import json
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.endpoint.history import Continuation, SaidHistory
@@ -24,7 +25,11 @@ from rlflow.endpoint.requests import (
 from rlflow.endpoint.text_calls import ReadResponse, read_response
 from rlflow.types import Episode, Observation, Step
 
+Gone = Callable[[], Awaitable[bool]]
+"""Whether who asked has hung up."""
 ENDED = "episode_ended"
+KEPT = 64
+"""The newest requests of an episode, whose answers a retry can still get."""
 REFUSALS = {
     ENDED: (403, "the episode has ended."),
     TURNS: (
@@ -53,13 +58,26 @@ class RequestCounts:
     failed_calls: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Asked:
-    """A request that waits for its response, and the step that it becomes."""
+    """A request that waits for its response, and the step that it becomes. lost: nobody waits for
+    the answer. queued: it has its place, or was taken from there. retries: that took its answer."""
 
     request: ModelRequest
+    name: str
     reply: asyncio.Future[ModelReply]
+    gone: Gone
+    lost: bool = False
+    queued: bool = False
+    retries: int = 0
     continuation: Continuation | None = None
+
+    async def abandoned(self) -> bool:
+        """Whether nobody waits for the answer, not even a retry that came meanwhile."""
+        gone = self.gone
+        if not self.lost and await gone() and self.gone is gone:
+            self.lost = True
+        return self.lost
 
 
 @dataclass
@@ -89,36 +107,65 @@ class AgentSession:
         self._history = SaidHistory()
         self._waiting: deque[_Asked] = deque()
         self._current: _Asked | None = None
-        self._replies: dict[str, asyncio.Future[ModelReply]] = {}
+        self._newest: deque[_Asked] = deque(maxlen=KEPT)
         self._arrived = asyncio.Event()
         self._refusal = ""  # the code of what is answered from now on
         self._turns = 0
 
-    async def ask(self, request: ModelRequest, name: str = "", again: bool = False) -> ModelReply:
+    async def ask(self, request: ModelRequest, name: str, again: bool, gone: Gone) -> ModelReply:
         """The policy's response, waited for. again: the request of this name may have come before,
         and its answer have been lost: it gets the same one. Raises RequestRefused."""
-        if again and name in self._replies:
-            return await asyncio.shield(self._replies[name])
-        self._check(request)
-        reply: asyncio.Future[ModelReply] = asyncio.get_running_loop().create_future()
-        self._replies[name] = reply
-        self._waiting.append(_Asked(request, reply))
-        self._arrived.set()
-        return await asyncio.shield(reply)
+        asked = await self._lost(name) if again else None
+        if asked is None or not asked.queued:
+            self._check(request)
+        if asked is None:
+            reply: asyncio.Future[ModelReply] = asyncio.get_running_loop().create_future()
+            asked = _Asked(request, name, reply, gone)
+            self._newest.append(asked)
+        asked.gone = gone
+        if not asked.queued:
+            asked.queued = True
+            self._waiting.append(asked)
+            self._arrived.set()
+        try:
+            found = await asyncio.shield(asked.reply)
+        except asyncio.CancelledError:
+            asked.lost = True
+            raise
+        if sum(one.name == name for one in self._newest) > 1:  # a retry must tell them apart
+            await asked.abandoned()
+        return found
+
+    async def _lost(self, name: str) -> _Asked | None:
+        """Of the requests of a name the oldest whose answer nobody got, else that which the fewest
+        retries took."""
+        found = [one for one in self._newest if one.name == name]
+        for one in found:
+            if not one.reply.done():
+                await one.abandoned()
+        asked = min(found, key=lambda one: (not one.lost, one.retries), default=None)
+        if asked is not None:
+            asked.retries, asked.lost = asked.retries + 1, False
+        return asked
 
     async def next(self, ended: asyncio.Future[Any]) -> Step | None:
         """The step that the agent's next request is; None once the agent has ended."""
-        while not self._waiting:
+        waited = bool(self._waiting)
+        while not ended.done():
+            if self._waiting:
+                asked = self._waiting.popleft()
+                if not asked.lost and not (waited and await asked.abandoned()):
+                    self._current = asked
+                    return self._step(asked)
+                asked.queued = False
+                continue
             self._arrived.clear()
             arrived = asyncio.ensure_future(self._arrived.wait())
             try:
                 await asyncio.wait({arrived, ended}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 arrived.cancel()
-            if ended.done() and not self._waiting:
-                return None
-        self._current = self._waiting.popleft()
-        return self._step(self._current)
+        return None
 
     def give(self, episode: Episode, response: str) -> None:
         """Answers the request under way with what was sampled for it. At the end of the episode's
@@ -134,31 +181,31 @@ class AgentSession:
         self._history.record(asked.continuation.place, self._turns, response, forms)
         self._turns += 1
         self.messages = [*asked.request.messages, said]
+        if asked.request.handed_on is not None:
+            self.conversations[reply.id] = self.messages[asked.request.handed_on :]
+        asked.request = reply.request  # what a retry needs
         if not asked.reply.done():
             asked.reply.set_result(reply)
 
-    def too_long(self) -> None:
-        """Refuses the request under way: its conversation leaves no room for a response."""
+    def refuse(self, problem: Exception | None) -> bool:
+        """Refuses the request under way, if there is one: the model cannot be shown its
+        conversation, or that leaves no room for a response."""
         asked, self._current = self._current, None
         if asked is not None:
-            self._refuse(asked, CONTEXT)
+            told = self._refused(CONTEXT) if problem is None else RequestRefused(str(problem))
+            _refuse(asked, told)
+        return asked is not None
 
     def close(self) -> None:
         """Refuses whatever is asked or still waits."""
         self._refuse_all(ENDED)
         if self._current is not None:
-            self._refuse(self._current, ENDED)
+            _refuse(self._current, self._refused(ENDED))
 
     def _refuse_all(self, code: str) -> None:
         self._refusal = code
         while self._waiting:
-            self._refuse(self._waiting.popleft(), code)
-
-    def _refuse(self, asked: _Asked, code: str) -> None:
-        refused = self._refused(code)
-        if not asked.reply.done():
-            asked.reply.set_exception(refused)
-            asked.reply.exception()  # nobody may be left to read it
+            _refuse(self._waiting.popleft(), self._refused(code))
 
     def _refused(self, code: str) -> RequestRefused:
         self.truncated = self.truncated or code in (TURNS, CONTEXT)
@@ -170,6 +217,12 @@ class AgentSession:
             raise self._refused(self._refusal)
         if not request.messages:
             raise RequestRefused("messages: expected one at the least, found none.")
+        if request.messages[-1]["role"] == "assistant" and not self.plain:
+            raise RequestRefused(
+                "messages: expected the last one of the user or a tool, found one of the "
+                "assistant; a response cannot be begun for the policy: leave it out.",
+                parameter="messages",
+            )
         if self.plain and request.tools:
             raise RequestRefused(
                 "tools: the policy reads plain text, and has no chat template that shows tools; "
@@ -200,7 +253,7 @@ class AgentSession:
         fresh = found.after < 0
         return Step(
             observation,
-            after=None if found.after == last else found.after,
+            after=None if found.after == last and not fresh else found.after,
             tools=request.tools if fresh and request.tools else None,
             stop=request.stop,
             max_tokens=request.max_tokens,
@@ -230,7 +283,7 @@ class AgentSession:
         return ModelReply(
             id=f"{self.key[:8]}-{self._turns}",
             created=int(time.time()),
-            request=request,
+            request=replace(request, messages=[], tools=[]),
             content=read.content,
             calls=calls,
             ended="length" if episode.cut else "tool_calls" if calls else "stop",
@@ -239,3 +292,9 @@ class AgentSession:
             response_tokens=len(sampled.logprobs),
             logprobs=pairs,
         )
+
+
+def _refuse(asked: _Asked, refused: RequestRefused) -> None:
+    if not asked.reply.done():
+        asked.reply.set_exception(refused)
+        asked.reply.exception()  # nobody may be left to read it

@@ -8,20 +8,25 @@ from typing import Any
 
 from rlflow.endpoint.chat import pieces
 from rlflow.endpoint.requests import (
-    NEUTRAL,
     ModelReply,
     ModelRequest,
     RequestRefused,
     ToolCall,
     assistant,
     items,
-    parsed,
+    model_of,
+    sampling_of,
     text_of_content,
     texts,
     whole_number,
 )
 
 ENDED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NESTED = (
+    ("output_config.format", "output_config", "format"),
+    ("disable_parallel_tool_use", "tool_choice", "disable_parallel_tool_use"),
+)
+"""Parameters of `NEUTRAL` that stand in another one."""
 
 
 def read(body: Mapping[str, Any]) -> ModelRequest:
@@ -34,15 +39,18 @@ def read(body: Mapping[str, Any]) -> ModelRequest:
         messages += _read_message(message)
     choice = body.get("tool_choice")
     wanted = choice.get("type") if isinstance(choice, dict) else choice
-    sampling = {name: body[name] for name in NEUTRAL if name in body}
+    sampling = sampling_of(body) | ({"tool_choice": wanted} if wanted else {})
+    for name, within, key in NESTED:
+        if isinstance(body.get(within), dict) and key in body[within]:
+            sampling[name] = body[within][key]
     return ModelRequest(
         messages=messages,
         tools=[] if wanted == "none" else [_tool(tool) for tool in items(body, "tools")],
         stop=texts(body, "stop_sequences"),
         max_tokens=whole_number(body, "max_tokens"),
-        sampling=sampling | ({"tool_choice": wanted} if wanted else {}),
+        sampling=sampling,
         stream=bool(body.get("stream")),
-        model=str(body.get("model") or "rlflow"),
+        model=model_of(body),
     )
 
 
@@ -135,7 +143,7 @@ def _usage(reply: ModelReply) -> dict[str, int]:
 def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
     calls = [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": parsed(call)}
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
         for call in reply.calls
     ]
     return [*text, *calls]

@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlflow.endpoint.requests import (
-    NEUTRAL,
     ModelReply,
     ModelRequest,
     RequestRefused,
     ToolCall,
     assistant,
     items,
+    model_of,
+    sampling_of,
     text_of_content,
     texts,
     whole_number,
+    written,
 )
 
 PIECE = 32
@@ -37,12 +39,12 @@ def read(body: Mapping[str, Any]) -> ModelRequest:
         tools=[] if body.get("tool_choice") == "none" else items(body, "tools"),
         stop=texts(body, "stop"),
         max_tokens=whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens"),
-        sampling={name: body[name] for name in NEUTRAL if name in body},
+        sampling=sampling_of(body),
         stream=bool(body.get("stream")),
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         include_stop=bool(body.get("include_stop_str_in_output")),
-        model=str(body.get("model") or "rlflow"),
+        model=model_of(body),
     )
 
 
@@ -64,7 +66,7 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
         raise RequestRefused(
             "messages.tool_calls: expected a function with a name.", parameter="messages"
         )
-    return ToolCall(name, str(function.get("arguments") or "{}"), str(call.get("id") or ""))
+    return ToolCall(name, written(function.get("arguments") or {}), str(call.get("id") or ""))
 
 
 def write(reply: ModelReply) -> dict[str, Any]:

@@ -27,39 +27,32 @@ UNKNOWN = (
 )
 
 
-def _kept(session: AgentSession, reply: ModelReply) -> ModelReply:
-    """The reply, whose conversation a later request may name."""
-    conversation = [*reply.request.messages, reply.message()]
-    session.conversations[openai_responses.name_of(reply)] = conversation
-    return reply
-
-
 @dataclass(frozen=True)
 class Interface:
     """How a vendor's clients ask, and how they want to be answered."""
 
     read: Callable[[AgentSession, Mapping[str, Any]], ModelRequest]
-    write: Callable[[AgentSession, ModelReply], dict[str, Any]]
-    stream: Callable[[AgentSession, ModelReply], Iterator[str]]
+    write: Callable[[ModelReply], dict[str, Any]]
+    stream: Callable[[ModelReply], Iterator[str]]
     error: Callable[[RequestRefused], dict[str, Any]]
 
 
 CHAT = Interface(
     lambda session, body: chat.read(body),
-    lambda session, reply: chat.write(reply),
-    lambda session, reply: chat.stream(reply),
+    chat.write,
+    chat.stream,
     chat.error,
 )
 MESSAGES = Interface(
     lambda session, body: anthropic_messages.read(body),
-    lambda session, reply: anthropic_messages.write(reply),
-    lambda session, reply: anthropic_messages.stream(reply),
+    anthropic_messages.write,
+    anthropic_messages.stream,
     anthropic_messages.error,
 )
 RESPONSES = Interface(
     lambda session, body: openai_responses.read(body, session.conversations),
-    lambda session, reply: openai_responses.write(_kept(session, reply)),
-    lambda session, reply: openai_responses.stream(_kept(session, reply)),
+    openai_responses.write,
+    openai_responses.stream,
     chat.error,
 )
 INTERFACES: Mapping[str, Interface] = {
@@ -202,10 +195,10 @@ async def _asked(session: AgentSession, interface: Interface, request: Any) -> A
     asked = interface.read(session, body)
     name = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).hexdigest()
     again = request.headers.get(RETRIES, "0") != "0"
-    reply = await session.ask(asked, name, again)
+    reply = await session.ask(asked, name, again, request.is_disconnected)
     if not asked.stream:
-        return JSONResponse(interface.write(session, reply))
-    events = _in_turn(interface.stream(session, reply))
+        return JSONResponse(interface.write(reply))
+    events = _in_turn(interface.stream(reply))
     return StreamingResponse(events, media_type="text/event-stream")
 
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from rlflow.endpoint.chat import pieces
 from rlflow.endpoint.requests import (
-    NEUTRAL,
     ModelReply,
     ModelRequest,
     RequestRefused,
     ToolCall,
     assistant,
     items,
+    model_of,
+    sampling_of,
     text_of_content,
     whole_number,
+    written,
 )
 
 
@@ -26,17 +28,18 @@ def read(body: Mapping[str, Any], before: Mapping[str, Sequence[dict[str, Any]]]
     if body.get("instructions"):
         content = text_of_content(body["instructions"], "instructions")
         messages.append({"role": "system", "content": content})
+    instructions = len(messages)  # no part of what a conversation hands on
     previous = body.get("previous_response_id")
     if previous is not None:
-        if previous not in before:
+        known = isinstance(previous, str)
+        found = before.get(previous.removeprefix("resp_")) if known else None
+        if found is None:
             raise RequestRefused(
                 f"previous_response_id: no response {previous!r:.60} in this episode.",
-                status=404,
+                status=404 if known else 400,
                 parameter="previous_response_id",
             )
-        # Instructions are no part of what a conversation hands on
-        kept = [one for one in before[previous] if one["role"] != "system" or not messages]
-        messages += kept
+        messages += found
     given = body.get("input")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
@@ -44,14 +47,14 @@ def read(body: Mapping[str, Any], before: Mapping[str, Sequence[dict[str, Any]]]
         _take(messages, items(body, "input"))
     text = body.get("text")
     form = text.get("format") if isinstance(text, dict) else None
-    sampling = {name: body[name] for name in NEUTRAL if name in body}
     return ModelRequest(
         messages=messages,
         tools=[] if body.get("tool_choice") == "none" else [*map(_tool, items(body, "tools"))],
         max_tokens=whole_number(body, "max_output_tokens"),
-        sampling=sampling | ({"response_format": form} if form else {}),
+        sampling=sampling_of(body) | ({"response_format": form} if form else {}),
+        handed_on=instructions,
         stream=bool(body.get("stream")),
-        model=str(body.get("model") or "rlflow"),
+        model=model_of(body),
     )
 
 
@@ -63,7 +66,7 @@ def _take(messages: list[dict[str, Any]], given: Sequence[Mapping[str, Any]]) ->
             content = text_of_content(item.get("output"), "input.output")
             messages.append({"role": "tool", "content": content})
         elif kind == "function_call":
-            call = ToolCall(str(item.get("name")), str(item.get("arguments") or "{}"))
+            call = ToolCall(str(item.get("name")), written(item.get("arguments") or {}))
             _say(messages, assistant("", [call]))
         elif kind == "message" and item.get("role") == "assistant":
             _say(messages, assistant(text_of_content(item.get("content"), "input.content"), ()))
@@ -97,11 +100,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         )
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
-
-
-def name_of(reply: ModelReply) -> str:
-    """The id of the response."""
-    return f"resp_{reply.id}"
 
 
 def write(reply: ModelReply) -> dict[str, Any]:
@@ -159,7 +157,7 @@ def _events(reply: ModelReply) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _head(reply: ModelReply) -> dict[str, Any]:
     return {
-        "id": name_of(reply),
+        "id": f"resp_{reply.id}",
         "object": "response",
         "created_at": reply.created,
         "model": reply.request.model,

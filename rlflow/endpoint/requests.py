@@ -38,7 +38,8 @@ class ModelRequest:
 
     messages: as a chat template takes them: contents are text, arguments of tool calls objects.
     tools: OpenAI's JSON schemas of functions. sampling: parameters that training may not be able to
-    honour, by name. include_stop: the reply holds the stop string that ended it."""
+    honour, by name. include_stop: the reply holds the stop string that ended it. handed_on: a later
+    request may name the conversation, and takes its messages from there on."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -49,6 +50,7 @@ class ModelRequest:
     stream_usage: bool = False
     logprobs: bool = False
     include_stop: bool = False
+    handed_on: int | None = None
     model: str = "rlflow"
 
 
@@ -89,12 +91,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
+    "disable_parallel_tool_use": (False,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "output_config.format": (),
+    "chat_template_kwargs": ({},),
     "thinking": ({"type": "disabled"},),
-    "prediction": (),
-    "audio": (),
+    "background": (False,),
+    **dict.fromkeys(("prediction", "audio", "conversation", "prompt", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("bad_words", "stop_token_ids", "allowed_token_ids"), ([],)),
 }
-"""Parameters under which tokens are not drawn from the policy's own distribution, or only some are
-kept, and the values that change nothing."""
+"""Parameters under which tokens are not drawn from the policy's own distribution, only some are
+kept, or the policy is shown something else, and the values that change nothing."""
+
+
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a request."""
+    return {name: value for name, value in body.items() if name in NEUTRAL}
 
 
 def unsupported(sampling: Mapping[str, Any], temperature: float | None) -> dict[str, str]:
@@ -141,10 +155,24 @@ def assistant(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return message
 
 
+def written(arguments: Any) -> str:
+    """Arguments as JSON text, whether or not they came as such."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _number(text: str) -> int | float:
+    """1 for 1.0, as JavaScript sends it back."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+_DECODER = json.JSONDecoder(parse_float=_number)
+
+
 def parsed(call: ToolCall) -> Any:
     """The arguments as an object, or as they stand where they are none."""
     try:
-        return json.loads(call.arguments)
+        return _DECODER.decode(call.arguments)
     except (ValueError, RecursionError):
         return call.arguments
 
@@ -165,9 +193,22 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Stop strings: none, one or several. Raises RequestRefused."""
     value = body.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+    if not isinstance(found, list) or not all(one and _is_text(one) for one in found):
         raise RequestRefused(f"{name}: expected text or a list of texts.", parameter=name)
     return tuple(found)
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model's name, which the reply repeats. Raises RequestRefused."""
+    name = body.get("model") or "rlflow"
+    if not _is_text(name):
+        raise RequestRefused(f"model: expected text, found {name!r:.40}.", parameter="model")
+    return name
+
+
+def _is_text(value: Any) -> bool:
+    """Half of a surrogate pair is none: nobody can be sent it."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def items(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +29,7 @@ from rlflow.errors import (
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, make_segment
-from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text
+from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text, token_texts
 from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -139,14 +140,19 @@ class EpisodePlayer:
         self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate
     ) -> StopReason:
         limits = self._limits
-        step = episode.opening or Step()
-        self._begin(episode.task, step, state)
+        step = replace(episode.opening or Step(), observation=episode.task.prompt)
         while True:
+            while not await self._fits(episode, state, step):
+                other = await self._call("overflow", episode)
+                if other is None and episode.unshown is not None:
+                    raise episode.unshown
+                if other is not None:
+                    self._take(state, other)
+                if other is None or other.terminated:
+                    return StopReason.TERMINATED if episode.unshown else StopReason.MAX_TOKENS
+                step = other
             tokens = state.tokens()
-            room = limits.max_total_tokens - len(tokens)
-            if room <= 0:
-                return StopReason.MAX_TOKENS
-            most = min(limits.max_response_tokens, room)
+            most = min(limits.max_response_tokens, limits.max_total_tokens - len(tokens))
             sampling = Sampling(
                 max_tokens=min(most, step.max_tokens or most),
                 temperature=self._temperature(attempt),
@@ -165,13 +171,6 @@ class EpisodePlayer:
                 return StopReason.TERMINATED
             if episode.turns >= self._max_turns(episode):
                 return StopReason.MAX_TURNS
-            while not await self._observe(state, step):
-                other = await self._call("overflow", episode)
-                if other is not None:
-                    self._take(state, other)
-                if other is None or other.terminated:
-                    return StopReason.MAX_TOKENS
-                step = other
 
     def _temperature(self, attempt: Attempt) -> float:
         return self._limits.temperature if attempt.temperature is None else attempt.temperature
@@ -179,10 +178,23 @@ class EpisodePlayer:
     def _max_turns(self, episode: Episode) -> int:
         return most_turns(self._environment, episode.task, self._limits.max_turns)
 
-    def _begin(self, task: Task, step: Step, state: EpisodeState) -> None:
-        state.prompt = _as_text(task.prompt)
-        tokens, state.here = self._prompt(task.prompt, step.tools)
-        state.spans.append(TokenSpan(tokens))
+    async def _fits(self, episode: Episode, state: EpisodeState, step: Step) -> bool:
+        """Appends the prompt or observation; False if the policy cannot answer it."""
+        episode.unshown = None
+        try:
+            return await self._observe(state, step) if state.turns else self._begin(state, step)
+        except (EnvironmentContractError, ModelError, RolloutError) as problem:
+            if isinstance(problem, ModelError) and step.tools is None:
+                raise
+            episode.unshown = problem
+            return False
+
+    def _begin(self, state: EpisodeState, step: Step) -> bool:
+        """Puts down the prompt; False if it leaves no room for a response."""
+        state.prompt = _as_text(step.observation)
+        tokens, state.here = self._prompt(step.observation, step.tools)
+        state.spans = [TokenSpan(tokens)]
+        return len(tokens) < self._limits.max_total_tokens
 
     def _prompt(
         self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
@@ -217,7 +229,8 @@ class EpisodePlayer:
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
-        episode.sampled = SaidTokens(start, completion.logprobs, lambda: self._texts(completion))
+        texts = functools.partial(token_texts, self._tokenizer, completion.tokens)
+        episode.sampled = SaidTokens(start, completion.logprobs, texts)
         state.responses_cut += episode.cut
         full = full or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
@@ -232,16 +245,13 @@ class EpisodePlayer:
         turn.duration_s = max(0.0, took_s - step.waited_s)
         return step
 
-    def _texts(self, completion: Completion) -> list[str]:
-        return [self._tokenizer.decode([token], False) for token in completion.tokens]
-
     def _take(self, state: EpisodeState, step: Step) -> None:
         """Records what a step says of the last response and of the episode."""
         check_step(self._environment, step, len(state.turns) - 1)
-        turn = state.turns[-1]
-        turn.reward += float(step.reward)
-        turn.observation = _as_text(step.observation)
-        turn.picture = step.picture
+        for turn in state.turns[-1:]:  # none where the prompt was too long
+            turn.reward += float(step.reward)
+            turn.observation = _as_text(step.observation)
+            turn.picture = step.picture
         state.reward += float(step.reward)
         for name, value in step.rewards.items():
             state.rewards[name] = state.rewards.get(name, 0.0) + float(value)

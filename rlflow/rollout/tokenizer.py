@@ -16,6 +16,8 @@ from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
 
+LONGEST_PART = 32
+"""Tokens in which a character must end: noise may have none."""
 _USER: Message = {"role": "user", "content": "?"}
 _THOUGHT = "<think>\nh\n</think>\n\nw"
 
@@ -173,9 +175,13 @@ class Tokenizer:
         if not self.inner.chat_template:
             told = "it has no chat template, but a prompt or observation consists of messages"
             raise ModelError(f"tokenizer: {told}.")
+        quoted = [
+            {key: one if key == "role" else self._quoted(one) for key, one in message.items()}
+            for message in messages
+        ]
         try:
             return self.inner.apply_chat_template(
-                self._quoted(messages),
+                quoted,
                 tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -189,15 +195,14 @@ class Tokenizer:
                 "messages, or take a model whose template has these roles."
             ) from None
 
-    def _quoted(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as a template may be given them: only the template itself says control
-        tokens. What the policy wrote stays as it stands, since its ids are known."""
-        return [
-            {**message, "content": self.without_control(message["content"])}
-            if message.get("role") != "assistant" and isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
+    def _quoted(self, value: Any) -> Any:
+        """Text, or what holds some, as a template may be given it: only the template itself says
+        control tokens. Those that the policy sampled are fed as ids, and are in no text."""
+        if isinstance(value, str):
+            return self.without_control(value)
+        if isinstance(value, dict):
+            return {self._quoted(name): self._quoted(one) for name, one in value.items()}
+        return [self._quoted(one) for one in value] if isinstance(value, list) else value
 
     def encode_turn(
         self,
@@ -292,6 +297,20 @@ class Tokenizer:
             f"it puts {between!r} in front of what an assistant said: control tokens, which a "
             "response brings itself and its text lacks"
         )
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text, special tokens included; a character that several make up
+    stands at the last of them."""
+    texts: list[str] = []
+    start, known = 0, ""
+    for stop in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[start:stop], False)
+        whole = not text.endswith("\ufffd") or stop - start > LONGEST_PART or stop == len(tokens)
+        texts.append(text[len(known) :] if whole else "")
+        if whole:  # blanks depend on the token before
+            start, known = stop - 1, tokenizer.decode(tokens[stop - 1 : stop], False)
+    return texts
 
 
 def cut_text(tokenizer: Any, text: str, closing: str, most: int) -> list[int]:

@@ -212,6 +212,90 @@ def test_an_agent_is_told_of_the_limits_and_its_episode_is_truncated(tokenizer: 
     }  # it went on after cuts of its own
 
 
+UNSHOWN = """
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+async def agent(task, client):
+    user, told = {"role": "user", "content": "x"}, []
+    for messages, tools in FIRST, ([user], openai.NOT_GIVEN), LAST:
+        try:
+            await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        except openai.BadRequestError as problem:
+            told.append(problem.body["code"] or problem.body["message"])
+    return float(len(told)) if WANTED in told[0] else -1
+"""
+SHORT, LOOK = "([user], openai.NOT_GIVEN)", "([user], [LOOK])"
+LONG = '([{"role": "user", "content": "x" * 900}], openai.NOT_GIVEN)'
+
+
+@pytest.mark.parametrize(
+    "first, last, wanted, stop, turns",
+    [
+        (LONG, SHORT, "context_length_exceeded", StopReason.TERMINATED, 2),
+        (LONG, LONG, "context_length_exceeded", StopReason.MAX_TOKENS, 1),
+        (LOOK, SHORT, "no place for them", StopReason.TERMINATED, 2),
+        (SHORT, LOOK, "no place for them", StopReason.TERMINATED, 2),
+    ],
+)
+def test_a_request_that_cannot_be_shown_is_refused_and_others_are_answered(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    first: str,
+    last: str,
+    wanted: str,
+    stop: StopReason,
+    turns: int,
+) -> None:
+    agent = UNSHOWN.replace("FIRST", first).replace("LAST", last).replace("WANTED", repr(wanted))
+    made = environment(tmp_path, agent)
+    (one,), fed = play(made, tokenizer, lambda text, number: "Yes", max_total_tokens=500)
+    checked(one, fed)
+    assert one.stop is stop and len(one.turns) == turns and one.reward == 1 + (first == last)
+
+
+def test_an_agent_that_got_no_response_aborts_its_episode(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    agent = UNSHOWN.replace(f"FIRST, {SHORT}, LAST", f"{LOOK},").replace("WANTED", '""')
+    (one,), _ = play(environment(tmp_path, agent), tokenizer, lambda text, number: "Yes")
+    assert "got no response" in one.error
+
+
+LATE = """
+async def agent(task, client):
+    user = {"role": "user", "content": "x"}
+    reply = await client.chat.completions.create(model="m", messages=[user])
+    try:
+        late = [user, reply.choices[0].message, {"role": "system", "content": "a"}, user]
+        await client.chat.completions.create(model="m", messages=late)
+    except openai.BadRequestError as problem:
+        await client.chat.completions.create(model="m", messages=[user, late[1], user])
+        return float("rollout.history=template" in problem.body["message"])
+"""
+
+
+def test_a_message_that_the_template_leaves_out_is_one_requests_problem(
+    directory: Path, tmp_path: Path
+) -> None:
+    template = QWEN3.replace("{%- else %}", "{%- elif message.role != 'system' or loop.first %}", 1)
+    assert template != QWEN3
+    says = "<think>\nh\n</think>\n\nYes"
+    tokenizer, made = dressed(directory, template), environment(tmp_path, LATE)
+    (one,), fed = play(made, tokenizer, lambda text, number: says, history="exact")
+    checked(one, fed)
+    assert one.reward == 1 and len(one.turns) == 2 and len(one.segments) == 1
+
+
+def test_a_response_that_fills_the_episode_to_the_token_is_rewarded_once(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    made = environment(tmp_path, LIMITED.replace("MOST", "None"))
+    (one,), _ = play(made, tokenizer, lambda text, number: "So.", max_turns=1)
+    most = len(one.segments[0])
+    (full,), _ = play(made, tokenizer, lambda text, number: "So.", max_total_tokens=most)
+    assert full.stop is StopReason.MAX_TOKENS and full.reward == one.reward == 2
+
+
 def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     found, _ = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}", episodes=64)
     assert all(one.usable and len(one.segments) == 1 and one.reward == 1.0 for one in found)

@@ -6,7 +6,7 @@ import pytest
 from fixtures import tiny_tokenizer
 
 from rlflow.errors import ModelError, RolloutError
-from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.tokenizer import Tokenizer, token_texts
 from rlflow.types import StopReason
 from tests.unit.rollout.chat_templates import MISTRAL_V3, Talk, metaspace, played
 
@@ -128,9 +128,36 @@ def test_no_text_of_an_environment_becomes_a_control_token(directory: Path, text
     harmless = [*messages[:2], {"role": "tool", "content": "found it"}]
     counts = [sum(token in controls for token in tokenizer.encode(tokenizer.render(chat))) for chat in (messages, harmless)]
     assert counts[0] == counts[1]
+    said = [tokenizer.render([{"role": "assistant", "content": own}]) for own in (text, "it")]
+    counts = [sum(token in controls for token in tokenizer.encode(own)) for own in said]
+    assert counts[0] == counts[1]
+    assert text not in str(tokenizer._quoted([{"name": text, "arguments": {text: [text, 1.5]}}]))
     answered = tokenizer.encode_turn(messages[:1], "x", messages[2:], None).tokens
     quiet = tokenizer.encode_turn(messages[:1], "x", harmless[2:], None).tokens
     assert sum(token in controls for token in answered) == sum(token in controls for token in quiet)
+
+
+class Parts:
+    """A tokenizer of bytes, without the blank that a text begins with, as SentencePiece has it."""
+
+    decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(tokens)
+        return bytes(tokens).decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    "text", ["é🙂 a  🙂", "a b", "\ufffd a\ufffd", "", b"\xc3(\x80\xf0\x9f", b"\x80" * 500]
+)
+def test_the_texts_of_tokens_are_the_text(text: str | bytes) -> None:
+    tokens = list(text.encode() if isinstance(text, str) else text)
+    whole = Parts().decode(tokens)
+    parts = Parts()
+    texts = token_texts(parts, tokens)
+    assert "".join(texts) == whole and len(texts) == len(tokens)
+    assert parts.decoded <= 40 * len(tokens)
+    assert text != "a b" or texts == ["a", " ", "b"]
 
 
 def test_words_of_a_protocol_and_ordinary_text_are_encoded_as_ever(directory: Path) -> None:

@@ -1,0 +1,183 @@
+"""One episode's requests: who gets which answer, what is refused, what is remembered of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rlflow.endpoint import (
+    AgentSession,
+    ModelRequest,
+    RequestRefused,
+    anthropic_messages,
+    chat,
+    openai_responses,
+)
+from rlflow.endpoint.agent_session import KEPT
+from rlflow.endpoint.history import SaidHistory
+from rlflow.endpoint.requests import unsupported
+from rlflow.environment import SaidTokens
+from rlflow.types import Episode, Task
+
+USER = {"role": "user", "content": "x"}
+Scenario = Callable[[AgentSession, "asyncio.Future[None]"], Coroutine[Any, Any, None]]
+
+
+def here(gone: bool = False) -> Callable[[], Awaitable[bool]]:
+    async def hung_up() -> bool:
+        return gone
+
+    return hung_up
+
+
+def told(session: AgentSession, text: str) -> None:
+    episode = Episode(Task("t", "x"), turns_left=9, sampled=SaidTokens(0, [], list))
+    session.give(episode, text)
+
+
+def asking(
+    session: AgentSession, name: str = "name", again: bool = False, gone: bool = False
+) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(session.ask(ModelRequest([USER]), name, again, here(gone)))
+
+
+def in_a_loop(scenario: Scenario) -> None:
+    async def run() -> None:
+        await scenario(AgentSession(), asyncio.get_running_loop().create_future())
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_each_retry_of_equal_requests_gets_the_answer_that_nobody_got() -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        first = [asking(session, gone=gone) for gone in (False, True, True, False)]
+        await asyncio.sleep(0)
+        assert await session.next(ended)
+        told(session, "0")
+        retries = [asking(session, again=True)]  # of the second, which still waits
+        await asyncio.sleep(0)
+        assert await session.next(ended)
+        told(session, "1")
+        assert await session.next(ended)  # the third is gone: it is the fourth's
+        told(session, "2")
+        retries.append(asking(session, again=True))  # of the third, which was left out
+        assert await session.next(ended)
+        told(session, "3")
+        got = [(await one).content for one in (first[0], retries[0], first[3], retries[1])]
+        assert got == ["0", "1", "2", "3"] and session.counts.requests == 4
+
+    in_a_loop(scenario)
+
+
+def test_what_nobody_waits_for_any_more_is_not_sampled() -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        asked = [asking(session, str(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        await asyncio.sleep(0)
+        assert await session.next(ended)
+        told(session, "yes")
+        assert (await asked[1]).content == "yes"
+        ended.set_result(None)
+        assert await session.next(ended) is None and session.counts.requests == 1
+        session.close()
+        with pytest.raises(RequestRefused, match="ended"):
+            await asked[2]
+
+    in_a_loop(scenario)
+
+
+def test_replies_are_kept_for_retries_and_their_conversations_are_not() -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        for number in range(KEPT + 2):
+            asked = asking(session, str(number))
+            assert await session.next(ended)
+            told(session, str(number))
+            await asked
+        assert len(session._newest) == KEPT
+        assert not any(one.request.messages for one in session._newest)
+        assert (await asking(session, str(number), again=True)).content == str(number)
+
+    in_a_loop(scenario)
+
+
+READERS: dict[str, Callable[[dict[str, Any]], ModelRequest]] = {
+    "chat": chat.read,
+    "anthropic": anthropic_messages.read,
+    "responses": lambda body: openai_responses.read(body, {}),
+}
+JSON = {"type": "json_schema", "schema": {}}
+ONE_CALL = {"type": "auto", "disable_parallel_tool_use": True}
+BEGUN = [USER, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize(
+    "interface, body, name",
+    [
+        ("anthropic", {"output_config": {"format": JSON}}, "output_config.format"),
+        ("anthropic", {"tool_choice": ONE_CALL}, "disable_parallel_tool_use"),
+        ("chat", {"functions": [{"name": "look"}]}, "functions"),
+        ("chat", {"function_call": {"name": "look"}}, "function_call"),
+        ("chat", {"guided_json": {}}, "guided_json"),
+        ("chat", {"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ("responses", {"conversation": "c"}, "conversation"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"background": False, "conversation": None}, ""),
+        ("anthropic", {"output_config": {"effort": "low"}, "tool_choice": {"type": "auto"}}, ""),
+    ],
+)
+def test_what_changes_the_sampling_or_the_form_is_known_as_such(
+    interface: str, body: dict[str, Any], name: str
+) -> None:
+    assert list(unsupported(READERS[interface](body).sampling, None)) == ([name] if name else [])
+
+
+@pytest.mark.parametrize(
+    "interface, body, reason",
+    [
+        ("responses", {"previous_response_id": []}, "previous_response_id"),
+        *[(name, {"model": "a\ud800"}, "model: expected text") for name in READERS],
+        ("chat", {"stop": "\ud800"}, "stop: expected text"),
+        ("chat", {"messages": BEGUN}, "the last one of the user"),
+        ("anthropic", {"messages": BEGUN}, "the last one of the user"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    interface: str, body: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refused:
+        asyncio.run(AgentSession().ask(READERS[interface](body), "", False, here()))
+    assert refused.value.status == 400
+
+
+def test_calls_are_recognised_however_their_numbers_and_arguments_are_written() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        function = {"name": "look", "arguments": arguments}
+        calls = [{"id": "1", "function": function}]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    history = SaidHistory()
+    said = chat.read_message(call('{"x": 1.0, "y": [true, 0.5]}'))
+    assert said["tool_calls"][0]["function"]["arguments"] == {"x": 1, "y": [True, 0.5]}
+    history.record(history.find(ModelRequest([USER])).place, 0, "said", [said])
+    for arguments in ({"x": 1.0, "y": [True, 0.5]}, '{"x": 1, "y": [true, 0.5]}'):
+        messages = [USER, chat.read_message(call(arguments)), USER]
+        assert history.find(ModelRequest(messages)).after == 0, json.dumps(arguments)
+
+
+def test_instructions_are_no_part_of_what_a_response_hands_on() -> None:
+    before: dict[str, list[dict[str, Any]]] = {}
+
+    def asked(content: str, **more: Any) -> ModelRequest:
+        given = [{"role": "developer", "content": content}]
+        return openai_responses.read({"input": given, **more}, before)
+
+    first = asked("rule", instructions="old")
+    before["0"] = first.messages[first.handed_on :]
+    for instructions in (["new"], []):
+        told = asked("more", previous_response_id="resp_0", instructions="".join(instructions))
+        assert [one["content"] for one in told.messages] == [*instructions, "rule", "more"]
