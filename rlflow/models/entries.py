@@ -143,8 +143,8 @@ class Experts:
 class RouterShape:
     """How tokens choose experts, where it is not by the largest shares of a softmax alone. sigmoid:
     each expert is scored by itself, and chosen by its score and a bias (DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2). groups: only experts of the best `chosen` of so many groups are taken. scaling: what their
-    weights are multiplied by."""
+    2412.19437, section 2.1.2). groups: only experts of the best `chosen` of so many groups are
+    taken. scaling: what their weights are multiplied by."""
 
     sigmoid: bool
     groups: int
@@ -194,8 +194,8 @@ def experts_of(config: dict[str, Any]) -> Experts:
 
 
 def router_aux_loss(config: Mapping[str, Any]) -> float:
-    """The coefficient of the load-balancing loss that transformers adds where `output_router_logits`
-    is set; else 0. Raises ModelError."""
+    """The coefficient of the load-balancing loss that transformers adds where
+    `output_router_logits` is set; else 0. Raises ModelError."""
     coefficient = config.get("router_aux_loss_coef")
     if not flag(config, "output_router_logits") or not coefficient:
         return 0.0

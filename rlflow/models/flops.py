@@ -12,10 +12,10 @@ def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> i
     tokens.
 
     A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products
-    only: per token 2 for each weight of the linear layers, of experts those chosen; per pair of a query and a key that it
-    sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each head; per scored token 2 for
-    each weight of the output layer. Norms, activations, the embedding look-up and padding count
-    nothing."""
+    only: per token 2 for each weight of the linear layers, of experts those chosen; per pair of a
+    query and a key that it sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each
+    head; per scored token 2 for each weight of the output layer. Norms, activations, the embedding
+    look-up and padding count nothing."""
     per_token = 2 * (shape.layers * _attention_weights(shape) + _mlp_weights(shape))
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     latent = shape.latent

@@ -84,7 +84,8 @@ class SyncReport:
                 made.close()
 
     def metrics(self) -> dict[str, float]:
-        """`sync/` and `time/sync_` metrics; those of other processes tell themselves what they read."""
+        """`sync/` and `time/sync_` metrics; those of other processes tell themselves what they
+        read."""
         found = {f"time/sync_{part}_s": seconds for part, seconds in self._seconds.items()}
         if self._engines:
             found |= {"sync/mib": self._engines * self._bytes / 2**20, "sync/delta_share": 0.0}

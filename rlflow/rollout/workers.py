@@ -30,8 +30,8 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. mode: what becomes of requests in flight. questions: of
-    the probe, where the engine cannot hash its weights."""
+    """Weights that a worker is to take over. mode: what becomes of requests in flight. questions:
+    of the probe, where the engine cannot hash its weights."""
 
     offer: Offer
     mode: PauseMode = "keep"

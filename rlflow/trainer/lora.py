@@ -33,8 +33,8 @@ def first_factor(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
 
 
 def check_layers(options: LoraOptions | None, model: Architecture) -> None:
-    """Raises ConfigError for adapters of experts, whose products have other rows in every pass, and of
-    latent attention."""
+    """Raises ConfigError for adapters of experts, whose products have other rows in every pass, and
+    of latent attention."""
     if options is None or model.experts is None:
         return
     if model.latent is not None:

@@ -1,4 +1,5 @@
-"""The options of every trainer, written once: the `trainer` section of a configuration and the keywords of the backends."""
+"""The options of every trainer, written once: the `trainer` section of a configuration and the
+keywords of the backends."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class CriticOptions:
-    """What can be said about a critic (`algorithm.critic`). In everything else it is trained as the policy is."""
+    """What can be said about a critic (`algorithm.critic`). In everything else it is trained as the
+    policy is."""
 
     lr: PositiveFloat = 1e-5  # learning rate of the critic
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
@@ -49,7 +51,8 @@ class CriticOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> CriticOptions:
-        """Raises ConfigError for an unknown key, and for a value of another type or out of range."""
+        """Raises ConfigError for an unknown key, and for a value of another type or out of
+        range."""
         return cls(**check_options(options, cls, where="algorithm.critic"))
 
     def decaying_over(self, updates: int) -> CriticOptions:
@@ -65,8 +68,9 @@ class CriticOptions:
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What can be said about low-rank adapters: each target computes W x + alpha / rank * B (A x), and A and B alone are trained
-    (LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1). Names and meanings are those of the package peft."""
+    """What can be said about low-rank adapters: each target computes W x + alpha / rank * B (A x),
+    and A and B alone are trained (LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1). Names and
+    meanings are those of the package peft."""
 
     rank: PositiveInt = 16  # columns of A's output
     alpha: PositiveFloat = 32.0  # the product is scaled by alpha / rank
@@ -74,7 +78,8 @@ class LoraOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoraOptions:
-        """Raises ConfigError for an unknown key or target, no target, and a value of another type or out of range."""
+        """Raises ConfigError for an unknown key or target, no target, and a value of another type
+        or out of range."""
         return cls(**check_options(options, cls, where="trainer.lora")).ordered()
 
     def ordered(self) -> LoraOptions:
@@ -112,8 +117,8 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """What can be said about a trainer. The default backend does all of it; another one says what it cannot do
-    (`Trainer.check_options`)."""
+    """What can be said about a trainer. The default backend does all of it; another one says what
+    it cannot do (`Trainer.check_options`)."""
 
     backend: str = "megatron"  # megatron | reference | package.module:Name
     tensor_parallel: PositiveInt = 1  # ranks that split each layer
@@ -140,7 +145,8 @@ class TrainerOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
-        """From keywords. Raises ConfigError for an unknown one and for a value of another type or out of range."""
+        """From keywords. Raises ConfigError for an unknown one and for a value of another type or
+        out of range."""
         lora = options.get("lora")
         if lora is not None and not isinstance(lora, LoraOptions):
             options = {**options, "lora": LoraOptions.of(lora)}
@@ -167,7 +173,8 @@ class TrainerOptions:
 
     @property
     def adamw(self) -> AdamW:
-        """The optimizer's options. Raises ConfigError for an optimizer that is not AdamW, the one that the backends have."""
+        """The optimizer's options. Raises ConfigError for an optimizer that is not AdamW, the one
+        that the backends have."""
         made = OPTIMIZER.build(self.optimizer, "trainer.optimizer")
         if not isinstance(made, AdamW):
             raise ConfigError(
@@ -177,7 +184,8 @@ class TrainerOptions:
 
     @property
     def adapters(self) -> LoraOptions | None:
-        """Those that are trained in place of the weights; None: the weights are. Raises ConfigError."""
+        """Those that are trained in place of the weights; None: the weights are. Raises
+        ConfigError."""
         return None if self.lora is None else self.lora.ordered()
 
     def check_without_gpu(self) -> None:
@@ -193,19 +201,22 @@ class TrainerOptions:
                 )
 
     def learning_rate(self) -> Callable[[int], float]:
-        """Optimizer step, from 0 -> rate. Raises ConfigError for a schedule that does not fit, before any step."""
+        """Optimizer step, from 0 -> rate. Raises ConfigError for a schedule that does not fit,
+        before any step."""
         schedule = SCHEDULE.build(self.schedule, "trainer.schedule")
         schedule(0, self.lr)
         return lambda step: schedule(step, self.lr)
 
     def decaying_over(self, updates: int) -> TrainerOptions:
-        """The options with a schedule that ends after so many optimizer updates, where it does not say itself when it ends."""
+        """The options with a schedule that ends after so many optimizer updates, where it does not
+        say itself when it ends."""
         return dataclasses.replace(
             self, schedule=_ending(self.schedule, "trainer.schedule", updates)
         )
 
     def check(self, ranks: int = 0) -> None:
-        """Raises ConfigError for what contradicts itself, the number of ranks (0: this process alone), or the backend."""
+        """Raises ConfigError for what contradicts itself, the number of ranks (0: this process
+        alone), or the backend."""
         self.layout.data_parallel(ranks)
         self.learning_rate()
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")

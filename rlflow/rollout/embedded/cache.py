@@ -40,8 +40,8 @@ class AttentionCall:
 
 
 class KeyValueCache:
-    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = groups *
-    (key_dim + value_dim): latent ones too are kept as attention takes them."""
+    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = groups
+    * (key_dim + value_dim): latent ones too are kept as attention takes them."""
 
     def __init__(
         self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device

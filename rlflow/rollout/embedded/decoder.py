@@ -242,7 +242,8 @@ def _rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> None:
 
 
 def _of_best_groups(ranked: Tensor, groups: int, count: int) -> Tensor:
-    """The ranks (N, experts), -inf where an expert is of none of the best groups by their two best."""
+    """The ranks (N, experts), -inf where an expert is of none of the best groups by their two
+    best."""
     grouped = ranked.unflatten(-1, (groups, -1))
     best = grouped.topk(2, -1).values.sum(-1).topk(count, -1).indices
     left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
@@ -277,9 +278,9 @@ def _rope_table(
 
 
 def _inverse_frequencies(model: Architecture) -> Tensor:
-    """(rotary_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a
-    smooth transition between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card;
-    constants fixed by rlflow.models.architecture)."""
+    """(rotary_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with
+    a smooth transition between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model
+    card; constants fixed by rlflow.models.architecture)."""
     dim = model.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (model.rope_theta**exponents)
@@ -295,8 +296,8 @@ def _inverse_frequencies(model: Architecture) -> Tensor:
 
 
 def _slowed(frequencies: Tensor, yarn: Yarn, dim: int, base: float) -> Tensor:
-    """By `yarn.factor` where they turn less often than `beta_slow` within the original positions, as
-    they are above `beta_fast`, and a mixture of both between (arXiv 2309.00071, section 3.2)."""
+    """By `yarn.factor` where they turn less often than `beta_slow` within the original positions,
+    as they are above `beta_fast`, and a mixture of both between (arXiv 2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         return dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(base))

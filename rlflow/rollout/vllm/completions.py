@@ -40,7 +40,8 @@ class Sent:
 def sampling_arguments(
     sampling: Sampling, max_tokens: int, stop_tokens: tuple[int, ...], place: int
 ) -> dict[str, Any]:
-    """Keywords of vLLM's SamplingParams for the part of a request that begins at a place of its row.
+    """Keywords of vLLM's SamplingParams for the part of a request that begins at a place of its
+    row.
 
     Of end-of-sequence tokens vLLM knows those only that the request names. It begins a request's
     random numbers anew in each part, and those of a part before are in its tokens."""
@@ -70,8 +71,8 @@ def answered(
     that was loaded when it was asked. name: of the server. experts: those that it names to each
     token. prompt: tokens of the request's.
 
-    Raises RolloutError for an answer that is none, tokens of other weights than those of `wanted` or
-    of a later version, an end that is none, and routes that are not those of all tokens."""
+    Raises RolloutError for an answer that is none, tokens of other weights than those of `wanted`
+    or of a later version, an end that is none, and routes that are not those of all tokens."""
     try:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"] or ()]

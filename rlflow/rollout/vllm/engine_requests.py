@@ -21,9 +21,9 @@ PROMPT_END = 32
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A call of `generate` from its arrival to its end. call: what was sent, once it runs, and task:
-    what waits for the reply. sampled: before that call. ended_as: why somebody ended it, if somebody
-    did."""
+    """A call of `generate` from its arrival to its end. call: what was sent, once it runs, and
+    task: what waits for the reply. sampled: before that call. ended_as: why somebody ended it, if
+    somebody did."""
 
     tokens: list[int]
     sampling: Sampling

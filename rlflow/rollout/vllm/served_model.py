@@ -25,11 +25,13 @@ TOKENS, TEMPERATURE = 24, 0.7
 SAME = 1e-3
 """Nats, the largest difference of a token up to which it is the same model in float32."""
 ROUNDINGS = 3
-"""How many times what bfloat16 changes here it may change there: products are added in another order."""
+"""How many times what bfloat16 changes here it may change there: products are added in another
+order."""
 
 
 async def check_served_model(engine: Engine, path: Path, name: str, told: str | None) -> None:
-    """Compares what the server `name` samples with the model at `path`; says in a warning what is not known then.
+    """Compares what the server `name` samples with the model at `path`; says in a warning what is
+    not known then.
 
     told: where the server says that its model is. Raises RolloutError where it is another one."""
     says = f" (it says that it serves {told})" if told else ""

@@ -1,7 +1,7 @@
 """An even load of experts: losses of the routers, and biases that move.
 
-Of an update's tokens, without padding, in a layer of E experts, where f_i is the share of the tokens
-that go to expert i (k in all) and p its router's scores, which add up to 1:
+Of an update's tokens, without padding, in a layer of E experts, where f_i is the share of the
+tokens that go to expert i (k in all) and p its router's scores, which add up to 1:
 
     aux_loss  E * sum_i f_i * mean(p_i), transformers' `load_balancing_loss_func` of the layer, k at
               an even load (Fedus et al. 2021, arXiv 2101.03961, section 2.2, is that over k)

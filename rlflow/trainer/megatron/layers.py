@@ -142,8 +142,8 @@ def _attend_packed(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of the
-    scores, None for that of the queries' size."""
+    """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of
+    the scores, None for that of the queries' size."""
     queries, keys = query.shape[0], key.shape[0]
     query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     mask = None
@@ -194,9 +194,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's, which may add two losses of every token (`rlflow.trainer.megatron.balancing`): its
-    scores times `loads` (experts,), and its squared log-sum-exp, each times one of the `factors`.
-    sums: of both over the tokens so far, without factors."""
+    """Megatron's, which may add two losses of every token (`rlflow.trainer.megatron.balancing`):
+    its scores times `loads` (experts,), and its squared log-sum-exp, each times one of the
+    `factors`. sums: of both over the tokens so far, without factors."""
 
     loads: Tensor | None = None
     factors: tuple[float, float] = (0.0, 0.0)
@@ -297,8 +297,8 @@ class RowLinear(RowParallelLinear):
 
 
 class WholeLinear(MegatronModule):
-    """A linear layer that every tensor-parallel rank holds whole and applies to tokens of its own, as
-    Transformer Engine's does: what latent attention compresses tokens with."""
+    """A linear layer that every tensor-parallel rank holds whole and applies to tokens of its own,
+    as Transformer Engine's does: what latent attention compresses tokens with."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any

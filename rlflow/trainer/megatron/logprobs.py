@@ -270,8 +270,8 @@ def _soften(
 def _exponentiate(
     logits: Tensor, index: Tensor, scale: Tensor, peak: Tensor, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns logits (n, V) into exp(z - peak) in place; returns z - peak at `index` (n, m), the sum of
-    (z - peak) exp(z - peak) over the first `columns`, and the sum of the exponentials."""
+    """Turns logits (n, V) into exp(z - peak) in place; returns z - peak at `index` (n, m), the sum
+    of (z - peak) exp(z - peak) over the first `columns`, and the sum of the exponentials."""
     shifted = logits.div_(scale).sub_(peak)
     at_index = shifted.gather(1, index)
     weighted = shifted.new_zeros(len(shifted))

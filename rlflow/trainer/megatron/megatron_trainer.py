@@ -53,12 +53,13 @@ logger = logging.getLogger(__name__)
 class MegatronTrainer(Trainer):
     """One rank of a Megatron trainer over the weights of a HuggingFace directory.
 
-    The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline *
-    context)); otherwise this process alone. options: those of `TrainerOptions`. logits_chunk_mib: what a micro-batch has beyond
-    it is computed again in the backward pass. recompute: none, selective (attention and MLP), full (whole layers) or parts of a
-    layer. values: a
-    critic, with a value head in place of the output layer; `score` gives values, and losses get them.
-    `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
+    The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks
+    / (tensor * pipeline * context)); otherwise this process alone. options: those of
+    `TrainerOptions`. logits_chunk_mib: what a micro-batch has beyond it is computed again in the
+    backward pass. recompute: none, selective (attention and MLP), full (whole layers) or parts of a
+    layer. values: a critic, with a value head in place of the output layer; `score` gives values,
+    and losses get them. `trust_remote_code` is accepted for symmetry; no code of a model directory
+    is ever run here."""
 
     def __init__(
         self,
@@ -132,8 +133,9 @@ class MegatronTrainer(Trainer):
         self._biases = self._balance is not None and self._balance.bias_rate > 0  # they move
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
-        """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
-        batch and `microbatches` per rank. Raises RLFlowError where loss or gradients are not finite; the weights stay."""
+        """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics:
+        `tokens` (without padding) of the batch and `microbatches` per rank. Raises RLFlowError
+        where loss or gradients are not finite; the weights stay."""
         if len(batch) == 0:
             raise RLFlowError(
                 "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
@@ -300,7 +302,8 @@ class MegatronTrainer(Trainer):
         )
 
     def _note_unchanged(self, name: str) -> None:
-        """Notes whether a snapshot is the frozen weights alone, as the reference is: no copy of adapters is needed then."""
+        """Notes whether a snapshot is the frozen weights alone, as the reference is: no copy of
+        adapters is needed then."""
         if self._lora is not None and adapters.all_zero(self._snapshots[name]):
             self._unchanged.add(name)
         else:

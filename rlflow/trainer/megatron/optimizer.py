@@ -71,8 +71,8 @@ def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
-    """Gives every parameter its moments (zero where there are none yet), and the optimizer its count
-    of updates, where it keeps it.
+    """Gives every parameter its moments (zero where there are none yet), and the optimizer its
+    count of updates, where it keeps it.
 
     Checkpoints hold one count for all parameters. torch's AdamW has one per parameter, which must
     not become one shared tensor: every parameter's step would increment it, and training would

@@ -1,8 +1,8 @@
 """Router replay: tokens go to the experts that they went to when they were sampled, or scored.
 
 Engine and trainer round differently, and a router that is nearly undecided then sends a token
-elsewhere: its log-prob is another model's (Ma et al. 2025, arXiv 2510.11370). The weights of the chosen
-experts are the trainer's own, and get gradients."""
+elsewhere: its log-prob is another model's (Ma et al. 2025, arXiv 2510.11370). The weights of the
+chosen experts are the trainer's own, and get gradients."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
 
 
 class _LatentAttention(MLASelfAttention):
-    """Latent attention of the modules that its spec names: megatron-core from 0.19 on refuses some of
-    them where Transformer Engine is absent."""
+    """Latent attention of the modules that its spec names: megatron-core from 0.19 on refuses some
+    of them where Transformer Engine is absent."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return vars(submodules)

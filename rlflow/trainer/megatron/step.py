@@ -37,8 +37,8 @@ class Microbatch:
     """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that
     only keeps ranks in step; `tokens`: of the rows.
 
-    `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`. `padding`: tokens of
-    the feed that routers do not count; None where they count nothing."""
+    `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`. `padding`: tokens
+    of the feed that routers do not count; None where they count nothing."""
 
     rows: list[int]
     batch: Batch
