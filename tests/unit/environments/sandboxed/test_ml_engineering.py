@@ -78,16 +78,15 @@ if True: main()
 
 
 def test_prints_are_inserted_behind_the_statements_that_complete_a_stage() -> None:
-    lines = stages.by_patterns(LEARNS).split("\n")
-    marks = {name: lines.index(next(line for line in lines if f"[stage {name}]" in line)) for name in stages.STAGES}
+    lines = stages.with_marks(LEARNS, stages.by_patterns(LEARNS), "secret").split("\n")
+    marks = {name: lines.index(next(line for line in lines if f"secret {name}" in line)) for name in stages.STAGES}
     assert lines[marks["loaded"]].startswith("    print") and "rows = np.loadtxt" in lines[marks["loaded"] - 1]
     assert lines[marks["trained"]].startswith("    print") and "rcond" in lines[marks["trained"] - 1]
     assert "np.savetxt" in lines[marks["predicted"] - 1]
     ast.parse("\n".join(lines))
     for unchanged in ("def f(:\n", "x = 1\n", "\x00", "(" * 500):
-        assert stages.by_patterns(unchanged) == unchanged
-    one_line = 'import os; rows = open("train.csv").read()\nprint(rows[:2])\n'
-    assert stages.by_patterns(one_line).split("\n")[1] == 'print("[stage loaded]")'
+        assert stages.by_patterns(unchanged) == []
+    assert stages.by_patterns('import os; rows = open("train.csv").read()\nprint(rows[:2])\n') == [(1, "", "loaded")]
 
 
 def test_a_program_is_scored_staged_and_timed() -> None:
@@ -100,6 +99,16 @@ def test_a_program_is_scored_staged_and_timed() -> None:
     assert 0 < step.metrics["program_s"] < 60
 
 
+def test_a_mark_that_a_program_prints_itself_is_no_stage() -> None:
+    """The very statement that a model inserts, on either stream, behind other text, and around a mark of ours."""
+    prints = "".join(f"print({text!r}, file=sys.{to})\n" for text in ("[stage loaded]", " [stage loaded] [stage trained]")
+                     for to in ("stdout", "stderr"))  # fmt: skip
+    [step] = answered(environment(), f'import sys\nprint("[stage loaded]")\n{prints}sys.stdout.write("[sta")\n'
+                                     'fit = print\nfit("", end="")\nprint("ge trained] [stage predicted]")\n')  # fmt: skip
+    assert step.observation.count("[stage ") == 1 and "\n[stage trained]\nNo pred" in step.observation  # of fit()
+    assert step.metrics["stages"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said", "valid"),
@@ -110,7 +119,6 @@ def test_a_program_is_scored_staged_and_timed() -> None:
         (WRITES.format(value="1\\n1"), "expected 200 numbers", 0),
         (WRITES.format(value="0"), "Score 0.", 1),
         ("import os\nos.symlink('/etc/passwd', 'predictions.csv')\n", "predictions.csv", 0),
-        ("print('[stage loaded]\\n[stage trained]')\n", "No predictions.csv", 0),
     ],
 )
 def test_what_is_no_prediction_is_told_and_earns_nothing(program: str, said: str, valid: int) -> None:
@@ -151,10 +159,10 @@ def test_wrappers_give_stages_and_the_best_so_far() -> None:
 
 @pytest.fixture
 def replies() -> Iterator[Any]:
-    def told(reply: str) -> tuple[str, str]:
+    def told(reply: str, begins: str = "") -> tuple[str, str]:
         with serving(ChatServer(reply=reply)) as url:
             options = {"url": f"{url}/v1", "model": "m", "tries": 1}
-            [step] = answered(environment(instrumenter=options), 'rows = open("train.csv").read()\nx = 1\n')
+            [step] = answered(environment(instrumenter=options), begins + 'rows = open("train.csv").read()\nx = 1\n')
         return str(step.observation), json.dumps(step.metrics)
 
     yield told
@@ -166,6 +174,8 @@ def test_a_model_inserts_the_prints_and_nothing_else(replies: Any) -> None:
     source = 'rows = open("train.csv").read()\n'
     good = f"Here.<python>\n{source}{mark('loaded')}x = 1\n{mark('trained')}</python>"
     assert replies(good)[0].startswith("[stage loaded]\n[stage trained]\n")
+    own = f"<python>\n{mark('trained')}{source}{mark('loaded')}x = 1\n</python>"
+    assert replies(own, mark("trained"))[0] == "(stage trained]\n[stage loaded]\nNo predictions.csv of a program that ended well.\n"
     other = f"<python>\n{source}{mark('loaded')}x = 2\n{mark('trained')}{mark('predicted')}</python>"
     for refused in (other, "I cannot."):
         assert replies(refused)[0].startswith("[stage loaded]\nNo predictions"), "patterns instead"
