@@ -175,7 +175,7 @@ def test_a_model_inserts_the_prints_and_nothing_else(replies: Any) -> None:
     good = f"Here.<python>\n{source}{mark('loaded')}x = 1\n{mark('trained')}</python>"
     assert replies(good)[0].startswith("[stage loaded]\n[stage trained]\n")
     own = f"<python>\n{mark('trained')}{source}{mark('loaded')}x = 1\n</python>"
-    assert replies(own, mark("trained"))[0] == "(stage trained]\n[stage loaded]\nNo predictions.csv of a program that ended well.\n"
+    assert replies(own, mark("trained"))[0] .startswith("(stage trained]\n[stage loaded]\nNo predictions")
     other = f"<python>\n{source}{mark('loaded')}x = 2\n{mark('trained')}{mark('predicted')}</python>"
     for refused in (other, "I cannot."):
         assert replies(refused)[0].startswith("[stage loaded]\nNo predictions"), "patterns instead"
