@@ -34,8 +34,8 @@ class ImprovePrompts(Wrapper):
     The earlier solution is the last response of the best episode of its task so far, or of the
     `latest` one, with the base's observation. Each attempt draws for itself, so that attempts of a
     group may begin differently: an advantage that compares them (`grpo`) does not go with it, one
-    attempt per prompt does, as in the paper. What is remembered is of this process,
-    and of no task of the split `val`: observations may tell the answer.
+    attempt per prompt does, as in the paper. What is remembered is of this process, and of no task
+    of the split `val`: observations may tell the answer.
     """
 
     metrics = {
