@@ -8,7 +8,8 @@ from fractions import Fraction
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?:\\[dt]?frac\{(?P<over>\d{1,30})\}\{(?P<under>\d{1,30})\}"
-    r"|(?P<plain>\d{1,30}|\d{1,3}(?:,\d{3}){1,9}|(?=\.\d))(?P<decimals>\.\d{0,30})?(?:/(?P<by>\d{1,30}))?)",
+    r"|(?P<plain>\d{1,30}|\d{1,3}(?:,\d{3}){1,9}|(?=\.\d))(?P<decimals>\.\d{0,30})?"
+    r"(?:/(?P<by>\d{1,30}))?)",
     re.ASCII,
 )
 _SHORT = re.compile(r"frac(\d)(\d)", re.ASCII)  # \frac12

@@ -114,6 +114,6 @@ class Dungeons:
                 assert self._process.stdout is not None
                 if self._process.stdout.readline() != b"ready\n":
                     self._process.kill()
-                    told = last_said(self._process)
-                    raise NetHackError(f"nethack: its process did not start (is nle whole?): {told}.")
+                    told = f"did not start (is nle whole?): {last_said(self._process)}"
+                    raise NetHackError(f"nethack: its process {told}.")
             return self._folder

@@ -73,7 +73,7 @@ def test_plain_numbers_are_exact() -> None:
     assert on_last_line("Answer: 1\nanswer: $-2$ \nso") == "-2" and on_last_line("none") is None
     assert on_last_line("İİ\nAnswer: **$32$.**") == "32" and on_last_line("answer: .\n") is None
     environment = Mathematics()
-    environment._verifier = object()  # type: ignore[assignment]  # which is not asked about two numbers
+    environment._verifier = object()  # type: ignore[assignment]  # two numbers need none
     assert not environment._equal(r"\frac{1}{3}", "0.3333333")
 
 
@@ -127,7 +127,7 @@ def test_the_contract_holds_for_64_episodes_at_once() -> None:
     [
         ({"families": ["sums"]}, "Did you mean 'sum'"),
         ({"families": []}, "found none"),
-        ({"families": ["sum"], "highest": 1}, r"highest: expected more than 1, of which 'sum' makes no"),
+        ({"families": ["sum"], "highest": 1}, "highest: expected more than 1, of which 'sum'"),
         ({"prompt": "Go!"}, "expected a text with {question}"),
     ],
 )
@@ -190,7 +190,9 @@ def test_what_stands_behind_the_mark_of_gsm8k(answer: str, wanted: str, tmp_path
     assert Mathematics(val=path, checks="numbers").tasks("val")[0].answer == wanted
 
 
-def test_a_question_of_both_files_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_question_of_both_files_is_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train, val = written(tmp_path / "a.jsonl", GSM8K, DAPO), written(tmp_path / "b.jsonl", DAPO)
     [task] = Mathematics(train, val, checks="numbers").tasks("train")
     assert task.answer == "1234" and "left out 1 problems that" in caplog.text

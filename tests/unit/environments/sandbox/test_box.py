@@ -102,13 +102,18 @@ def test_names_stay_from_cell_to_cell_until_a_limit(kind: Confinement) -> None:
 
 
 def test_nothing_grows_or_computes_between_two_cells(kind: Confinement) -> None:
-    burn = "import threading, time\ndef burn():\n    while True: pass\n"
+    burn = """import threading, time
+def burn():
+    while True: pass
+threading.Thread(target=burn, daemon=True).start()
+before = time.process_time()"""
 
     async def play(box: Sandbox) -> None:
-        await box.cell(f"{burn}threading.Thread(target=burn, daemon=True).start()\nbefore = time.process_time()")
+        await box.cell(burn)
         await asyncio.sleep(0.6)
         assert (await box.cell("time.process_time() - before < 0.2")).stdout == "True\n"
-        assert (await box.cell("large = bytes([1]) * (300 << 20)")).limit == "memory"  # at its end too
+        large = await box.cell("large = bytes([1]) * (300 << 20)")
+        assert large.limit == "memory"  # at the end of the cell too
 
     within(kind, play)
 

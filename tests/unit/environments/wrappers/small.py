@@ -42,7 +42,10 @@ class Rooms(Environment):
 
 
 async def play(
-    environment: Environment, responses: Sequence[str], turns_left: int | None = None, split: str = "train"
+    environment: Environment,
+    responses: Sequence[str],
+    turns_left: int | None = None,
+    split: str = "train",
 ) -> list[Step]:
     """The steps of one episode; turns_left: after the last response."""
     task = environment.tasks(split)[0]
@@ -61,5 +64,10 @@ async def play(
     return steps
 
 
-def played(environment: Environment, *responses: str, turns_left: int | None = None, split: str = "train") -> list[Step]:
+def played(
+    environment: Environment,
+    *responses: str,
+    turns_left: int | None = None,
+    split: str = "train",
+) -> list[Step]:
     return asyncio.run(play(environment, responses, turns_left, split))
