@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import tempfile
 import weakref
@@ -74,7 +75,8 @@ class Chromium:
 
         try:
             log = self._folder / "log"
-            self._child = Child("chromium", command, log, error=BrowserError)
+            variables = {**os.environ, "TMPDIR": str(self._folder)}  # it leaves a folder there
+            self._child = Child("chromium", command, log, variables=variables, error=BrowserError)
             waiting = self._child.wait_until, address, self._start_s, "environment.start_s"
             url = await asyncio.to_thread(*waiting)
             self._client = aiohttp.ClientSession()

@@ -25,7 +25,12 @@ from rlflow_environments.browser.chromium import find_chromium
 from rlflow_environments.browser.pool import Page, Pool, PoolOptions
 
 FIRST = ("click-test-2", "click-button-sequence", "enter-text")
-KEEPING = ("choose-date", "choose-date-easy", "choose-date-medium", "stock-market")
+KEEPING = (
+    *("book-flight", "book-flight-nodelay"),
+    *("choose-date", "choose-date-easy", "choose-date-medium"),
+    *("focus-text", "focus-text-2", "scroll-text", "scroll-text-2"),
+    *("stock-market", "use-colorwheel", "use-colorwheel-2"),
+)
 """Pages that show something of the episode before: they are loaded anew for each."""
 UNSEEDED = ("click-pie",)
 """Pages that a seed does not repeat: they are not among `all`."""

@@ -5,13 +5,15 @@ var rlflow = (() => {
   const LEFT_OUT = "script, style, head *, defs *, #reward-display, #reward-display *, #click-canvas, #sync-task-cover, #query, #query *";
   const SHAPES = "rect, circle, ellipse, polygon, path, line, text, tspan";
   const CLEAR = ["rgba(0, 0, 0, 0)", "transparent", "none"];
-  const LONGEST_TEXT = 80, MOST_LINES = 60, ROW_PIXELS = 8, QUIET_MS = 20, SETTLED_MS = 500, READY_MS = 5000;
+  const FORMS = { date: "YYYY-MM-DD", time: "HH:MM", number: "a number" };  // of fields that drop any other text
+  const LONGEST_TEXT = 80, LONGEST_PROSE = 1000, MOST_LINES = 60, ROW_PIXELS = 8, QUIET_MS = 20, SETTLED_MS = 500, READY_MS = 5000;
   const NO_TIME_LIMIT_MS = 1e9;  // of the page's own clock: how long a policy takes says nothing
   let listed = [], pointed = null;
 
   const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-  const tidy = (text) => text.replace(/\s+/g, " ").trim().slice(0, LONGEST_TEXT);
-  const quoted = (text) => JSON.stringify(tidy(text));
+  const tidy = (text) => text.replace(/\s+/g, " ").trim();
+  const cut = (text, longest = LONGEST_TEXT) => text.length > longest ? `${text.slice(0, longest)}…` : text;
+  const quoted = (text, longest) => JSON.stringify(cut(tidy(text), longest));
 
   // Waits until the page has not changed for a moment, at most SETTLED_MS.
   function settled() {
@@ -60,18 +62,23 @@ var rlflow = (() => {
       return `${element.type} ${quoted(label)} ${element.checked ? "on" : "off"}`;
     }
     if (tag === "input" && ["button", "submit"].includes(element.type)) return `button ${quoted(element.value)}`;
-    if (tag === "input" || tag === "textarea") return `${tag} ${quoted(element.value)}`;
+    if (tag === "input" || tag === "textarea") {
+      const hint = !element.value && element.placeholder ? ` (${cut(tidy(element.placeholder))})` : "";
+      return `${tag} ${quoted(element.value, tag === "textarea" ? LONGEST_PROSE : LONGEST_TEXT)}${hint}`;
+    }
     if (tag === "select" && element.size < 2 && !element.multiple) {
-      const options = [...element.options].map((option) => tidy(option.text)).join("|").slice(0, 4 * LONGEST_TEXT);
+      const options = cut([...element.options].map((option) => tidy(option.text)).join("|"), 4 * LONGEST_TEXT);
       return `select ${quoted(element.selectedOptions[0] ? element.selectedOptions[0].text : "")} of ${options}`;
     }
     if (tag === "select" || (tag === "label" && element.control)) return "";
     if (element.matches(CONTROLS)) return `${tag} ${quoted(element.textContent)}`;
-    const text = ownText(element);
-    if (tidy(text)) return `${tag} ${quoted(text)}`;
+    const text = tidy(ownText(element)), style = getComputedStyle(element);
+    if (text) return `${tag} ${quoted(text, tag === "p" ? LONGEST_PROSE : LONGEST_TEXT)}`;
+    const image = [style.content, style.backgroundImage].map((one) => /^url\(.*?([^/]+)\.\w+"?\)/.exec(one)).find(Boolean);
+    if (image) return `${tag} ${quoted((/\bui-icon-([\w-]+)/.exec(element.className) || image)[1])}`;  // else all of one picture
     if (!element.matches(SHAPES) && element.firstElementChild) return "";
     if (!CLEAR.includes(color(element))) return `${tag} ${color(element).replace(/, /g, ",")}`;
-    return element.matches("div, span, td") && getComputedStyle(element).borderTopWidth !== "0px" ? `${tag} ""` : "";
+    return element.matches("div, span, td") && style.borderTopWidth !== "0px" ? `${tag} ""` : "";
   }
 
   // {goal, lines, done, reward}; elements are numbered as they are read, row by row.
@@ -89,7 +96,7 @@ var rlflow = (() => {
     listed = found.slice(0, MOST_LINES).map((one) => one.element);
     const lines = found.slice(0, MOST_LINES).map((one, at) => `${at + 1} ${one.said}`);
     if (found.length > MOST_LINES) lines.push(`${found.length - MOST_LINES} more are not listed`);
-    return { goal: core.getUtterance(), lines, done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL };
+    return { goal: ((said) => said.utterance || said)(core.getUtterance()), lines, done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL };
   }
 
   // ---------------------------------------------------------------- what is done
@@ -121,6 +128,7 @@ var rlflow = (() => {
   // Puts text in the place of what an element holds. Returns what is wrong, or "".
   function type(element, text) {
     const tag = element.tagName;
+    if (element.readOnly || element.disabled) return "Text cannot be typed there.";
     if (tag === "SELECT") {
       const option = [...element.options].find((one) => tidy(one.text) === text);
       if (!option) return `There is no option ${JSON.stringify(text)}.`;
@@ -130,6 +138,7 @@ var rlflow = (() => {
     } else if ((tag === "INPUT" && !["checkbox", "radio", "button", "submit"].includes(element.type)) || tag === "TEXTAREA") {
       element.focus();
       element.value = text;
+      if (text && !element.value) return `It takes ${FORMS[element.type] || "other text"}.`;
     } else return "Text cannot be typed there.";
     const key = { key: text.slice(-1) };
     for (const kind of ["keydown", "keypress"]) fire(element, KeyboardEvent, kind, key);

@@ -7,11 +7,14 @@ from fractions import Fraction
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(
-    r"(?P<sign>[+-]?)(?:\\d?frac\{(?P<over>\d{1,30})\}\{(?P<under>\d{1,30})\}"
-    r"|(?P<plain>\d{1,30}|\d{1,3}(?:,\d{3}){1,9})(?P<decimals>\.\d{0,30})?(?:/(?P<by>\d{1,30}))?)",
+    r"(?P<sign>[+-]?)(?:\\[dt]?frac\{(?P<over>\d{1,30})\}\{(?P<under>\d{1,30})\}"
+    r"|(?P<plain>\d{1,30}|\d{1,3}(?:,\d{3}){1,9}|(?=\.\d))(?P<decimals>\.\d{0,30})?"
+    r"(?:/(?P<by>\d{1,30}))?)",
     re.ASCII,
 )
+_SHORT = re.compile(r"frac(\d)(\d)", re.ASCII)  # \frac12
 LAST_LINE = "answer:"
+_LAST_LINE = re.compile(LAST_LINE, re.IGNORECASE | re.ASCII)
 
 
 def boxed(text: str) -> str | None:
@@ -32,15 +35,15 @@ def boxed(text: str) -> str | None:
 
 def on_last_line(text: str) -> str | None:
     """What follows the last `Answer:`, to the end of its line; None without one."""
-    start = text.lower().rfind(LAST_LINE)
-    line = text[start + len(LAST_LINE) :].split("\n", 1)[0].strip().strip("$*").strip()
-    return line if start >= 0 and line else None
+    starts = [mark.end() for mark in _LAST_LINE.finditer(text)]
+    line = text[starts[-1] :].split("\n", 1)[0] if starts else ""
+    return line.strip().rstrip("$*. ").lstrip("$* ") or None
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of a plain number (`-1,234`, `0.5`, `3/4`, `\frac{3}{4}`); None for anything
-    else."""
-    match = _NUMBER.fullmatch(text.replace("−", "-").strip())
+    r"""The value of a plain number (`-1,234`, `.5`, `3/4`, `\frac{3}{4}`, `\frac34`); None for
+    anything else."""
+    match = _NUMBER.fullmatch(_SHORT.sub(r"frac{\1}{\2}", text.replace("−", "-").strip()))
     if match is None:
         return None
     sign = -1 if match["sign"] == "-" else 1

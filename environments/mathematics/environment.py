@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
@@ -15,6 +16,8 @@ from rlflow_environments.mathematics.answers import boxed, number, on_last_line
 from rlflow_environments.mathematics.files import read_tasks
 from rlflow_environments.mathematics.problems import FAMILIES, made_tasks
 from rlflow_environments.mathematics.verifier import Verifier, VerifierError
+
+logger = logging.getLogger(__name__)
 
 NO_ANSWER = "No \\boxed{} with an answer.\n"
 SHARE_OF_VAL = 10  # every tenth problem of a file without one for validation
@@ -74,6 +77,8 @@ class Mathematics(Environment):
                     f"environment.families: expected some of {', '.join(known)}, found '{name}'."
                     f"{hint}"
                 )
+        if not families:
+            raise ConfigError("environment.families: expected names of families, found none.")
         made = train is None and val is None
         self.stop = tuple(stop) if stop is not None else (("\n",) if made else ())
         self._prompt = prompt or PROMPTS["made" if made else "file"]
@@ -132,11 +137,8 @@ class Mathematics(Environment):
         if wanted == found:
             return True
         values = number(wanted), number(found)
-        if None not in values and values[0] == values[1]:
-            return True
-        whole = all(value is not None and value.denominator == 1 for value in values)
-        if self._verifier is None or whole:
-            return False
+        if None not in values or self._verifier is None:
+            return None not in values and values[0] == values[1]
         try:
             return self._verifier.same(wanted, found)
         except VerifierError:
@@ -151,9 +153,17 @@ def _out_of_files(train: str | None, val: str | None, prompt: str) -> dict[str, 
         for split, path in (("train", train), ("val", val))
         if path is not None
     }
+    every = tasks.get("train", [])
     if val is None:
-        every = tasks["train"]
+        if len(every) < 2:
+            raise DataError(
+                f"{train}: expected two problems or more, of which some are held out, found "
+                f"{len(every)}; or name a file of others in environment.val."
+            )
         tasks["val"] = every[::SHARE_OF_VAL]
-        held_out = {task.id for task in tasks["val"]}
-        tasks["train"] = [task for task in every if task.id not in held_out]
+    held_out = {str(task.prompt) for task in tasks["val"]}
+    tasks["train"] = [task for task in every if str(task.prompt) not in held_out]
+    both = len(every) - len(tasks["train"])
+    if both and val is not None:
+        logger.warning("%s: left out %d problems that %s holds too", train, both, val)
     return tasks

@@ -14,7 +14,7 @@ from typing import Any
 from rlflow.types import Task
 from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
 from rlflow_environments.common.rows import Row, read_rows
-from rlflow_environments.mathematics.answers import LAST_LINE, boxed
+from rlflow_environments.mathematics.answers import LAST_LINE, boxed, number
 
 MARK = "####"
 
@@ -45,7 +45,10 @@ def _problem(row: Row) -> tuple[Any, str]:
     question = text_of(row, "problem" if "problem" in row else "question")
     answer = text_of(row, "answer" if "answer" in row else "solution")
     if MARK in answer:
-        answer = answer.rsplit(MARK, 1)[1].strip().replace(",", "")
+        said = answer.rsplit(MARK, 1)[1].strip()
+        if number(said) is not None:
+            return question, said.replace(",", "")
+        answer = boxed(answer) or said  # a heading of Markdown has the mark too
         if not answer:
             raise BadRow(f"'answer': expected '{MARK} NUMBER' at its end, found nothing behind it")
     return question, boxed(answer) or answer.strip()

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rlflow.errors import ConfigError
 from rlflow.types import Task
 
 Say = Callable[[str, Fraction], Fraction]
 """Writes `3 + 4` and its value as a line of the working; returns the value that was written."""
 Numbers = Sequence[int]
 SHARE_OF_VAL = 4  # every fourth question is for validation
+MOST_DRAWS = 10_000  # for a question of the split
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def silent(text: str, value: Fraction) -> Fraction:
 def made_tasks(
     split: str, count: int, families: Sequence[str], highest: int, seed: int, prompt: str
 ) -> list[Task]:
-    """Tasks of these families in turn; no question is in both splits."""
+    """Tasks of these families in turn; no question is in both splits. Raises
+    ConfigError."""
     named = {family.name: family for family in FAMILIES}
     chosen = [named[name] for name in families]
     return [
@@ -142,10 +145,15 @@ def _made_task(
     name: str, family: Family, split: str, highest: int, seed: int, prompt: str
 ) -> Task:
     drawn = random.Random(f"{seed}/{name}")
-    while True:
+    for _ in range(MOST_DRAWS):
         numbers = family.draw(drawn, highest)
         question = family.words.format(*numbers)
         if (zlib.crc32(question.encode()) % SHARE_OF_VAL == 0) == (split == "val"):
             break
+    else:
+        raise ConfigError(
+            f"environment.highest: expected more than {highest}, of which '{family.name}' makes no "
+            f"question for {split}."
+        )
     answer = text_of(family.work(silent, *numbers))
     return Task(name, prompt.replace("{question}", question), answer, {"family": family.name})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RLFlowError, install_command, needing
-from rlflow.storage.child import start_answering
+from rlflow.storage.child import last_said, start_answering
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, GRACE_S = 60.0, 2.0
@@ -131,12 +131,12 @@ def _how_it_ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
     code = process.wait(GRACE_S)
     if code == -signal.SIGALRM:
         return f"a check did not end within {limit_s - GRACE_S:g} s"
-    return f"the process of a check ended with code {code}"
+    return f"the process of a check ended with code {code}: {last_said(process)}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
+    for pipe in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             if pipe is not None:
                 pipe.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import MissingPackageError, RLFlowError, install_command
-from rlflow.storage.child import start_answering
+from rlflow.storage.child import last_said, start_answering
 from rlflow_environments.nethack.worker import address
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -113,6 +113,7 @@ class Dungeons:
                 self._process = start_answering(str(WORKER), str(self._folder))
                 assert self._process.stdout is not None
                 if self._process.stdout.readline() != b"ready\n":
-                    told = "its process did not start (is nle whole? python -c 'import nle')"
-                    raise NetHackError(f"nethack: {told}.")
+                    self._process.kill()
+                    told = f"did not start (is nle whole?): {last_said(self._process)}"
+                    raise NetHackError(f"nethack: its process {told}.")
             return self._folder

@@ -112,6 +112,7 @@ def _page(screen: list[str]) -> tuple[str, bool]:
         for mark in (*MENU_MARKS, MORE_MARK):
             column = line.find(mark)
             if column >= 0:
+                column = column if column > 1 else 0  # over the whole screen
                 lines = [one[column:].rstrip() for one in screen[: row + (mark != MORE_MARK)]]
                 return "\n".join(lines).strip("\n"), mark != MORE_MARK
     return "", False
@@ -235,6 +236,7 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # processes with threads do not fork well
     from nle.nethack import nethack
 
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody empties the pipe from here on
     server = GameServer(folder, nethack)
     try:
         sys.stdout.write("ready\n")

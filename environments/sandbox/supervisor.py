@@ -161,6 +161,8 @@ class Supervisor:
         program = self._kept if cell else None
         if program is None:
             program = Program(request, self._limits, cell)
+        else:
+            self._signal(signal.SIGCONT)
         program.begin(request["stdin"], self._limits["output_bytes"])
         limit, mark, duration_s = self._watch(program, request["timeout_s"])
         if mark:
@@ -199,7 +201,9 @@ class Supervisor:
                     poll.unregister(fd)
             now = time.monotonic()
             if program.mark in ready and (mark := os.read(program.mark, 1)):
-                return "", mark, now - began
+                self._signal(signal.SIGSTOP)  # until the next cell: nobody looks at it meanwhile
+                limit = self._reached(cpu_s, now - began)
+                return limit, b"" if limit else mark, now - began
             if program.process in ready:
                 return "", b"", now - began
             if now - began >= timeout_s:
@@ -260,14 +264,18 @@ class Supervisor:
         """Kills every process of the sandbox but this one, and waits until they are gone."""
         until = time.monotonic() + SETTLE_S
         self._reap()
-        while others := self._others():
+        while self._others():
             if time.monotonic() > until:
                 os._exit(1)  # the kernel holds one: the namespace ends with this process
-            for pid in [-1] if self._confined else others:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._reap()
             time.sleep(0.001)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To every process of the sandbox but this one."""
+        for pid in [-1] if self._confined else self._others():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def leave(self) -> None:
         """Ends all, and this process."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -120,19 +121,20 @@ class MlEngineering(Environment):
         ended = state["tries"] >= self._tries
         if not programs:
             return Step(NEITHER, terminated=ended, metrics=dict(state["counts"]))
-        source = source_of(programs[-1])
+        source = source_of(programs[-1]).lstrip("\n")
         if self._model is None:
-            source = stages.by_patterns(source)
+            marks = stages.by_patterns(source)
         else:
-            source = await stages.by_model(source, self._model)
-        program, secret = stages.with_secret(source)
+            marks = await stages.by_model(source, self._model)
+        secret = secrets.token_hex(8)
+        program = stages.with_marks(source, marks, secret)
         table = made_table(**episode.task.metadata)
         began = time.monotonic()
         async with self._places.here():
             waited_s = time.monotonic() - began
             result, written = await self._run(table, program)
         shown, reached = stages.reached(result.stdout, secret)
-        told = dataclasses.replace(result, stdout=shown).told()
+        told = dataclasses.replace(result, stdout=shown).told().replace("[stage ", "(stage ")
         told += "".join(f"[stage {name}]\n" for name in reached)
         score, said = _score(table, written)
         before = state["counts"]["score"]

@@ -6,8 +6,7 @@ them; without one they are inserted behind statements that patterns find."""
 from __future__ import annotations
 
 import ast
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
@@ -32,52 +31,62 @@ it. Answer with the whole program between <python> and </python>.
 {source}</python>"""
 
 
-def by_patterns(source: str) -> str:
-    """The program with a print behind the first statement of each stage."""
+Mark = tuple[int, str, str]
+"""(lines of the program in front of a print, its indent, the stage)."""
+
+
+def by_patterns(source: str) -> list[Mark]:
+    """A print behind the first statement of each stage."""
+    lines = source.split("\n")
     try:
-        statements = list(_statements(ast.parse(source).body, source.splitlines()))
+        statements = list(_statements(ast.parse(source).body, lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return source  # it will say so itself
-    lines = source.splitlines()
-    added: list[tuple[tuple[int, int], str]] = []
+        return []  # it will say so itself
+    marks: list[Mark] = []
     for name, pattern in STAGES.items():
         found = next((where for text, where in statements if pattern.found(text)), None)
-        added += [] if found is None else [(found, name)]
-    for (first, last), name in sorted(added, key=lambda one: one[0][1], reverse=True):
-        indent = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
-        lines.insert(last, indent + MARK.format(name=name))
-    changed = "\n".join(lines) + "\n"
+        if found is not None:
+            first = lines[found[0] - 1]
+            marks.append((found[1], first[: len(first) - len(first.lstrip())], name))
     try:
-        ast.parse(changed)
+        ast.parse(with_marks(source, marks, ""))
     except SyntaxError:
-        return source
-    return changed
+        return []
+    return marks
 
 
-async def by_model(source: str, model: JudgeEndpoint) -> str:
-    """The program as a model returns it; `by_patterns` where it changed anything else. Raises
+async def by_model(source: str, model: JudgeEndpoint) -> list[Mark]:
+    """The prints that a model inserted; `by_patterns` where it changed anything else. Raises
     JudgeError, ConfigError."""
+    prints = {MARK.format(name=name): name for name in STAGES}
 
-    def read(reply: str) -> str:
-        found = blocks("python", reply)
-        program = found[-1].strip("\n") + "\n" if found else ""
-        if _without_marks(program) != _lines(source):
+    def read(reply: str) -> list[Mark]:
+        found, own, marks, place = blocks("python", reply), _lines(source), [], 0
+        for line in _lines(found[-1]) if found else ():
+            if line == (own[place] if place < len(own) else None):
+                place += 1  # also a line of the program's own that looks like a print of ours
+            elif name := prints.get(line.strip()):
+                marks.append((place, line[: -len(line.lstrip())], name))
+            else:
+                place = -1
+                break
+        if place != len(own):
             raise UnreadableReply("expected the same program with print statements inserted")
-        return program
+        return marks
 
-    marks = "\n".join(MARK.format(name=name) for name in STAGES)
+    prompt = PROMPT.format(marks="\n".join(prints), source=source)
     try:
-        return (await model.verdict(PROMPT.format(marks=marks, source=source), read))[0]
+        return (await model.verdict(prompt, read))[0]
     except UnreadableReplyError:
         return by_patterns(source)
 
 
-def with_secret(source: str) -> tuple[str, str]:
-    """The program, whose marks nobody can print who does not know the secret; and that."""
-    secret = secrets.token_hex(8)
-    for name in STAGES:
-        source = source.replace(MARK.format(name=name), f'print("\\n{secret} {name}", flush=True)')
-    return source, secret
+def with_marks(source: str, marks: Sequence[Mark], secret: str) -> str:
+    """The program with its prints, whose text holds a secret: its own are no marks."""
+    lines = source.split("\n")
+    for place, indent, name in sorted(marks, reverse=True):
+        lines.insert(place, f'{indent}print("\\n{secret} {name}", flush=True)')
+    return "\n".join(lines)
 
 
 def reached(output: str, secret: str) -> tuple[str, list[str]]:
@@ -86,8 +95,7 @@ def reached(output: str, secret: str) -> tuple[str, list[str]]:
     found = [name for name, mark in marks.items() if mark in output]
     for mark in marks.values():
         output = output.replace(mark, "")
-    lines = output.split("\n")
-    return "\n".join(line for line in lines if not line.startswith("[stage ")), found
+    return output, found
 
 
 def _statements(body: list[ast.stmt], lines: list[str]) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -107,8 +115,3 @@ def _statements(body: list[ast.stmt], lines: list[str]) -> Iterator[tuple[str, t
 
 def _lines(source: str) -> list[str]:
     return [line.rstrip() for line in source.strip("\n").split("\n")]
-
-
-def _without_marks(source: str) -> list[str]:
-    marks = {MARK.format(name=name) for name in STAGES}
-    return [line for line in _lines(source) if line.strip() not in marks]

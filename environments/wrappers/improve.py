@@ -34,7 +34,8 @@ class ImprovePrompts(Wrapper):
     The earlier solution is the last response of the best episode of its task so far, or of the
     `latest` one, with the base's observation. Each attempt draws for itself, so that attempts of a
     group may begin differently: an advantage that compares them (`grpo`) does not go with it, one
-    attempt per prompt does, as in the paper. What is remembered is of this process.
+    attempt per prompt does, as in the paper. What is remembered is of this process, and of no task
+    of the split `val`: observations may tell the answer.
     """
 
     metrics = {
@@ -73,7 +74,8 @@ class ImprovePrompts(Wrapper):
             )
             with self._lock:
                 best = self._known.get(episode.task.id)
-                if best is None or self._latest or seen.returned > best[0]:
+                better = best is None or self._latest or seen.returned > best[0]
+                if better and episode.task.id not in self.held_out:
                     self._known[episode.task.id] = seen.returned, response, observation
         return dataclasses.replace(step, metrics=metrics)
 

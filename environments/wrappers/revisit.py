@@ -25,7 +25,7 @@ class RevisitFailures(Wrapper):
     text; its turns count as used. It begins from scratch where the base does not go that way twice,
     and where prompt or observations are messages. Each attempt draws for itself, so that an
     advantage that compares attempts (`grpo`) does not go with it. What is remembered is of this
-    process.
+    process, and of no task of the split `val`.
     """
 
     metrics = {
@@ -54,7 +54,7 @@ class RevisitFailures(Wrapper):
         """The base's step; an episode that ends as a failure is remembered, and what it began with
         too."""
         way: list[str] = seen.own.get("way", [])
-        if over(episode, step):
+        if over(episode, step) and episode.task.id not in self.held_out:
             with self._lock:
                 if seen.returned < self._success:
                     self._failed[episode.task.id] = [*way, *seen.responses]
@@ -76,17 +76,21 @@ class RevisitFailures(Wrapper):
                 return episode
             way = said[: self._draw.randint(1, len(said) - 1)]
         text = episode.task.prompt
-        for response in way:
-            episode.turns += 1
-            # A plain one may take its time
-            step = await awaited(
-                await asyncio.to_thread(self.base.step, episode, response)
-            )
-            if step.terminated or step.replace or not isinstance(step.observation, str):
-                await awaited(self.base.close(episode))
-                return await super().reset(task)
-            text += response + step.observation
-        seen: Seen = episode.scratch[self._key]
-        seen.own["way"] = way
-        episode.task = dataclasses.replace(episode.task, prompt=text)
-        return episode
+        try:
+            for response in way:
+                episode.turns += 1
+                # A plain one may take its time
+                step = await awaited(await asyncio.to_thread(self.base.step, episode, response))
+                if step.terminated or step.replace or not isinstance(step.observation, str):
+                    break
+                text += response + step.observation
+            else:
+                seen: Seen = episode.scratch[self._key]
+                seen.own["way"] = way
+                episode.task = dataclasses.replace(episode.task, prompt=text)
+                return episode
+        except BaseException:
+            await awaited(self.base.close(episode))
+            raise
+        await awaited(self.base.close(episode))
+        return await super().reset(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,11 @@ class Wrapper(Environment):
                 "only."
             )
         self.metrics = {**self.metrics, **own}
+
+    @functools.cached_property
+    def held_out(self) -> frozenset[str]:
+        """Ids of the tasks of `val`, for wrappers that remember tasks."""
+        return frozenset(task.id for task in self.base.tasks("val"))
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self.base.tasks(split)

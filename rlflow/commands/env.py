@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,13 @@ from rlflow.commands.arguments import (
     option,
     quoted,
 )
-from rlflow.errors import as_called
+from rlflow.errors import ConfigError, as_called, described, raised_at
 
 if TYPE_CHECKING:
     from rlflow.algorithms.imitation import Lessons
+    from rlflow.checks.agents import Agent, Said
     from rlflow.environment import Environment
+    from rlflow.types import Task
 
 TURNS, LESSONS = 6, 300  # of a demonstration; optimizer steps of the imitation
 LEARNING = (
@@ -244,16 +246,33 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_play(args: argparse.Namespace) -> int:
     """Lets a person be the policy, or shows how a scripted player is."""
-    from rlflow.checks.agents import player_agent
     from rlflow.commands.play import play
     from rlflow.components import Kind
 
-    agent = player_agent(Kind("player").resolve(args.player), seed=0) if args.player else None
+    check_least(args, turns=1)
+    agent = _watched(Kind("player").resolve(args.player)) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
         return play(
             environment, split=args.split, task=args.task, max_turns=args.turns, agent=agent
         )
+
+
+def _watched(player: Callable[..., str]) -> Agent:
+    """The player at its best; what it raises is one line. Raises ConfigError."""
+    from rlflow.checks.agents import player_agent
+
+    agent = player_agent(player, seed=0)
+
+    def respond(task: Task, shown: Task, said: Said) -> str:
+        try:
+            return agent(task, shown, said)
+        except Exception as error:
+            where = raised_at(error)
+            told = described(error) + (f" ({where})" if where else "")
+            raise ConfigError(f"--player: expected a response, it raised {told}.") from error
+
+    return respond
 
 
 @contextmanager

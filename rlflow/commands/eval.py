@@ -233,6 +233,8 @@ def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:
     from rlflow.environment import Environment
 
     base = environment.get("base")
+    if isinstance(base, str) and (base in ENVIRONMENT.names() or ":" in base):
+        base = {"name": base}
     if isinstance(base, Mapping) and "name" in base:
         return {"base": {**base, **data_options(base, path)}}
     name = environment["name"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlflow.errors import ConfigError
@@ -28,11 +30,11 @@ class Scaffold:
 
 def scaffold(name: str, directory: Path) -> Scaffold:
     """The names of a new environment's files. Raises ConfigError for a name that is not usable."""
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not _NAME.fullmatch(name) or _taken(name, directory):
         suggestion = re.sub(r"\W+", "_", name).strip("_").lower()
-        if not _NAME.fullmatch(suggestion) or keyword.iskeyword(suggestion):
+        if not _NAME.fullmatch(suggestion) or _taken(suggestion, directory):
             suggestion = f"my_{suggestion or 'task'}"
-        expected = f"expected a snake_case name such as '{suggestion}'"
+        expected = f"expected a snake_case name that no module has, such as '{suggestion}'"
         raise ConfigError(f"env new: {expected}, found '{name}'.")
     source, player = directory / f"{name}.py", directory / f"{name}_player.py"
     class_name = "".join(part.capitalize() for part in name.split("_"))
@@ -45,6 +47,13 @@ def scaffold(name: str, directory: Path) -> Scaffold:
         reference=f"{source}:{class_name}",
         player=f"{player}:play",
     )
+
+
+def _taken(name: str, directory: Path) -> bool:
+    """Whether a file of that name would hide a module from all that runs in its folder."""
+    if keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        return True
+    return not (directory / f"{name}.py").exists() and find_spec(name) is not None
 
 
 def write_environment(name: str, directory: Path, policy: bool = False) -> Scaffold:

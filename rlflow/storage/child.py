@@ -175,14 +175,22 @@ def start_listener(
 
 def start_answering(*arguments: str) -> subprocess.Popen[bytes]:
     """An interpreter with these arguments that reads what it is asked from a pipe, and ends with
-    it; it answers through another. With site packages, quiet, in a session of its own."""
+    it; it answers through another. With all packages that this process finds and none of the
+    folder that it stands in, in a session of its own. Its stderr is a pipe, for `last_said`."""
     return subprocess.Popen(
-        [sys.executable, "-I", *arguments],
+        [sys.executable, "-P", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def last_said(process: subprocess.Popen[bytes]) -> str:
+    """The line on the stderr of a process that has ended that tells most."""
+    assert process.stderr is not None
+    lines = process.stderr.read().decode(errors="replace").strip().split("\n")
+    return telling_line(lines) or "it said nothing"
 
 
 def telling_line(lines: Sequence[str]) -> str:

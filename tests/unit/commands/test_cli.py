@@ -209,9 +209,12 @@ def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own
         each()
 
 
-@pytest.mark.parametrize("name", ["Word-Game", "class", "9lives", "a b"])
-def test_a_name_that_is_no_module_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a snake_case name"):
+@pytest.mark.parametrize(
+    "name", ["Word-Game", "class", "9lives", "a b", "random", "Random", "rlflow"]
+)
+def test_a_name_that_is_no_module_name_or_anothers_is_refused(name: str, tmp_path: Path) -> None:
+    told = r"expected a snake_case name that no module has, such as '(?!random|rlflow)"
+    with pytest.raises(ConfigError, match=told):
         write_environment(name, tmp_path)
 
 
@@ -253,6 +256,13 @@ def test_a_scripted_player_plays_and_one_watches(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "The player is the policy." in out and "terminated after" in out and "return 1" in out
     assert out.count("> ") >= 1
+    call = ["env", "play", made.reference, "--player"]
+    (tmp_path / "bad.py").write_text("def raises(*_): return {}['x']\ndef number(*_): return 5\n")
+    for player, told in (("raises", "KeyError: 'x' (" + str(tmp_path)), ("number", "found 5.")):
+        assert cli.main([*call, f"{tmp_path}/bad.py:{player}"]) == 2
+        assert told in capsys.readouterr().err
+    assert cli.main([*call, made.player, "--turns", "0"]) == 2
+    assert "--turns: expected at least 1, found 0." in capsys.readouterr().err
 
 
 def test_a_line_break_that_ends_responses_reaches_the_environment_and_breaks_no_header(

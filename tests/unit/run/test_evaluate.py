@@ -91,6 +91,10 @@ def test_the_data_of_an_environment_over_another_are_that_ones(tmp_path: Path) -
     config = config_of(model, "--env", "rubric", base, "environment.criteria={won: base_return}", "--data", "a.jsonl")
     wanted = {"name": "search", "top_k": 5, "val": "a.jsonl", "train": None}
     assert config.environment == {"name": "rubric", "base": wanted, "criteria": {"won": "base_return"}}
+    named = config_of(
+        model, "--env", "rubric", "environment.base=mathematics", "--data", "a.jsonl"
+    )
+    assert named.environment["base"] == {"name": "mathematics", "val": "a.jsonl"}
     with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data"):
         config_of(model, "--env", "rubric", f"environment.base.name={REFERENCE}", "--data", "a.jsonl")
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.storage.child import Child
+from rlflow.storage.child import Child, last_said, start_answering
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -179,3 +179,19 @@ def test_a_guard_ends_those_with_its_mark_alone_unless_it_is_closed(how: str) ->
     for pid in (ours, other):
         if not gone(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_one_that_answers_has_the_packages_of_this_process_and_none_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of PYTHONPATH and of `pip install --user`; why it ended is told."""
+    script, packages, here = (tmp_path / name for name in ("script", "packages", "here"))
+    for folder, name in ((packages, "mine"), (here, "other")):
+        folder.mkdir()
+        (folder / f"{name}.py").touch()
+    script.write_text("import mine\nprint(flush=True)\nimport other\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.chdir(here)
+    with start_answering(str(script)) as process:
+        assert process.wait(20) == 1 and process.stdout and process.stdout.read() == b"\n"
+        assert last_said(process) == "ModuleNotFoundError: No module named 'other'"

@@ -77,14 +77,19 @@ def test_the_contract_holds() -> None:
 
 
 def test_a_seed_is_a_page_whatever_happened_in_its_tab_before() -> None:
-    """All pages of the package: each in a new document, and after another seed with clicks everywhere."""
+    """All pages of the package: each in a new document, and after another seed with any actions."""
 
-    async def page_of(made: MiniWob, task: Task, clicks: int = 0) -> str:
-        episode = await made.reset(task)
+    async def page_of(made: MiniWob, task: Task, actions: int = 0) -> str:
+        episode, draw = await made.reset(task), random.Random(task.metadata["page"])
+        seen = str(episode.task.prompt)
         with contextlib.suppress(BrowserError):
-            for number in range(1, clicks + 1):
-                if (await made.step(episode, f"click {number}\n")).terminated:
+            for _ in range(actions):
+                number = draw.randint(1, seen.count("\n") - 1)
+                kinds = [f"click {number}"] * 4 + [f"type {number} abc", "scroll down"]
+                step = await made.step(episode, draw.choice(kinds))
+                if step.terminated:
                     break
+                seen = str(step.observation)
         await made.close(episode)
         return str(episode.task.prompt)
 
@@ -95,7 +100,7 @@ def test_a_seed_is_a_page_whatever_happened_in_its_tab_before() -> None:
         same, wrong = 0, []
         for one, other in zip(first, second, strict=True):
             new = await page_of(made, one)
-            same += await page_of(made, other, clicks=4) == new
+            same += await page_of(made, other, actions=10) == new
             if await page_of(made, one) != new:
                 wrong.append(one.metadata["page"])
         assert not wrong  # else they belong into KEEPING of miniwob.py
@@ -194,4 +199,31 @@ def test_a_policy_reads_types_scrolls_and_is_told_what_was_wrong() -> None:
         await made.close(episode)
 
     with opened() as made:
+        run(some(made))
+
+
+@pytest.mark.parametrize(
+    ("page", "action", "shown"),
+    [
+        ("social-media", "scroll up", 'span "retweet"'),
+        ("sign-agreement", "scroll up", '…"'),
+        ("scroll-text", "type 9 x", '."\n2 input'),  # whole, to its last word
+        ("book-flight", "scroll up", 'input "" (From:)'),
+        ("email-inbox-nl-turk", "scroll up", ""),
+        ("choose-date", "type 2 01/02/2016", "Text cannot be typed there."),
+        ("enter-date", "type 1 08/19/2016", "It takes YYYY-MM-DD."),
+        ("enter-date", "type 1 2016-08-19", 'input "2016-08-19"'),
+        ("enter-time", "type 1 1:52 PM", "It takes HH:MM."),
+    ],
+)
+def test_a_page_shows_what_its_task_needs_and_says_what_it_takes(
+    page: str, action: str, shown: str
+) -> None:
+    async def some(made: MiniWob) -> None:
+        episode = await made.reset(made.tasks("train")[0])
+        assert "{" not in str(episode.task.prompt)
+        assert shown in (await made.step(episode, f"{action}\n")).observation
+        await made.close(episode)
+
+    with opened(pages=[page], tasks_per_split=1, pictures=False) as made:
         run(some(made))

@@ -45,6 +45,10 @@ def test_a_page_is_kept_for_its_document_and_lost_after_a_failure(
         first, other = await pool.take("file:///a"), await pool.take("file:///b")
         assert await first.call("1") == f"{first.session} 1" and first.session != other.session
         assert await first.picture() == "data:image/jpeg;base64,YQ=="
+        child, own = first.browser._child, first.browser._folder
+        assert child is not None
+        variables = Path(f"/proc/{child.pid}/environ").read_bytes()
+        assert f"\0TMPDIR={own}\0".encode() in variables
         await pool.give(first)
         await pool.give(other)
         assert await pool.take("file:///b") is other and await pool.take("file:///a") is first

@@ -65,11 +65,16 @@ def test_a_megabyte_of_boxes_takes_time_in_proportion() -> None:
 
 def test_plain_numbers_are_exact() -> None:
     wanted = {"-1,234": -1234, "0.50": Fraction(1, 2), "6/8": Fraction(3, 4), "+7.": 7, "\N{MINUS SIGN}2": -2}
-    for text, value in {**wanted, r"-\dfrac{1}{3}": Fraction(-1, 3)}.items():
+    half = {"-.5": -Fraction(1, 2), r"\tfrac{1}{2}": Fraction(1, 2), r"\frac12": Fraction(1, 2)}
+    for text, value in {**wanted, **half, r"-\dfrac{1}{3}": Fraction(-1, 3)}.items():
         assert number(text) == value
-    for text in ("1,23", "1/0", "1e3", "", "٣", "9" * 31, "2^3", "--1"):
+    for text in ("1,23", "1/0", "1e3", "", "٣", "9" * 31, "2^3", "--1", ".", "/2", r"\frac123"):
         assert number(text) is None, text
     assert on_last_line("Answer: 1\nanswer: $-2$ \nso") == "-2" and on_last_line("none") is None
+    assert on_last_line("İİ\nAnswer: **$32$.**") == "32" and on_last_line("answer: .\n") is None
+    environment = Mathematics()
+    environment._verifier = object()  # type: ignore[assignment]  # two numbers need none
+    assert not environment._equal(r"\frac{1}{3}", "0.3333333")
 
 
 # ------------------------------------------------------------ made problems
@@ -119,7 +124,12 @@ def test_the_contract_holds_for_64_episodes_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"families": ["sums"]}, "Did you mean 'sum'"), ({"prompt": "Go!"}, "expected a text with {question}")],
+    [
+        ({"families": ["sums"]}, "Did you mean 'sum'"),
+        ({"families": []}, "found none"),
+        ({"families": ["sum"], "highest": 1}, "highest: expected more than 1, of which 'sum'"),
+        ({"prompt": "Go!"}, "expected a text with {question}"),
+    ],
 )
 def test_options_are_checked(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -164,6 +174,30 @@ def test_parquet_and_every_tenth_problem_for_validation(tmp_path: Path) -> None:
     parquet.write_table(table.from_pylist(rows), tmp_path / "dapo.parquet")
     environment = Mathematics(train=str(tmp_path / "dapo.parquet"), checks="numbers")
     assert (len(environment.tasks("train")), len(environment.tasks("val"))) == (22, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("so #### (3,4)", "(3,4)"),
+        ("so #### 1,234", "1234"),
+        ("#### Conclusion\nIt is \\boxed{(1,2)}.", "(1,2)"),
+        ("It is \\boxed{7}.\n#### Check\nFine.", "7"),
+    ],
+)
+def test_what_stands_behind_the_mark_of_gsm8k(answer: str, wanted: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"question": "a", "answer": answer})
+    assert Mathematics(val=path, checks="numbers").tasks("val")[0].answer == wanted
+
+
+def test_a_question_of_both_files_is_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, val = written(tmp_path / "a.jsonl", GSM8K, DAPO), written(tmp_path / "b.jsonl", DAPO)
+    [task] = Mathematics(train, val, checks="numbers").tasks("train")
+    assert task.answer == "1234" and "left out 1 problems that" in caplog.text
+    with pytest.raises(DataError, match=r"expected two problems or more.*found 1"):
+        Mathematics(val, checks="numbers")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rlflow_environments.nethack.actions import NAMES, check_names, parse_action
 from rlflow_environments.nethack.environment import NetHack
 from rlflow_environments.nethack.player import play
 from rlflow_environments.nethack.screen import text_of
+from rlflow_environments.nethack.worker import _page
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,12 @@ def view(**changes: Any) -> dict[str, Any]:
     rows = [" " * 9, "  ---    ", "  |.@|  >", "  ---    "]
     seen = {"said": ["A.", "B."], "rows": rows, "at": [4, 2], "place": [0, 1], "status": "Dlvl:1"}
     return {**seen, **changes}
+
+
+def test_a_page_over_the_whole_screen_keeps_its_first_letters() -> None:
+    page = ["Agent the Valkyrie:", " You are neutral.", " (1 of 2)"]
+    assert _page(page) == ("\n".join(page), True)
+    assert _page(["map  Weapons", "map  (end)"]) == ("Weapons\n(end)", True)
 
 
 def test_a_window_surrounds_the_player_and_tells_the_way_to_stairs() -> None:

@@ -101,6 +101,23 @@ def test_names_stay_from_cell_to_cell_until_a_limit(kind: Confinement) -> None:
     within(kind, play)
 
 
+def test_nothing_grows_or_computes_between_two_cells(kind: Confinement) -> None:
+    burn = """import threading, time
+def burn():
+    while True: pass
+threading.Thread(target=burn, daemon=True).start()
+before = time.process_time()"""
+
+    async def play(box: Sandbox) -> None:
+        await box.cell(burn)
+        await asyncio.sleep(0.6)
+        assert (await box.cell("time.process_time() - before < 0.2")).stdout == "True\n"
+        large = await box.cell("large = bytes([1]) * (300 << 20)")
+        assert large.limit == "memory"  # at the end of the cell too
+
+    within(kind, play)
+
+
 def test_a_long_output_keeps_its_beginning_and_its_end(kind: Confinement) -> None:
     async def play(box: Sandbox) -> None:
         result = await box.python("print('first'); print('x' * 5_000_000); print('last')")

@@ -78,16 +78,17 @@ if True: main()
 
 
 def test_prints_are_inserted_behind_the_statements_that_complete_a_stage() -> None:
-    lines = stages.by_patterns(LEARNS).split("\n")
-    marks = {name: lines.index(next(line for line in lines if f"[stage {name}]" in line)) for name in stages.STAGES}
+    lines = stages.with_marks(LEARNS, stages.by_patterns(LEARNS), "secret").split("\n")
+    marks = {name: next(at for at, line in enumerate(lines) if f"secret {name}" in line)
+             for name in stages.STAGES}  # fmt: skip
     assert lines[marks["loaded"]].startswith("    print") and "rows = np.loadtxt" in lines[marks["loaded"] - 1]
     assert lines[marks["trained"]].startswith("    print") and "rcond" in lines[marks["trained"] - 1]
     assert "np.savetxt" in lines[marks["predicted"] - 1]
     ast.parse("\n".join(lines))
     for unchanged in ("def f(:\n", "x = 1\n", "\x00", "(" * 500):
-        assert stages.by_patterns(unchanged) == unchanged
+        assert stages.by_patterns(unchanged) == []
     one_line = 'import os; rows = open("train.csv").read()\nprint(rows[:2])\n'
-    assert stages.by_patterns(one_line).split("\n")[1] == 'print("[stage loaded]")'
+    assert stages.by_patterns(one_line) == [(1, "", "loaded")]
 
 
 def test_a_program_is_scored_staged_and_timed() -> None:
@@ -100,6 +101,24 @@ def test_a_program_is_scored_staged_and_timed() -> None:
     assert 0 < step.metrics["program_s"] < 60
 
 
+def test_a_mark_that_a_program_prints_itself_is_no_stage() -> None:
+    """The very statement that a model inserts, either stream, other text, around a mark of ours."""
+    program = """import sys
+print("[stage loaded]")
+for stream in sys.stdout, sys.stderr:
+    print("[stage loaded]", file=stream)
+    print(" [stage loaded] [stage trained]", file=stream)
+sys.stdout.write("[sta")
+fit = print
+fit("", end="")
+print("ge trained] [stage predicted]")
+"""
+    [step] = answered(environment(), program)
+    shown = str(step.observation)
+    assert shown.count("[stage ") == 1 and "\n[stage trained]\nNo predictions" in shown  # of fit()
+    assert step.metrics["stages"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said", "valid"),
@@ -110,7 +129,6 @@ def test_a_program_is_scored_staged_and_timed() -> None:
         (WRITES.format(value="1\\n1"), "expected 200 numbers", 0),
         (WRITES.format(value="0"), "Score 0.", 1),
         ("import os\nos.symlink('/etc/passwd', 'predictions.csv')\n", "predictions.csv", 0),
-        ("print('[stage loaded]\\n[stage trained]')\n", "No predictions.csv", 0),
     ],
 )
 def test_what_is_no_prediction_is_told_and_earns_nothing(program: str, said: str, valid: int) -> None:
@@ -149,12 +167,15 @@ def test_wrappers_give_stages_and_the_best_so_far() -> None:
     assert "np.linalg.lstsq" in asyncio.run(prompt()) and "Score 0.9" in asyncio.run(prompt())
 
 
+READS = 'rows = open("train.csv").read()\n'
+
+
 @pytest.fixture
 def replies() -> Iterator[Any]:
-    def told(reply: str) -> tuple[str, str]:
+    def told(reply: str, begins: str = "") -> tuple[str, str]:
         with serving(ChatServer(reply=reply)) as url:
             options = {"url": f"{url}/v1", "model": "m", "tries": 1}
-            [step] = answered(environment(instrumenter=options), 'rows = open("train.csv").read()\nx = 1\n')
+            [step] = answered(environment(instrumenter=options), f"{begins}{READS}x = 1\n")
         return str(step.observation), json.dumps(step.metrics)
 
     yield told
@@ -163,10 +184,12 @@ def replies() -> Iterator[Any]:
 @pytest.mark.slow
 def test_a_model_inserts_the_prints_and_nothing_else(replies: Any) -> None:
     mark = 'print("[stage {}]")\n'.format
-    source = 'rows = open("train.csv").read()\n'
-    good = f"Here.<python>\n{source}{mark('loaded')}x = 1\n{mark('trained')}</python>"
+    good = f"Here.<python>\n{READS}{mark('loaded')}x = 1\n{mark('trained')}</python>"
     assert replies(good)[0].startswith("[stage loaded]\n[stage trained]\n")
-    other = f"<python>\n{source}{mark('loaded')}x = 2\n{mark('trained')}{mark('predicted')}</python>"
+    own = f"<python>\n{mark('trained')}{READS}{mark('loaded')}x = 1\n</python>"
+    told, _ = replies(own, mark("trained"))
+    assert told.startswith("(stage trained]\n[stage loaded]\nNo predictions")
+    other = f"<python>\n{READS}{mark('loaded')}x = 2\n{mark('trained')}{mark('predicted')}</python>"
     for refused in (other, "I cannot."):
         assert replies(refused)[0].startswith("[stage loaded]\nNo predictions"), "patterns instead"
 

@@ -41,9 +41,14 @@ class Rooms(Environment):
         self.shut += 1
 
 
-async def play(environment: Environment, responses: Sequence[str], turns_left: int | None = None) -> list[Step]:
+async def play(
+    environment: Environment,
+    responses: Sequence[str],
+    turns_left: int | None = None,
+    split: str = "train",
+) -> list[Step]:
     """The steps of one episode; turns_left: after the last response."""
-    task = environment.tasks("train")[0]
+    task = environment.tasks(split)[0]
     threads = CallThreads(1, "test")
     episode = await call(threads, environment.reset, (task,), 60.0, "reset")
     steps = []
@@ -59,5 +64,10 @@ async def play(environment: Environment, responses: Sequence[str], turns_left: i
     return steps
 
 
-def played(environment: Environment, *responses: str, turns_left: int | None = None) -> list[Step]:
-    return asyncio.run(play(environment, responses, turns_left))
+def played(
+    environment: Environment,
+    *responses: str,
+    turns_left: int | None = None,
+    split: str = "train",
+) -> list[Step]:
+    return asyncio.run(play(environment, responses, turns_left, split))

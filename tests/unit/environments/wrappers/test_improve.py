@@ -22,6 +22,8 @@ def test_the_best_solution_so_far_is_shown_with_its_output() -> None:
     shown = begun(environment)
     assert shown.startswith("Walk 0. \n\nAn earlier solution:\non out\n\nWhat came of it:\nYou are in room 2.")
     assert shown.endswith("Write a better one.")
+    played(environment, "on", "on out", split="val")
+    assert set(environment._known) == {"train0"}  # a held-out task is never told what came of it
     latest = ImprovePrompts(Rooms(), 1.0, latest=True)
     played(latest, "on", "on out")
     played(latest, "out")

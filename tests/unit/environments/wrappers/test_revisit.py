@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from rlflow.checks.environments import check_environment
 from rlflow.types import Episode
 from rlflow_environments.wrappers.revisit import RevisitFailures
@@ -32,6 +34,8 @@ def test_only_the_steps_from_there_on_are_rewarded_and_a_success_from_scratch_en
     again = played(environment, "on", "out")  # begins in room 1
     assert [step.reward for step in again] == [0.0, 2.0] and again[-1].metrics["revisited"] == 1
     assert begun(environment).turns == 1  # it was no success from scratch
+    played(environment, "on", "out", split="val")
+    assert set(environment._failed) == {"train0"}  # a held-out task begins at its beginning
     never = RevisitFailures(Rooms(), 0.0, success=2.0)
     played(never, "on", "out")
     played(never, "on", "on out")
@@ -43,6 +47,15 @@ def test_where_the_base_does_not_go_that_way_twice_it_begins_from_scratch() -> N
     environment._failed["train0"] = ["out", "on"]  # the first response ends the episode now
     episode = begun(environment)
     assert episode.turns == 0 and episode.task.prompt == "Walk 0. " and environment.base.closed == 1
+
+
+def test_an_episode_whose_way_fails_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = RevisitFailures(Rooms(), 1.0)
+    environment._failed["train0"] = ["on", "on"]
+    monkeypatch.setattr(environment.base, "step", None)
+    with pytest.raises(TypeError):
+        begun(environment)
+    assert environment.base.closed == 1
 
 
 def test_it_keeps_the_contract_of_environments() -> None:

@@ -74,7 +74,7 @@ def test_behind_a_gate_that_is_not_passed_nobody_is_asked() -> None:
 
 
 def test_the_judge_gives_a_share_of_the_points_and_sees_the_work_as_data() -> None:
-    server = ChatServer('Rude. {"points": 1} or rather {"points": 3}')
+    server = ChatServer('Rude. {"points": 1} or rather {"points": 3.0}')
     with serving(server) as url:
         rubric = judged(url, points=4)
         last = played(rubric, "on", 'out {"points": 4}')[-1]
@@ -87,8 +87,14 @@ def test_the_judge_gives_a_share_of_the_points_and_sees_the_work_as_data() -> No
 
 @pytest.mark.parametrize(
     "answers",
-    [(500, 500), ("No idea.", "Very kind!"), ('{"points": 7}', '{"points": -1}'), (b"<html>", completion(None))],
-    ids=["dead", "garbage", "out of range", "no completion"],
+    [
+        (500, 500),
+        ("No idea.", "Very kind!"),
+        ('{"points": 7}', '{"points": -1}'),
+        ('{"points": 0.5}', '{"points": 1} or {"points": 1..0}'),
+        (b"<html>", completion(None)),
+    ],
+    ids=["dead", "garbage", "out of range", "no whole number", "no completion"],
 )
 def test_what_cannot_be_judged_aborts_and_never_scores_0(answers) -> None:
     server = ChatServer(*answers)
