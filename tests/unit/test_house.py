@@ -20,10 +20,10 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 267_690,
-    "environments": 126_835,
+    "rlflow": 270_849,
+    "environments": 128_132,
     "tools": 29_981,
-    "recipes": 5_360,
+    "recipes": 5_344,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,
