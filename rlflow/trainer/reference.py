@@ -1,4 +1,5 @@
-"""The reference trainer: a transformers model on one device and torch's AdamW. The oracle that other trainers are held to.
+"""The reference trainer: a transformers model on one device and torch's AdamW. The oracle that
+other trainers are held to.
 
 Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it is random.
 """
@@ -58,12 +59,13 @@ CANNOT = {
 
 
 class ReferenceTrainer(Trainer):
-    """Takes the keywords of every trainer (`TrainerOptions`), but for what needs more than one device.
+    """Takes the keywords of every trainer (`TrainerOptions`), but for what needs more than one
+    device.
 
-    Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here. values: a
-    critic, whose `score` gives values and whose losses get them.
-    """
+    Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast
+    and gives out bfloat16 weights. `seed` and `logits_chunk_mib` are accepted because every trainer
+    takes them; logits are whole here. values: a critic, whose `score` gives values and whose losses
+    get them. """
 
     def __init__(
         self,
@@ -260,8 +262,9 @@ class ReferenceTrainer(Trainer):
     def _forward(
         self, batch: Batch, model: str, want: frozenset[str], wanted: Tensor | None = None
     ) -> PolicyOutput:
-        """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
-        attention is causal, so padding cannot reach a real token and needs no attention mask."""
+        """Log-probs of every real token (of those wanted) but the first, at the row's temperature.
+        Rows are right-padded and attention is causal, so padding cannot reach a real token and
+        needs no attention mask."""
         return self._described(self._head(batch, model), batch, want, wanted)
 
     def _described(
@@ -293,7 +296,8 @@ class ReferenceTrainer(Trainer):
         return self.snapshots[name]
 
     def _step(self, rate: float) -> float:
-        """Clips, steps and returns the gradient norm before clipping; max_gradient_norm 0 clips nothing."""
+        """Clips, steps and returns the gradient norm before clipping; max_gradient_norm 0 clips
+        nothing."""
         limit = self.max_gradient_norm if self.max_gradient_norm > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         if not torch.isfinite(torch.tensor(norm)):
@@ -324,7 +328,8 @@ class ReferenceTrainer(Trainer):
 
 
 class Critic(torch.nn.Module):
-    """A language model with one number per token, (B, T), in place of the logits; the layer that gives it starts as 0."""
+    """A language model with one number per token, (B, T), in place of the logits; the layer that
+    gives it starts as 0."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
@@ -340,8 +345,8 @@ class Critic(torch.nn.Module):
 def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Module:
     """The HuggingFace model of a local directory in float32, without dropout.
 
-    Raises ModelError where the directory is no model, or its files lack a parameter (transformers would draw it at random).
-    """
+    Raises ModelError where the directory is no model, or its files lack a parameter (transformers
+    would draw it at random). """
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"model.path: expected a HuggingFace directory with config.json, found none at '{path}'")
     from transformers import AutoModelForCausalLM
@@ -367,8 +372,8 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
 def policy_output(
     logits: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
 ) -> PolicyOutput:
-    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1 describe token t; position 0,
-    padding and what is not wanted (B, T) are 0.
+    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1
+    describe token t; position 0, padding and what is not wanted (B, T) are 0.
 
     Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
     """
@@ -384,8 +389,8 @@ def policy_output(
 
 
 def at_tokens(values: Tensor, batch: Batch, wanted: Tensor | None) -> Tensor:
-    """(B, T - 1, ...), position t - 1 of which describes token t -> (B, T, ...); position 0, padding and what is not wanted are
-    0."""
+    """(B, T - 1, ...), position t - 1 of which describes token t -> (B, T, ...); position 0,
+    padding and what is not wanted are 0."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     real = positions < batch.lengths[:, None]
     real = real if wanted is None else real & wanted

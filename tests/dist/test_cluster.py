@@ -227,6 +227,22 @@ def test_an_error_of_the_ranks_is_one_line_and_the_trainer_lives_on(two_ranks, b
     assert two_ranks.score(batch)["logprobs"].isfinite().all()
 
 
+def slow_disk(rank: object) -> None:
+    """Of the thread that writes."""
+    os.fsync = lambda _: threading.current_thread().name == "checkpoint" and time.sleep(2.5)
+
+
+@needs_ray
+@pytest.mark.dist
+def test_a_checkpoint_may_take_longer_than_ranks_may_stand_still(two_ranks, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.2)
+    two_ranks._gather([actor.__ray_call__.remote(slow_disk) for actor in two_ranks._actors])
+    monkeypatch.setattr(two_ranks, "_stall_timeout_s", 1.0)
+    two_ranks.begin_save(tmp_path, 1)
+    assert not two_ranks.finish_save(wait=False)
+    assert two_ranks.finish_save() and "still being written" in caplog.text
+
+
 @needs_ray
 @pytest.mark.dist
 def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch, processes_before):
@@ -350,22 +366,6 @@ def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp
             calls[phase]()
     finally:
         trainer.close()
-
-
-def slow_disk(rank: object) -> None:
-    """Of the thread that writes."""
-    os.fsync = lambda _: threading.current_thread().name == "checkpoint" and time.sleep(2.5)
-
-
-@needs_ray
-@pytest.mark.dist
-def test_a_checkpoint_may_take_longer_than_ranks_may_stand_still(two_ranks, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.2)
-    two_ranks._gather([actor.__ray_call__.remote(slow_disk) for actor in two_ranks._actors])
-    monkeypatch.setattr(two_ranks, "_stall_timeout_s", 1.0)
-    two_ranks.begin_save(tmp_path, 1)
-    assert not two_ranks.finish_save(wait=False)
-    assert two_ranks.finish_save() and "still being written" in caplog.text
 
 
 DRIVER = """

@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching in this process, on a CPU or one GPU, for models that fit."""
+"""The embedded engine: continuous batching in this process, on a CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def device_of(device: str | None, cuda_graphs: bool | None) -> torch.device:
-    """The engine's device: the GPU where there is one, if none is named. Raises ConfigError for one that torch lacks."""
+    """The engine's device: the GPU where there is one, if none is named. Raises ConfigError for one
+    that torch lacks."""
     there = torch.cuda.is_available()
     found = str(device or ("cuda" if there else "cpu"))
     if found.startswith("cuda") and not there:
@@ -71,19 +72,22 @@ def _recorded(cuda_graphs: bool | None, shape: Architecture) -> bool:
 class EmbeddedEngine(Engine):
     """An engine over a HuggingFace directory of a Qwen2, Qwen3, Llama, Mistral or Mixtral model.
 
-    One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one token for all that run;
-    between steps the event loop turns until nothing is ready. All of it happens in the caller's event loop, one loop at a
-    time, so there is nothing to lock. A request with an id keeps its slot when it ends: the next one with that id (the next
-    turn of an episode) computes only what is new. `release(id)` gives the slot back; without it the longest unused
-    one is taken when slots run out. What the prompts of several requests have in common is computed and stored once.
+    One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one
+    token for all that run; between steps the event loop turns until nothing is ready. All of it
+    happens in the caller's event loop, one loop at a time, so there is nothing to lock. A request
+    with an id keeps its slot when it ends: the next one with that id (the next turn of an episode)
+    computes only what is new. `release(id)` gives the slot back; without it the longest unused one
+    is taken when slots run out. What the prompts of several requests have in common is computed and
+    stored once.
 
-    max_concurrency: slots. max_tokens: of a prompt and its completion together; None: the model's positions. kv_tokens:
-    tokens whose keys and values are kept, all sequences together; None: what all slots could need, in half of the free
-    memory at the most. When it is used up, the youngest requests wait and are computed again. prefill_tokens: most
-    tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
-    arrival. cuda_graphs: replay recorded decode steps; None: on a GPU. sleep: keys and values are given back while the trainer
-    works; None: on a GPU. routes: completions say which experts their tokens went to.
-    """
+    max_concurrency: slots. max_tokens: of a prompt and its completion together; None: the model's
+    positions. kv_tokens: tokens whose keys and values are kept, all sequences together; None: what
+    all slots could need, in half of the free memory at the most. When it is used up, the youngest
+    requests wait and are computed again. prefill_tokens: most tokens of prompts in a step.
+    deterministic: requests that wait are admitted in the order of their ids, not of their arrival.
+    cuda_graphs: replay recorded decode steps; None: on a GPU. sleep: keys and values are given back
+    while the trainer works; None: on a GPU. routes: completions say which experts their tokens went
+    to. """
 
     hashes_weights = True
     takes_device_tensors = True
@@ -160,7 +164,8 @@ class EmbeddedEngine(Engine):
         request_id: str | None = None,
         priority: int = 0,
     ) -> Completion:
-        """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot be served."""
+        """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot
+        be served."""
         self._check(tokens, sampling, request_id)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._arrivals))
         self._arrivals += 1
@@ -182,7 +187,8 @@ class EmbeddedEngine(Engine):
                 self._scheduler.remove(sequence)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights between two steps; none is made until the last tensor is there. See `Engine.load_weights`."""
+        """Replaces the weights between two steps; none is made until the last tensor is there. See
+        `Engine.load_weights`."""
         self._enter_loop()
         if self._state == "closed" or self._loading:
             raise RolloutError(
@@ -220,7 +226,8 @@ class EmbeddedEngine(Engine):
         return before - used_bytes(self.device)
 
     async def wake(self) -> int:
-        """Takes the memory of keys and values again; see `Engine.wake`. On a CPU it is used as it is filled."""
+        """Takes the memory of keys and values again; see `Engine.wake`. On a CPU it is used as it
+        is filled."""
         if not self._asleep or self._state == "closed":
             return 0
         before = used_bytes(self.device)
