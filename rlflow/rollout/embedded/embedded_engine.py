@@ -87,7 +87,7 @@ class EmbeddedEngine(Engine):
     deterministic: requests that wait are admitted in the order of their ids, not of their arrival.
     cuda_graphs: replay recorded decode steps; None: on a GPU. sleep: keys and values are given back
     while the trainer works; None: on a GPU. routes: completions say which experts their tokens went
-    to. """
+    to."""
 
     hashes_weights = True
     takes_device_tensors = True
