@@ -52,8 +52,8 @@ class MiniWob(Environment):
         "solved": Metric("share", "of pages whose task was done wholly", score=True),
         "finished": Metric("share", "of pages whose task was ended, well or badly"),
         "invalid_actions": Metric("per episode", "responses that were no action on the page"),
-        "browser/restarts": Metric("count", "browsers that had to be replaced"),
-        "browser/lost_pages": Metric("count", "pages that were lost with a failure"),
+        "browser/restarts": Metric("count", "browsers that had to be replaced", "sum"),
+        "browser/lost_pages": Metric("count", "pages that were lost with a failure", "sum"),
     }
 
     def __init__(

@@ -40,7 +40,9 @@ METRICS = {
         name: Metric("reward", f"what the rule {name.removeprefix('score_')} gives")
         for name in RULE_SCORES
     },
-    "search/searches": Metric("count", "answered in the step, those of aborted episodes included"),
+    "search/searches": Metric(
+        "count", "answered in the step, those of aborted episodes included", reduction="sum"
+    ),
     "search/hit_rate": Metric(
         "share", "of searches that the client's cache answered; only where there is one"
     ),

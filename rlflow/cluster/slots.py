@@ -103,9 +103,11 @@ class WorkerSlot:
 
     def play(self, jobs: Sequence[Sequence[Attempt]]) -> None:
         """Gives it attempts, those of a job together."""
+        broken = self.broken
 
         def look(call: asyncio.Future[None]) -> None:
-            if not call.cancelled() and (error := call.exception()) is not None:
+            error = None if call.cancelled() else call.exception()
+            if error is not None and broken is self.broken:  # else another process is there by now
                 self.fail(error)
 
         self.call("play", jobs).add_done_callback(look)

@@ -260,7 +260,7 @@ def entries(
     outcomes: a letter per attempt: s(olved), f(ailed), c(ut), a(borted)."""
     found = []
     for place, group in enumerate(groups):
-        rewards = [one["reward"] for one in group]
+        rewards = [None if one.get("stop") == "aborted" else one["reward"] for one in group]
         entry = {
             "kind": kind,
             "step": step,

@@ -183,7 +183,8 @@ def test_everything_works_by_keyboard(opened: Any) -> None:
 
 
 def test_text_from_outside_stays_text(browser: Any, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    hostile = "<img src=x onerror=\"document.title='taken'\"></script><script>document.title='taken'</script>"
+    """Also as an answer, which is marked in what was said: a hyphen that is escaped ends the script."""
+    hostile = "<img src=x-y onerror=\"document.title='taken'\"></script><script>document.title='taken'</script>"
     write_frame(tmp_path, [trained(1)])
     of = task(hostile, hostile, hostile, kind="<b>k")
     write_step(

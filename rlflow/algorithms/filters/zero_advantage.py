@@ -11,7 +11,7 @@ from rlflow.types import Group
 class ZeroAdvantage(Filter):
     """Leaves out the groups whose attempts score alike: AstraFlow's filter_zero_adv (arXiv
     2605.15565), ASearcher's dynamic filtering (arXiv 2508.07976). Where all are such, the first one
-    stays, for the step to have a batch: its advantages are 0."""
+    with a usable attempt stays, for the step to have a batch: its advantages are 0."""
 
     whole_step = True
     compares_attempts = True
@@ -20,7 +20,8 @@ class ZeroAdvantage(Filter):
         self._left_out = 0
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        kept = [group for group in groups if not scores_alike(group)] or groups[:1]
+        kept = [group for group in groups if not scores_alike(group)]
+        kept = kept or [group for group in groups if group.usable][:1] or groups[:1]
         self._left_out += len(groups) - len(kept)
         return kept
 

@@ -49,7 +49,7 @@ function steps() {
 function wanted(group) {
   const outcome = $("outcome").value;
   if (group.kind !== state.kind || group.step !== state.step) return false;
-  if (outcome === "changed" ? !changed(group) : outcome === "mixed" ? new Set(group.rewards).size < 2
+  if (outcome === "changed" ? !changed(group) : outcome === "mixed" ? new Set(group.rewards.filter((one) => one !== null)).size < 2
     : outcome && !group.outcomes.includes(outcome)) return false;
   for (const select of document.querySelectorAll("#attributes select"))
     if (select.value && String(group.attributes[select.name]) !== select.value) return false;
@@ -284,7 +284,7 @@ function spans(segment, start, stop, gold) {
 function pattern(answers) {
   const plain = answers.map((answer) => answer.trim()).filter((answer) => answer.length > 1).slice(0, 20);
   if (!plain.length) return null;
-  const quoted = plain.map((answer) => answer.replace(/[.*+?^${}()|[\]\\\/-]/g, "\\$&").replace(/\s+/g, "\\s+"));
+  const quoted = plain.map((answer) => answer.replace(/[.*+?^${}()|[\]\\\/]/g, "\\$&").replace(/\s+/g, "\\s+"));
   return new RegExp(`(?<![\\p{L}\\p{N}])(?:${quoted.join("|")})(?![\\p{L}\\p{N}])`, "giu");
 }
 

@@ -64,7 +64,9 @@ def test_zero_advantage_leaves_groups_out_without_asking_for_more_and_never_all(
     assert drop.whole_step
     assert names(drop([group("a", [1, 1]), group("b", [1, 0]), group("c", [0])])) == ["b"]
     assert names(drop([group("a", [1, 1]), group("c", [0, 0])])) == ["a"]
-    assert drop.report() == {"groups_left_out": 3}
+    assert names(drop([group("lost", [None, None]), group("a", [1, 1])])) == ["a"]
+    assert names(drop([group("lost", [None, None])])) == ["lost"]
+    assert drop.report() == {"groups_left_out": 4}
 
 
 @pytest.mark.parametrize("drop", [DynamicSampling(), ZeroAdvantage()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import pytest
 
 from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.pool import WorkerPool
-from rlflow.cluster.slots import PoolLimits
+from rlflow.cluster.slots import PoolLimits, WorkerSlot
 from rlflow.cluster.worker_actors import await_all
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
 from rlflow.rollout.deterministic import TurnSeeds
@@ -111,6 +112,18 @@ class Worker:
 
     def cancel(self, names: list[str]) -> None:
         self.workers.cancelled += names
+
+
+class Mute:
+    """Answers later, in the test's hand."""
+
+    def __init__(self, late: Future[Any]) -> None:
+        self.late = late
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return self.late
+
+    def kill(self) -> None: ...
 
 
 class Workers:
@@ -224,6 +237,21 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
         assert ends(heard(player, lambda found: len(ends(found)) == 1)) == ["b"]
         counts = pool.counts()
     assert counts["workers/attempts_lost"] == 4 and counts["workers/restarts"] >= 1
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_failed_call_fails_the_process_that_was_called_and_none_after_it(replaced: bool) -> None:
+    async def fails() -> bool:
+        late, slot = Future[Any](), WorkerSlot("0")
+        slot.handle, slot.broken = Mute(late), asyncio.get_running_loop().create_future()
+        slot.play([[attempt("a")]])
+        if replaced:
+            slot.broken = asyncio.get_running_loop().create_future()
+        late.set_exception(ActorDied("its process died"))
+        await asyncio.sleep(0.01)
+        return slot.broken.done() and slot.broken.exception() is not None
+
+    assert asyncio.run(fails()) is not replaced
 
 
 def test_reads_of_weights_are_counted_and_whether_they_were_deltas() -> None:

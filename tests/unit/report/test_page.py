@@ -125,6 +125,11 @@ def test_nothing_from_outside_is_html(tmp_path: Path, tokenizer: Tokenizer) -> N
     assert reader.found.count("script") == page.count("</script>") == 3  # the index, the script, one chunk
 
 
+def test_an_aborted_attempt_has_no_reward_in_the_index(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    page = page_of(hostile_run(tmp_path, tokenizer))
+    assert [group["rewards"] for group in packed(page, "index")["groups"]] == [[None], [1.0]]
+
+
 def test_the_page_loads_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     page = page_of(small_run(tmp_path, tokenizer))
     assert not re.search(

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from rlflow.report.metrics import scores
+from rlflow.report.reductions import reduced
+from rlflow_environments.browser.miniwob import MiniWob
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_rows
 from rlflow_environments.search import SearchEnvironment
+from rlflow_environments.search.metrics import METRICS
 
 
 @pytest.fixture
@@ -37,6 +40,12 @@ def test_every_number_that_the_environment_reports_is_registered(environment: Se
     assert {"exact_match", "searches", "hops", "search/gold_in_top_k"} <= set(reported)
     assert set(reported) <= set(environment.metrics)
     assert scores(environment.metrics) == ["exact_match", "f1"]
+
+
+def test_counts_of_rollout_workers_are_added_up() -> None:
+    registered = {**METRICS, **MiniWob.metrics}
+    for name in ("search/searches", "browser/restarts", "browser/lost_pages"):
+        assert reduced([{name: 10.0}, {name: 90.0}], registered) == {name: 100.0}
 
 
 def test_what_the_command_line_loads_of_the_plug_in_is_light() -> None:
