@@ -180,6 +180,18 @@ def step_problem(step: Any) -> tuple[str, str] | None:
     for name, value in step.rewards.items():
         if not isinstance(name, str) or not is_finite(value) or abs(value) > MAX_REWARD:
             return "rewards", f"rewards: {named}, {EITHER_WAY}, found {name!r}: {value!r}"
+    for name, value in step.metrics.items():
+        if not isinstance(name, str) or not hasattr(value, "__float__"):
+            return "metric", f"metrics: {named}, found {name!r}: {value!r}"
+    if not isinstance(step.replace or {}, Mapping):
+        return "replace", f"replace: expected {{turn: text}}, found {step.replace!r}"
+    for name, value in (("after", step.after), ("max_tokens", step.max_tokens)):
+        if value is not None and not hasattr(value, "__index__"):
+            return name, f"{name}: expected a whole number or None, found {value!r}"
+    if step.max_tokens is not None and step.max_tokens < 0:
+        return "max_tokens", f"max_tokens: expected 1 or more, found {step.max_tokens!r}"
+    if not is_finite(step.waited_s):
+        return "waited_s", f"waited_s: expected a finite number, found {step.waited_s!r}"
     if problem := observation_problem(step.observation):
         return "observation", f"observation {problem}"
     if step.stop is not None and (problem := stop_problem(step.stop)):

@@ -4,6 +4,7 @@ peers'."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 import secrets
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from rlflow.swarm.transport import ExperienceTransport
 from rlflow.types import Group, Task
 from rlflow.values import Component, NonNegativeInt, PositiveInt
 
+logger = logging.getLogger(__name__)
 TRIES = 4  # groups that are played per group that is wanted
 REMEMBERED = 4096  # digests of what has come
 
@@ -79,6 +81,7 @@ class Swarm(Filter):
             )
         self._rollout, self._seed = rollout, seed
         self._peer = peer or secrets.token_hex(6)
+        self._own = {self._peer}  # and the names before it was resumed
         self._local, self._external, self._fill, self._publish = local, external, fill, publish
         self._any_task, self._split = tasks == "any", split
         self._most, self._per_peer, self._max_age_steps = pool, per_peer, max_age_steps
@@ -120,18 +123,24 @@ class Swarm(Filter):
     def state_dict(self) -> dict[str, Any]:
         """What waits, what has come before, the name and the number of steps."""
         waiting = [[shared.step, shared.text] for shared in self._pool.values()]
-        return {"peer": self._peer, "step": self._step, "pool": waiting, "seen": dict(self._seen)}
+        own = {"peer": self._peer, "names": sorted(self._own)}
+        return {**own, "step": self._step, "pool": waiting, "seen": dict(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; the name is that of the configuration, or a new one."""
+        """Restores `state_dict`; the name is that of the configuration, or a new one. What waited
+        and is no longer accepted, of a task that is gone for one, is left out with a warning."""
+        self._own |= {state["peer"], *state.get("names", ())}
         self._step = int(state["step"])
         self._seen = {digest: int(step) for digest, step in state["seen"].items()}
         self._pool = {}
         for step, text in state["pool"]:
-            message = load(text.encode())
-            self._pool[message.digest] = Shared(
-                message.peer, int(step), text, self._own_terms(message.transcript)
-            )
+            try:
+                message = load(text.encode())
+                transcript = self._own_terms(message.transcript)
+            except MessageError as error:
+                logger.warning("swarm: a transcript that waited is left out: %s", error)
+                continue
+            self._pool[message.digest] = Shared(message.peer, int(step), text, transcript)
 
     @cached_property
     def _tasks(self) -> dict[str, Task]:
@@ -161,7 +170,7 @@ class Swarm(Filter):
             except MessageError:
                 self._counts["rejected"] += 1
                 continue
-            if message.peer == self._peer or message.digest in self._seen:
+            if message.peer in self._own or message.digest in self._seen:
                 continue
             self._counts["received"] += 1
             self._seen[message.digest] = self._step

@@ -162,6 +162,26 @@ def test_a_restored_member_goes_on_with_what_waited(rollout: Rollout, own: list[
     assert begun + steps(second, 3) == expected  # the one that comes again has been seen before
 
 
+def test_a_restored_member_knows_its_former_names(rollout: Rollout, own: list[Group]) -> None:
+    swarm = member(rollout, peer="0")
+    for name in ("1", "2"):
+        state = json.loads(json.dumps(swarm.state_dict()))
+        swarm = member(rollout, dump(said("train-ab", "ab", "bb"), "0"), peer=name)
+        swarm.load_state_dict(state)
+    assert external(swarm(own)) == []
+
+
+def test_what_waited_of_a_task_that_is_gone_is_left_out(
+    rollout: Rollout, own: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm = member(rollout, said("mine-ab", "ab", "bb"), said("train-ab", "ab", "bb"), external=0, tasks="any")
+    swarm(own)
+    other = member(rollout)
+    other.load_state_dict(json.loads(json.dumps(swarm.state_dict())))
+    assert names(external(other(own))) == ["train-ab"]
+    assert "left out: a task that this run does not have" in caplog.text
+
+
 def test_it_is_made_by_its_name_and_mistakes_are_named(rollout: Rollout) -> None:
     component = {"name": "swarm", "transport": MAILBOX, "local": 4}
     FILTER.check(component)
