@@ -76,9 +76,9 @@ def training_step(
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     if not usable:
+        first = trajectories[0].error if trajectories else "there are none"
         raise RolloutError(
-            f"step {step}: all {len(trajectories)} episodes were aborted; first: "
-            f"{trajectories[0].error}"
+            f"step {step}: all {len(trajectories)} episodes were aborted; first: {first}"
         )
     batch = make_batch(usable)
     batch = batch.replace(trainer_version=torch.full_like(batch.lengths, step))

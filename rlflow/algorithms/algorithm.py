@@ -25,7 +25,7 @@ from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.algorithms.teachers.base import Teacher, check_teacher
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
-from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.errors import CheckpointError, ConfigError, RolloutError, did_you_mean
 from rlflow.trainer.options import CriticOptions
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss, as_loss
@@ -121,9 +121,18 @@ class Algorithm:
         return groups
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """The groups that a step trains on: the admitted ones after the filters of whole steps."""
+        """The groups that a step trains on: the admitted ones after the filters of whole steps.
+        Raises RolloutError where these leave none."""
+        admitted, last = len(groups), ""
         for keep in self.filters:
-            groups = keep(groups) if keep.whole_step else groups
+            if keep.whole_step:
+                last = type(keep).__name__ if groups else last
+                groups = keep(groups)
+        if not groups:
+            raise RolloutError(
+                f"algorithm.filters: {last} left none of the step's {admitted} groups to train on; "
+                "keep one at the least, or leave that filter out."
+            )
         return groups
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -100,17 +100,9 @@ class Rollout:
         self.seed, self.deterministic = seed, deterministic
         self.verify_weights, self.weight_sync = verify_weights, weight_sync
         self.call_s, self.version = call_s, 0
-        self._limits = EpisodeLimits(
-            max_turns,
-            max_response_tokens,
-            min([max_total_tokens, *(engine.max_tokens for engine in self.engines if engine.max_tokens is not None)]),
-            max_observation_tokens,
-            temperature,
-            chat_template,
-            call_s,
-            episode_s,
-            history,
-        )
+        held = [one.max_tokens for one in self.engines if one.max_tokens is not None]
+        limits = max_turns, max_response_tokens, min([max_total_tokens, *held]), max_observation_tokens
+        self._limits = EpisodeLimits(*limits, temperature, chat_template, call_s, episode_s, history)
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         check_stop(environment)
@@ -124,7 +116,7 @@ class Rollout:
         self._collections = 0
         self._named = defaultdict[int, Counter[str]](Counter)  # of tasks, by step
         self._players: WeakSet[Player] = WeakSet()
-        self._paused = False
+        self._paused = self._closed = False
         self._turn = asyncio.Lock()  # deterministic collections take turns
         self._lock = threading.Lock()  # any thread may collect
         self._loop: LoopThread | None = None
@@ -164,7 +156,7 @@ class Rollout:
 
     def collect(
         self,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         step: int = 0,
         samples_per_prompt: int | None = None,
         temperature: float | None = None,
@@ -176,6 +168,9 @@ class Rollout:
         group id) of its own; evaluations, whose steps are below 0, give the same samples each time.
 
         Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
+        tasks = list(tasks)
+        if strange := [task for task in tasks if not isinstance(task, Task)]:
+            raise RolloutError(f"rollout.collect: expected tasks (rlflow.Task), found {strange[0]!r:.60}.")
         left = iter(tasks)
         terms, pacing = self._terms(samples_per_prompt, max_aborted_share), Pacing(max(1, len(tasks)), ANY_AGE)
         try:
@@ -188,6 +183,10 @@ class Rollout:
     def take_report(self) -> None:
         """Makes `report` what the environment says about the time since the last call."""
         self.report = reported(self.environment, self.call_s)
+
+    def counts(self) -> dict[str, float]:
+        """How rollout workers fared since the last call; {} where there are none."""
+        return {}
 
     def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
         """Groups, by their ids, of what was said elsewhere, scored by this environment; see `rlflow.rollout.replay.replay`."""
@@ -250,6 +249,8 @@ class Rollout:
         return EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)
 
     def _terms(self, samples: int | None, max_aborted_share: float | None, **others: int) -> Terms:
+        if self._closed:
+            raise RolloutError("rollout: the Rollout is closed; make another one to play episodes.")
         samples = self.samples_per_prompt if samples is None else samples
         check_sizes("rollout", samples_per_prompt=samples)
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
@@ -368,16 +369,15 @@ class Rollout:
 
     def close(self) -> None:
         """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
-        for player in list(self._players):
-            player.close()
-        if self._thread().answers():
-            for engine in self.engines:
-                self._thread().run(engine.close())
-        shut_down(self.environment, min(self.call_s, SHUTDOWN_S))
-        self._threads.close()
-        if self._loop is not None:
-            self._loop.close()
+        self._closed, thread = True, self._thread()
+        with ExitStack() as steps:  # from the last to the first, whatever one raises
+            steps.callback(thread.close)
             self._loop = None
+            steps.callback(self._threads.close)
+            steps.callback(shut_down, self.environment, min(self.call_s, SHUTDOWN_S))
+            steps.callback(lambda: thread.answers() and thread.run(_all_of(one.close() for one in self.engines)))
+            for player in self._players:
+                steps.callback(player.close)
 
     def __enter__(self) -> Rollout:
         return self

@@ -273,11 +273,11 @@ class WorkerRollout(Rollout):
         return self.pool.first_facts().hashes_weights
 
     def take_report(self) -> None:
-        """Makes `report` what all workers' environments say about the time since the last call, and
-        how the workers fared."""
-        self.report = (
-            reduced(self.pool.reports(), self.environment.metrics) | self.pool.counts()
-        )
+        """Makes `report` what all workers' environments say about the time since the last call."""
+        self.report = reduced(self.pool.reports(), self.environment.metrics)
+
+    def counts(self) -> dict[str, float]:
+        return self.pool.counts()
 
     def close(self) -> None:
         """Ends the workers; the driver's own environment is shut down too."""

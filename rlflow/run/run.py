@@ -114,6 +114,7 @@ class Run:
                 groups = self.upcoming.step(self.step, self._admit)
                 self._before_step = None
                 self.rollout.take_report()
+                self.rollout.report |= self.rollout.counts()  # those of an evaluation too
                 if groups:
                     groups = self.algorithm.complete(groups)
                     if not self.config.asynchrony.overlap:

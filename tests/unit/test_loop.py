@@ -15,6 +15,7 @@ from rlflow.algorithms.base import as_part
 from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.algorithms.transforms.sequence_mask import SequenceMask
 from rlflow.algorithms.transforms.tis import TruncatedImportance
+from rlflow.errors import RolloutError
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
@@ -87,3 +88,8 @@ def test_an_interpolated_policy_takes_the_versions_of_both():
     found = [float(batch.proximal_logprobs[0, 1]) for batch in trainer.batches]
     assert found == pytest.approx([-1.6 + 2 / 3 * (1.6 - 1.0 - 0.1 * place) for place in range(4)], abs=1e-6)
     assert trainer.scored == 4
+
+
+def test_a_step_of_no_groups_is_an_error():
+    with pytest.raises(RolloutError, match="step 3: all 0 episodes were aborted"):
+        training_step(3, [], None, None, PhaseTimer())  # type: ignore[arg-type]

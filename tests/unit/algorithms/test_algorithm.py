@@ -14,7 +14,7 @@ from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Filter, Transform, as_part
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
-from rlflow.errors import CheckpointError, ConfigError
+from rlflow.errors import CheckpointError, ConfigError, RolloutError
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
 
@@ -159,3 +159,15 @@ def test_filters_of_whole_steps_come_last_and_once_and_parts_report_and_close():
     assert made.report() == {"train/asked": 1.0} and made.report() == {"train/asked": 0.0}
     made.close()
     assert whole.closed
+
+
+def test_filters_of_whole_steps_that_leave_nothing_are_named():
+    class Nothing(Counting):
+        whole_step = True
+
+    class Others(Counting):
+        whole_step = True
+
+    made = algorithm(filters=[Nothing(least=2.0), Others()])
+    with pytest.raises(RolloutError, match="Nothing left none of the step's 1 groups"):
+        made.complete([group("a", 1.0)])

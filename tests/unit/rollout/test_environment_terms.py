@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.batching import make_batch
 from rlflow.environment import check_step
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
 from rlflow.report.reductions import rollout_metrics
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.types import Episode, Group, Step, StopReason
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
+from tests.waiting import until
 
 
 class Listening(Asking):
@@ -235,3 +237,28 @@ def test_a_text_in_place_of_stop_strings_is_refused(tokenizer: Tokenizer) -> Non
 
     with pytest.raises(ConfigError, match=r"environment Forgotten: stop: .* write \('</answer>',\) with its comma"):
         Rollout([], Forgotten(), tokenizer)
+
+
+def test_every_part_is_closed_whichever_fails_and_nothing_is_collected_afterwards(tokenizer: Tokenizer) -> None:
+    closed: list[str] = []
+
+    class Closing(FakeEngine):
+        async def close(self) -> None:
+            closed.append("engine")
+            raise RuntimeError("the server is gone")
+
+    class Ending(Asking):
+        def shutdown(self) -> None:
+            closed.append("environment")
+
+    environment, threads = Ending(), threading.active_count()
+    rollout = Rollout([Closing(tokenizer), Closing(tokenizer)], environment, tokenizer)
+    with pytest.raises(RolloutError, match="expected tasks"):
+        rollout.collect(["a?"])  # type: ignore[list-item]
+    assert len(rollout.collect(task for task in environment.tasks("train")[:1])) == 1
+    with pytest.raises(RuntimeError, match="gone"):
+        rollout.close()
+    assert closed == ["engine", "engine", "environment"]
+    until(lambda: threading.active_count() <= threads)
+    with pytest.raises(RolloutError, match="closed"):
+        rollout.collect(environment.tasks("train"))

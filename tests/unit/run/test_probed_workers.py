@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import Handle
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
+from rlflow.report.sinks import read_metrics
 from rlflow.run import rollout_workers as workers
-from rlflow.run.rollout_workers import RolloutWorker
+from rlflow.run.evaluate import evaluate
+from rlflow.run.rollout_workers import RolloutWorker, WorkerRollout
 from tests.flow.letters import letters_config, write_letters_model
 from tests.unit.rollout.buckets import Held
 from tests.unit.run import test_probe
 from tests.unit.run.test_probe import FEW
+from tests.unit.swarm.peers import letters_rollout
 
 WORKERS = (
     *FEW,
@@ -75,7 +80,20 @@ def outcome(model: Path, runs: Path, engine: str, *options: str) -> dict[str, An
 
 
 def test_workers_whose_engines_cannot_hash_their_weights_train(model: Path, tmp_path: Path) -> None:
-    assert outcome(model, tmp_path, "Unhashed")["steps"] == 2
+    summary = outcome(model, tmp_path, "Unhashed")
+    steps = [one for one in read_metrics(summary["written"]["metrics"]) if "train/reward" in one]
+    assert summary["steps"] == len(steps) == 2 and all(one["workers/up"] > 0 for one in steps)
+
+
+def test_what_workers_count_waits_for_the_step_although_an_evaluation_comes_first() -> None:
+    with letters_rollout() as rollout:
+        left = [{"workers/restarts": 1.0}]
+        pool = SimpleNamespace(reports=lambda: [{"world/games": 2.0}], counts=lambda: left.pop() if left else {})
+        rollout.pool = pool  # type: ignore[attr-defined]
+        rollout.take_report = partial(WorkerRollout.take_report, rollout)  # type: ignore[method-assign, arg-type]
+        evaluate(rollout, rollout.environment.tasks("train")[:1])
+        assert rollout.report == {"world/games": 2.0}
+        assert WorkerRollout.counts(rollout) == {"workers/restarts": 1.0}  # type: ignore[arg-type]
 
 
 def test_workers_whose_engines_keep_old_weights_end_the_run(model: Path, tmp_path: Path) -> None:
