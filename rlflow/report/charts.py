@@ -207,7 +207,8 @@ def phase_shares(timed: Records) -> dict[str, float]:
     """{phase: its share of the time} where it is worth it."""
     totals = {phase: _seconds(timed, phase) for phase in PHASES}
     steps = math.fsum(values_of(timed, "time/step_s"))
-    spent = max(steps, math.fsum(totals.values())) or 1.0
+    # Evaluations are no part of the steps
+    spent = max(steps + totals["evaluate"], math.fsum(totals.values())) or 1.0
     shares = {phase: total / spent for phase, total in totals.items()}
     return {phase: share for phase, share in shares.items() if share >= LEAST_SHARE}
 
@@ -279,7 +280,9 @@ def comparison_svg(
             dash = DASH * (len(drawn) - place) / len(drawn)
             look: dict[str, Any] = {"dashes": (dash, DASH - dash)} if place else {}
             look["color"] = f"C{place}"
-            look["label"] = f"{name[-40:]} {points[-1].value:.3f}"
+            # What begins with _ has no place in matplotlib's legends
+            told = f"{name[-40:]} {points[-1].value:.3f}"
+            look["label"] = f" {told}" if told.startswith("_") else told
             if points[0].low is not None:
                 _draw_evaluated(axes, points, **look)
             else:

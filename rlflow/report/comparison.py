@@ -15,7 +15,7 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.report.charts import comparison_svg
 from rlflow.report.findings import Fault, findings
-from rlflow.report.lines import Measurement, clock, curve, sparkline
+from rlflow.report.lines import Measurement, clock, curve, printable, sparkline
 from rlflow.report.metrics import Metrics, label, scores
 from rlflow.report.page import filled, markup, picture, table, template
 from rlflow.report.recorded import RunFiles, grouped
@@ -250,7 +250,7 @@ def comparison_text(comparison: Comparison) -> str:
         wide = min(LABEL_WIDTH, max((len(row[0]) for row in rows), default=0))
         for row in rows:
             lines += _lines(row, wide)
-    return "\n".join(lines).lstrip("\n")
+    return printable("\n".join(lines).lstrip("\n"))
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -101,10 +101,10 @@ def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
 def question_of(record: Mapping[str, Any]) -> str:
     """The question of an episode's task; where it has none the last line of its prompt, unless that
     is a cue ("Action:"), or the task's id."""
-    question = record.get("metadata", {}).get("question")
+    question = (record.get("metadata") or {}).get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
-    prompt = record.get("prompt", "")
+    prompt = record.get("prompt") or ""
     prompt = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
     last = prompt.strip().rpartition("\n")[2].strip() or ":"
     return str(record["task_id"]) if last.endswith(":") else last

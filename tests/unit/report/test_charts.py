@@ -153,6 +153,11 @@ def test_phases_that_would_stand_there_as_0_percent_are_left_out() -> None:
     assert phase_shares([step, step]) == pytest.approx({"rollout": 0.9, "update": 0.09})
 
 
+def test_an_evaluation_is_no_part_of_the_steps_seconds() -> None:
+    step = {"time/step_s": 100.0, "time/rollout_s": 60.0, "time/evaluate_s": 30.0}
+    assert phase_shares([step]) == pytest.approx({"rollout": 60 / 130, "evaluate": 30 / 130})
+
+
 def test_many_steps_share_bars_of_their_mean() -> None:
     slow = {"time/step_s": 3.0, "time/rollout_s": 3.0, "train/reward": 0.5}
     quick = {**slow, "time/step_s": 1.0, "time/rollout_s": 1.0}
@@ -188,3 +193,4 @@ def test_runs_that_coincide_are_all_seen_and_only_measured_intervals_drawn() -> 
     assert long == pytest.approx(2 * short) and "LineCollection" not in plain
     measured = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
     assert comparison_svg({"a": measured, "none": []}, NARROW).count("LineCollection") == 1
+    assert "_a 0.400" in comparison_svg({"_a": same})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rlflow.commands import cli
 from rlflow.errors import ConfigError
 from rlflow.report.comparison import (
+    Duel,
     common_height,
     compare,
     comparison_text,
@@ -113,6 +115,8 @@ def test_names_are_escaped_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) 
     runs = [run_with(tmp_path / folder / "<b>x", tokenizer, [True] * 5) for folder in ("one", "two")]
     comparison = compare([RunFiles.open(run) for run in runs])
     assert comparison.names == [str(run) for run in runs]
+    hostile = Duel("a", "b", 1, ["\x1b]0;taken\x07\x1b[2J?"], [], 1.0)
+    assert "\ufffd]0;taken\ufffd\ufffd[2J?" in comparison_text(replace(comparison, duels=[hostile]))
     write_comparison(comparison, tmp_path / "compare.html")
     assert "<b>x" not in (tmp_path / "compare.html").read_text()
 
