@@ -185,9 +185,9 @@ def step_problem(step: Any) -> tuple[str, str] | None:
             return "metric", f"metrics: {named}, found {name!r}: {value!r}"
     if not isinstance(step.replace or {}, Mapping):
         return "replace", f"replace: expected {{turn: text}}, found {step.replace!r}"
-    for name, value in (("after", step.after), ("max_tokens", step.max_tokens)):
-        if value is not None and not hasattr(value, "__index__"):
-            return name, f"{name}: expected a whole number or None, found {value!r}"
+    for name, whole in (("after", step.after), ("max_tokens", step.max_tokens)):
+        if whole is not None and not hasattr(whole, "__index__"):
+            return name, f"{name}: expected a whole number or None, found {whole!r}"
     if step.max_tokens is not None and step.max_tokens < 0:
         return "max_tokens", f"max_tokens: expected 1 or more, found {step.max_tokens!r}"
     if not is_finite(step.waited_s):

@@ -101,8 +101,10 @@ class Rollout:
         self.verify_weights, self.weight_sync = verify_weights, weight_sync
         self.call_s, self.version = call_s, 0
         held = [one.max_tokens for one in self.engines if one.max_tokens is not None]
-        limits = max_turns, max_response_tokens, min([max_total_tokens, *held]), max_observation_tokens
-        self._limits = EpisodeLimits(*limits, temperature, chat_template, call_s, episode_s, history)
+        limits = max_turns, max_response_tokens, min([max_total_tokens, *held])
+        self._limits = EpisodeLimits(
+            *limits, max_observation_tokens, temperature, chat_template, call_s, episode_s, history
+        )
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         check_stop(environment)
@@ -170,7 +172,7 @@ class Rollout:
         Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
         tasks = list(tasks)
         if strange := [task for task in tasks if not isinstance(task, Task)]:
-            raise RolloutError(f"rollout.collect: expected tasks (rlflow.Task), found {strange[0]!r:.60}.")
+            raise RolloutError(f"rollout.collect: expected tasks, found {strange[0]!r:.60}.")
         left = iter(tasks)
         terms, pacing = self._terms(samples_per_prompt, max_aborted_share), Pacing(max(1, len(tasks)), ANY_AGE)
         try:
@@ -284,12 +286,7 @@ class Rollout:
         return sum(self._thread().run(_all_of(one.sleep() for one in self.engines if one.sleeps)))
 
     def stream(
-        self,
-        source: TaskSource,
-        prompts: int,
-        *,
-        start: int = 0,
-        admit: Admit | None = None,
+        self, source: TaskSource, prompts: int, *, start: int = 0, admit: Admit | None = None,
         max_rounds: int = 10,
     ) -> Iterator[list[Group]]:
         """The groups of one step after another, `prompts` each, until the source ends. A step is sampled when it is asked
@@ -369,13 +366,12 @@ class Rollout:
 
     def close(self) -> None:
         """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
-        self._closed, thread = True, self._thread()
+        self._closed, self._loop, thread = True, None, self._thread()
         with ExitStack() as steps:  # from the last to the first, whatever one raises
             steps.callback(thread.close)
-            self._loop = None
             steps.callback(self._threads.close)
             steps.callback(shut_down, self.environment, min(self.call_s, SHUTDOWN_S))
-            steps.callback(lambda: thread.answers() and thread.run(_all_of(one.close() for one in self.engines)))
+            steps.callback(lambda: thread.answers() and thread.run(_closed(self.engines)))
             for player in self._players:
                 steps.callback(player.close)
 
@@ -398,3 +394,7 @@ async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(one, BaseException):
             raise one
     return found  # type: ignore[return-value]
+
+
+async def _closed(engines: Iterable[Engine]) -> None:
+    await _all_of(engine.close() for engine in engines)
