@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
-from rlflow_environments.retrieval.corpus import Passage, make_contents
+from rlflow_environments.retrieval.corpus import Passage, make_contents, title_of
 
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
@@ -148,11 +148,11 @@ def _json_lines(path: Path, name: str) -> Found:
         where = f"{name}#{line}"
         try:
             row = parse_object(record)
-            contents = row.get("contents")
-            if contents is not None:
-                first, _, text = text_of(row, "contents").partition("\n")
-                title = str(row.get("title") or first.strip().strip('"'))
-                text = text if text.strip() else first
+            if row.get("contents") is not None:
+                contents = text_of(row, "contents")
+                title = str(row.get("title") or title_of(contents))
+                body = Passage("", title, contents, "").body
+                text = body if body.strip() else contents
             else:
                 title, text = str(row.get("title") or ""), text_of(row, "text")
         except BadRow as problem:

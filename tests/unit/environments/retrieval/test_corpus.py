@@ -48,6 +48,21 @@ def test_both_corpus_schemas_become_one(tmp_path, row, expected):
     assert Corpus(write_rows(tmp_path / "corpus.jsonl", [row]))[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "body"),
+    [
+        ({"contents": '"Alpha"\nBody.\nMore.'}, "Body.\nMore."),
+        ({"title": '"Alpha" ', "contents": "Alpha\nBody."}, "Body."),
+        ({"title": "T", "text": "Body."}, "Body."),
+        ({"title": ' "T" ', "text": "Body."}, "Body."),
+        ({"title": "T", "contents": "First.\nSecond."}, "First.\nSecond."),
+        ({"title": "T", "contents": "One line."}, "One line."),
+    ],
+)
+def test_the_body_lacks_the_first_line_only_where_that_is_the_title(tmp_path, row, body):
+    assert Corpus(write_rows(tmp_path / "corpus.jsonl", [row]))[0].body == body
+
+
 def test_records_end_at_a_newline_only_and_blank_lines_are_skipped(tmp_path):
     rows = '\n{"title": "A\u2028B", "text": "x\u0085y"}\r\n   \n\n{"title": "C", "text": "z"}'  # no newline at the end
     corpus = Corpus(_file(tmp_path, rows))

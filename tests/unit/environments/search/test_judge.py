@@ -50,6 +50,12 @@ def test_the_last_judgement_of_the_reply_is_the_reward(reply, value):
     assert '"Lutetia"' in prompt and '["Paris"]' in prompt and "where?" in prompt
 
 
+def test_the_judge_reads_letters_and_no_escapes():
+    with serving(endpoint := judging_server(RIGHT)) as url:
+        _judge(url, "北京")
+    assert "北京" in endpoint.requests[0][1]["messages"][0]["content"]
+
+
 def test_what_the_judge_reads_of_an_answer_is_cut_and_cannot_close_a_tag():
     endpoint = judging_server()
     with serving(endpoint) as url:
