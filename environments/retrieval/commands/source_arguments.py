@@ -57,7 +57,7 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
             component.setdefault("path", args.index)
     elif args.qdrant_url is not None or args.qdrant_collection_name is not None:
         component = _qdrant(args)
-    elif args.index is not None and (args.retriever_name or "").lower() != "bm25":
+    elif args.index is not None:
         component = _indexed(Path(args.index).expanduser(), args)
         corpus = corpus or _corpus_of(Path(args.index).expanduser())
     else:

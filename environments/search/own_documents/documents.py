@@ -13,7 +13,7 @@ from rlflow_environments.common.jsonl import BadRow, parse_object, records, refu
 from rlflow_environments.retrieval.corpus import Passage, make_contents, title_of
 
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_FRONT_MATTER = re.compile(r"\A---\n(?=[\w-]+[ \t]*:).*?\n---\n", re.DOTALL)
 _PARAGRAPHS = re.compile(r"\n[ \t]*\n")
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _OTHER_BLOCKS = ("p", "div", "br", "li", "tr", "blockquote", "pre", "table", "section", "dt", "dd")
@@ -199,15 +199,13 @@ def _readable(stem: str) -> str:
 
 def split_sentences(paragraph: str) -> list[str]:
     """The sentences of a paragraph; an abbreviation or an initial ends none."""
-    sentences: list[str] = []
-    for piece in _END.split(paragraph):
-        if not piece.strip():
-            continue
-        if sentences and _ABBREVIATION.search(sentences[-1]):
-            sentences[-1] = f"{sentences[-1]} {piece.strip()}"
+    sentences: list[list[str]] = []
+    for piece in filter(None, map(str.strip, _END.split(paragraph))):
+        if sentences and _ABBREVIATION.search(sentences[-1][-1][-12:]):  # longer than any of them
+            sentences[-1].append(piece)
         else:
-            sentences.append(piece.strip())
-    return sentences
+            sentences.append([piece])
+    return [" ".join(pieces) for pieces in sentences]
 
 
 def cut_passages(

@@ -118,6 +118,21 @@ def test_task_ids_are_unique_even_where_the_file_repeats_them(tmp_path):
     ]
 
 
+def test_task_ids_are_unique_over_many_files_with_equal_rows(tmp_path):
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "p", "solutions": "x", "id": i // 2} for i in range(6)])
+    ids = [task.id for task in read_tasks([path] * 5, "train")]
+    assert len(set(ids)) == len(ids) == 30 and ids[:3] == ["t-0", "t-0@1", "t-1"]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_half_characters_and_deep_nesting_are_dealt_with_in_arrays_too(tmp_path, name):
+    row = '{"question": "who \\ud83d?", "answer": "a"}'
+    path = _file(tmp_path, f"[{row}]" if name == "rows.json" else row, name)
+    assert "\ufffd" in read_tasks(path, "train")[0].prompt
+    with pytest.raises(DataError, match="nested too deeply"):
+        read_tasks(_file(tmp_path, "[" * 200_000, name), "train")
+
+
 def test_all_bad_rows_are_counted_and_named_by_their_line(tmp_path):
     lines = [
         json.dumps({"prompt": "ok", "solutions": "x"}),

@@ -76,6 +76,12 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     assert others == {".png": 1, "empty": 1}
 
 
+def test_front_matter_goes_and_a_section_between_rules_stays(tmp_path):
+    for name, text in (("a.md", "---\ntitle: x\n---\nText.\n"), ("b.md", "---\nFirst part.\n\n---\n\nText.\n")):
+        (tmp_path / name).write_text(text)
+    assert [one.paragraphs for one in read_documents(tmp_path)[0]] == [("Text.",), ("First part.", "Text.")]
+
+
 def test_an_html_page_may_declare_its_encoding(tmp_path):
     page = '<html><head><meta charset="iso-8859-1"><title>Stra\xdfe</title></head><body><p>Gr\xfc\xdfe.</p></body></html>'
     (tmp_path / "page.html").write_bytes(page.encode("latin-1"))
