@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -192,6 +193,11 @@ def test_a_missing_an_empty_and_a_directory_are_each_one_clear_error(tmp_path, r
         read(_file(tmp_path, "\n \n"))
     with pytest.raises(DataError, match="empty file"):
         read(_file(tmp_path, ""))
+
+
+def test_a_gzipped_corpus_is_told_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"found gzip\. Unpack it: gunzip"):
+        Corpus(_file(tmp_path, gzip.compress(b'{"contents": "x"}\n' * 9), "rows.jsonl.gz"))
 
 
 def test_pages_round_trip(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 
 from rlflow.errors import DataError
 from rlflow_environments.retrieval import records
-from rlflow_environments.retrieval.corpus import write_pages
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
@@ -241,7 +240,7 @@ def test_info_names_the_contents_not_the_place(tmp_path):
     other = ServedSource({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"]).load({}, lambda *_: None, lambda *_: None).info
     assert other["identity"] != infos[0]["identity"] and other["corpus"] == infos[0]["corpus"]
     for text in ("old page", "new page"):
-        pages = write_pages(tmp_path / "pages.jsonl", {"u": text})
+        (pages := tmp_path / "pages.jsonl").write_text(f'{{"url": "u", "contents": "{text}"}}\n')
         source = ServedSource({"name": "bm25"}, infos[0]["corpus_path"], str(pages))
         infos.append(source.load({}, lambda *_: None, lambda *_: None).info)
     assert len({info["identity"] for info in infos}) == 3 and infos[-1]["pages"]["pages"] == 1

@@ -112,6 +112,20 @@ def test_the_key_comes_from_the_environment_and_from_there_only(monkeypatch):
     assert keys == ["Bearer secret", None]
 
 
+def test_equal_verdicts_at_once_are_asked_for_once_whoever_gives_up():
+    endpoint = ChatServer("1", delay_s=0.2)
+
+    async def ask(judge: judging.JudgeEndpoint) -> list[tuple[float, bool]]:
+        first, *others = (asyncio.create_task(judge.verdict("same", float)) for _ in range(4))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        return await asyncio.gather(*others)
+
+    with serving(endpoint) as url:
+        found = asyncio.run(ask(judging.JudgeEndpoint(url=f"{url}/v1", model="m")))
+    assert found == [(1.0, True)] * 3 and len(endpoint.requests) == 1
+
+
 def test_verdicts_are_remembered_in_memory_and_on_disk(tmp_path):
     endpoint = judging_server(WRONG)
     with serving(endpoint) as url:
