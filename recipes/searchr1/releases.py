@@ -137,7 +137,7 @@ def download(
         return [joined]
     for place in {(folder / remote.name).parent for remote in wanted}:
         clear_partials(place)  # what a kill left has the size of an index
-    _check_room(folder, wanted, ledger, release)
+    _check_room(folder, wanted, ledger, joined is not None)
     try:
         for remote in wanted:
             _fetch(hub, remote, folder, ledger, say)
@@ -151,8 +151,7 @@ def download(
         ]
     except OSError as problem:
         raise StorageError(
-            f"{folder}: cannot be written ({problem.strerror or problem}). Make room, or give "
-            "another --save_path; the same command goes on."
+            f"{folder}: cannot be written ({problem}). Make room, or give another --save_path."
         ) from None
 
 
@@ -326,9 +325,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_room(
-    folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release
-) -> None:
+def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, joins: bool) -> None:
     """Raises StorageError where the disk has no room for what is missing, and for what is made of
     it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -338,9 +335,10 @@ def _check_room(
         partial = _partial(file, _identity([remote]))
         there = next((one.stat().st_size for one in (file, partial) if one.is_file()), 0)
         missing += max(0, remote.size - there)
-        if release.joined:  # parts go once the whole is there
+        unpacked = ledger.holds(*_unpacked_as(file, remote.size))
+        if joins:  # parts go once the whole is there
             made += remote.size
-        elif file.name.endswith(".jsonl.gz") and not _is_unpacked(file, ledger):
+        elif file.name.endswith(".jsonl.gz") and not unpacked:
             made += 3 * remote.size  # what text unpacks to, about
     free = shutil.disk_usage(folder).free
     if missing + made > free:
@@ -359,8 +357,7 @@ def _join(
     keep_parts: bool,
     say: Callable[[str], None],
 ) -> Path:
-    """Puts the parts behind each other, in the order of their names; without `keep_parts` they go
-    then."""
+    """Puts the parts behind each other, in the order of their names. keep_parts: they stay."""
     ordered = sorted(parts, key=lambda part: part.name)
     expected = sum(part.size for part in ordered)
     with replacing(target) as aside:
@@ -380,18 +377,15 @@ def _join(
     return target
 
 
-def _unpacked_identity(packed: Path) -> str:
-    return f"unpacked {packed.name} {packed.stat().st_size}"
-
-
-def _is_unpacked(packed: Path, ledger: _Ledger) -> bool:
-    return packed.is_file() and ledger.holds(packed.with_suffix(""), _unpacked_identity(packed))
+def _unpacked_as(packed: Path, size: int) -> tuple[Path, str]:
+    """(the file without `.gz`, its identity)."""
+    return packed.with_suffix(""), f"unpacked {packed.name} {size}"
 
 
 def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path:
     """The file without `.gz`, unpacked beside it. Raises DataError for a damaged file."""
-    target = packed.with_suffix("")
-    if _is_unpacked(packed, ledger):
+    target, identity = _unpacked_as(packed, packed.stat().st_size)
+    if ledger.holds(target, identity):
         return target
     say(f"{target}: unpacking")
     try:
@@ -401,5 +395,5 @@ def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path
         raise DataError(
             f"{packed}: cannot be unpacked: {problem}. Remove it and try again."
         ) from None
-    ledger.note(target, _unpacked_identity(packed))
+    ledger.note(target, identity)
     return target
