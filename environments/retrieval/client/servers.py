@@ -114,6 +114,7 @@ def server_url(address: str) -> str:
         usable = (
             parts.scheme in ("http", "https")
             and parts.hostname
+            and "\ufffd" not in url  # of a discovery file that is no text
             and (parts.port is None or parts.port > 0)
         )
     except ValueError:

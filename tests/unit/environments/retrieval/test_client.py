@@ -246,7 +246,7 @@ def test_discovery_files_have_the_fields_name_and_content(tmp_path):
 
 
 def test_a_line_that_is_no_address_is_left_out(tmp_path, caplog):
-    (tmp_path / "Hosta_IP1.txt").write_bytes(b"node 7:port\n\xff\xfe:x\na:1\n")
+    (tmp_path / "Hosta_IP1.txt").write_bytes(b"node 7:port\n\xff\xfe1\na:1\n")
     pool = ServerPool(lambda: read_addresses(tmp_path), random.Random(0))
     assert pool.take() == "http://a:1"
     assert "'node 7:port'. It is left out" in caplog.text

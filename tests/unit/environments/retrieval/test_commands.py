@@ -12,7 +12,7 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.commands.cli import metadata
-from rlflow.errors import COMMAND_PLUG_INS, ConfigError, DataError
+from rlflow.errors import COMMAND_PLUG_INS, ConfigError
 from rlflow_environments.retrieval.commands import source_arguments
 from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.search.__main__ import main
@@ -73,8 +73,8 @@ def test_what_is_searched_follows_from_the_flags(tmp_path):
     assert searched("--corpus c.jsonl") == ({"name": "dense"}, "c.jsonl")
     assert searched('--corpus c.jsonl --retriever {"name":"bm25","k1":2}') == ({"name": "bm25", "k1": 2}, "c.jsonl")
     assert searched("--retriever_name BM25 --corpus_path c.jsonl") == ({"name": "bm25"}, "c.jsonl")
-    with pytest.raises(DataError, match=r"meta\.json"):  # an index that is named is not left aside
-        searched(f"--retriever_name bm25 --corpus c.jsonl --index {tmp_path}")
+    named = searched("--retriever_name bm25 --corpus c.jsonl --index indexes/bm25")
+    assert named[0] == {"name": "bm25", "path": "indexes/bm25"}  # it is not left aside
     with pytest.raises(ConfigError, match="--retriever: expected a name"):
         searched("--retriever [1]")
     with pytest.raises(ConfigError, match="qdrant_collection_name"):
