@@ -159,11 +159,13 @@ class ChatEndpoint:
 
     async def _ask_and_keep(self, prompt: str, over: threading.Event) -> None:
         if not over.is_set():
-            self._answers.put(self._key(prompt), await self._ask(prompt, str))
+            self._answers.put(self._key(prompt), await self._ask(prompt, str, whole=False))
 
-    async def _ask(self, prompt: str, read: Callable[[str], T]) -> T:
+    async def _ask(self, prompt: str, read: Callable[[str], T], *, whole: bool = True) -> T:
+        """whole: a reply that was cut off cannot be read."""
+
         async def attempt(deadline: float) -> T:
-            return read(await self._post(prompt))
+            return read(await self._post(prompt, whole))
 
         try:
             return await self._policy.call_async(attempt, self._generator)
@@ -177,8 +179,9 @@ class ChatEndpoint:
                 f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}."
             ) from None
 
-    async def _post(self, prompt: str) -> str:
-        """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
+    async def _post(self, prompt: str, whole: bool) -> str:
+        """The reply without its thought, empty where the model gave none. Raises Retryable,
+        EndpointRefusedError."""
         body = {
             **self._body,
             "messages": [{"role": "user", "content": well_formed(prompt)}],
@@ -189,13 +192,20 @@ class ChatEndpoint:
                 f"{self.url}: status {reply.status}: {reply.excerpt}. {self._fix}"
             )
         try:
-            content = reply.json()["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            choice = reply.json()["choices"][0]
+            content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise UnreadableReply(
                 f"expected a chat completion, found {reply.excerpt}"
             ) from None
         # null where the model only thought, or called a tool
-        return content if isinstance(content, str) else ""
+        said = content.rpartition("</think>")[2] if isinstance(content, str) else ""
+        if whole and (cut or said.lstrip().startswith("<think>")):
+            raise UnreadableReply(
+                f"expected a whole reply, found one of {self._body['max_tokens']} tokens that was "
+                f"cut off: {said[-100:]!r}"
+            )
+        return said
 
 
 class _Answers:

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,7 @@ class JudgeEndpoint:
         self._identity = [self._endpoint.url, model, temperature]
         self._folder = None if cache is None else Path(cache).expanduser()
         self._known: dict[str, Any] = {}
+        self._asked: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
 
     async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
@@ -91,16 +93,24 @@ class JudgeEndpoint:
         known = await asyncio.to_thread(self._recall, key)
         if known is not None:
             return known, True
-        try:
-            verdict = await self._endpoint.ask(prompt, read)
+        with self._lock:
+            asked = self._asked.get(key)
+            shared = asked is not None
+            if asked is None:
+                asked = self._asked[key] = self._endpoint.submit(prompt, read)
+        if not shared:
+            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+        try:  # whoever asks no more leaves the request to the others
+            verdict = await asyncio.shield(asyncio.wrap_future(asked))
         except UnreadableReplyError:
             raise
         except EndpointRefusedError as problem:
             raise ConfigError(f"{self._where}: {problem}") from None
         except EndpointError as problem:
             raise JudgeError(f"{self._where}: {problem}") from None
-        await asyncio.to_thread(self._remember, key, verdict)
-        return verdict, False
+        if not shared:
+            await asyncio.to_thread(self._remember, key, verdict)
+        return verdict, shared
 
     def close(self) -> None:
         """Drops what waits for the judge and closes the connections."""

@@ -4,7 +4,6 @@ gzipped, parquet."""
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlflow_environments.common.jsonl import (
     parse_object,
     records,
 )
+from rlflow_environments.common.text import load_json
 
 Row = dict[str, Any]
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
@@ -73,8 +73,8 @@ def _json_array(data: bytes) -> list[Any] | None:
     if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         return None
     try:
-        items = json.loads(data.decode("utf-8-sig"))
-    except ValueError:
+        items = load_json(data, "utf-8-sig")
+    except (ValueError, RecursionError):
         return None  # lines that happen to begin with a list
     return items if isinstance(items, list) else None
 

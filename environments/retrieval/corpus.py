@@ -54,8 +54,9 @@ class Passage:
 
     @property
     def body(self) -> str:
-        """The contents without their title line."""
-        return self.contents.partition("\n")[2]
+        """The contents without their title line, where they have one."""
+        titled = title_of(title_of(self.contents)) == title_of(self.title)
+        return self.contents.partition("\n")[2] if titled else self.contents
 
     @property
     def fields(self) -> dict[str, str]:

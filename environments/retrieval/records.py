@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rlflow.errors import DataError
 from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import BadRow, existing, records, refuse
 from rlflow_environments.common.text import load_json
@@ -109,6 +110,11 @@ class Records:
             lengths.append(len(record))
             if not len(kinds) % _REPORT_EVERY:
                 progress(start / len(self._data))
+        if bad and self._data[:2] == b"\x1f\x8b":
+            raise DataError(
+                f"{self.path}: expected the {self._what} as JSON Lines, found gzip. Unpack it: "
+                f"gunzip -k {self.path}."
+            )
         refuse(self.path, self._what, bad, len(kinds) - kinds.count(EMPTY))
         entries = np.empty(len(kinds), ENTRY)
         entries["start"], entries["length"], entries["kind"] = starts, lengths, kinds

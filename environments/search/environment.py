@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.lookups import Lookups
 from rlflow_environments.search.metrics import METRICS
-from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
+from rlflow_environments.search.protocols import Call, Reading, Result, Shown, make_protocol
 from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
 from rlflow_environments.search.rewards import (
@@ -213,12 +214,13 @@ class SearchEnvironment(Environment):
         if reading.invalid or spent:
             state["invalid_actions"] += 1
         if spent:
-            state["pending"].append(Shown(self._protocol.refuse(reading.calls)))
+            state["pending"].append(_with(Shown(self._protocol.refuse(reading.calls)), reading))
         elif reading.calls and self._usable(episode):
-            state["pending"] += await self._carry_out(reading.calls, episode)
+            *others, last = await self._carry_out(reading.calls, episode)
+            state["pending"] += [*others, _with(last, reading)]
         if episode.turns_left == 0 and self._protocol.scores_unfinished:
             return await self._finish(episode, terminated=False)
-        return self._show(reading.message, episode)
+        return self._show("" if reading.calls else reading.message, episode)
 
     def _spent(self, calls: Sequence[Call], state: Mapping[str, Any]) -> bool:
         wanted = sum(len(call.inputs) for call in calls if call.tool == "search")
@@ -302,6 +304,11 @@ class SearchEnvironment(Environment):
             ("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0
         )
         return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
+
+
+def _with(shown: Shown, reading: Reading) -> Shown:
+    """What is shown, with what was wrong about other calls of the response."""
+    return replace(shown, full=[*shown.full, *reading.message]) if reading.message else shown
 
 
 def _scores(transcript: Transcript) -> dict[str, float]:

@@ -107,8 +107,8 @@ class JudgeCriterion:
         text = _written(played, self._whole)[-LONGEST_TEXT:]
         prompt = PROMPT.format(
             criterion=self._criterion,
-            prompt=json.dumps(played.prompt_text[-LONGEST_TEXT:]),
-            text=json.dumps(text),
+            prompt=json.dumps(played.prompt_text[-LONGEST_TEXT:], ensure_ascii=False),
+            text=json.dumps(text, ensure_ascii=False),
             points=self._points,
         )
         try:

@@ -58,7 +58,7 @@ class CriticEndpoint:
         self._reference = (
             ""
             if reference is None
-            else f"An episode that went well: {json.dumps(reference)}\n"
+            else f"An episode that went well: {json.dumps(reference, ensure_ascii=False)}\n"
         )
         self._judge = JudgeEndpoint("environment.critic", **judge)
 
@@ -66,7 +66,8 @@ class CriticEndpoint:
         """Raises JudgeError where the model cannot be asked, ConfigError where it refuses the
         request."""
         texts = {
-            name: json.dumps(text[-LONGEST_TEXT:]) for name, text in vars(pair).items()
+            name: json.dumps(text[-LONGEST_TEXT:], ensure_ascii=False)
+            for name, text in vars(pair).items()
         }
         try:
             (percent, done), _ = await self._judge.verdict(

@@ -83,7 +83,7 @@ class RewardModel(ABC):
     def ask(self, goal: str, question: Question) -> str:
         """The question as a prompt."""
         return self.prompt.format(
-            *(json.dumps(caption) for caption in question), goal=goal
+            *(json.dumps(caption, ensure_ascii=False) for caption in question), goal=goal
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -133,9 +133,9 @@ class StageRewards(Wrapper):
                 },
             )
         prompt = PROMPT.format(
-            stages=json.dumps(self._names),
-            response=json.dumps(response[-LONGEST_TEXT:]),
-            observation=json.dumps(observation[-LONGEST_TEXT:]),
+            stages=json.dumps(self._names, ensure_ascii=False),
+            response=json.dumps(response[-LONGEST_TEXT:], ensure_ascii=False),
+            observation=json.dumps(observation[-LONGEST_TEXT:], ensure_ascii=False),
         )
         try:
             found, _ = await self._labeller.verdict(prompt, read_stages)

@@ -135,17 +135,24 @@ def download(
     if joined is not None and ledger.holds(joined, _identity(wanted)):
         say(f"{joined}: there and whole")
         return [joined]
-    _check_room(folder, wanted, ledger, release)
-    for remote in wanted:
-        _fetch(hub, remote, folder, ledger, say)
-    if joined is not None:
-        return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
-    return [
-        _unpacked(folder / remote.name, ledger, say)
-        if remote.name.endswith(".jsonl.gz")
-        else folder / remote.name
-        for remote in wanted
-    ]
+    for place in {(folder / remote.name).parent for remote in wanted}:
+        clear_partials(place)  # what a kill left has the size of an index
+    _check_room(folder, wanted, ledger, joined is not None)
+    try:
+        for remote in wanted:
+            _fetch(hub, remote, folder, ledger, say)
+        if joined is not None:
+            return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
+        return [
+            _unpacked(folder / remote.name, ledger, say)
+            if remote.name.endswith(".jsonl.gz")
+            else folder / remote.name
+            for remote in wanted
+        ]
+    except OSError as problem:
+        raise StorageError(
+            f"{folder}: cannot be written ({problem}). Make room, or give another --save_path."
+        ) from None
 
 
 class _Hub:
@@ -239,6 +246,10 @@ class _Ledger:
         """Whether the file is there, untouched since it was noted under this identity."""
         return file.is_file() and self._known.get(self._name(file)) == [identity, *_stamp(file)]
 
+    def untouched(self, file: Path) -> bool:
+        """Whether the file is there as it was noted last, under whatever identity."""
+        return file.is_file() and self._known.get(self._name(file), [])[1:] == _stamp(file)
+
     def note(self, file: Path, identity: str) -> None:
         self._known[self._name(file)] = [identity, *_stamp(file)]
         write_text(self._path, json.dumps(self._known, indent=1))
@@ -267,12 +278,17 @@ def _fetch(
     if ledger.holds(file, identity):
         say(f"{file}: there and whole")
         return
-    # Another revision's beginning is another file
-    partial = file.with_name(f"{file.name}.{identity[:12]}.partial")
-    if file.is_file() and not partial.exists():
-        # Fetched by other means, or before it was noted: it is checked, not fetched again
-        file.rename(partial)
+    partial = _partial(file, identity)
     problem = ""
+    if file.is_file() and not ledger.untouched(file):  # fetched by other means, or the user's own
+        if found := _difference(file, remote):
+            raise DataError(
+                f"{file}: {found}: not the file of the release. Move it away, or give another "
+                "--save_path."
+            )
+        ledger.note(file, identity)
+        say(f"{file}: there and whole")
+        return
     for last in (False, True):
         if partial.exists() and partial.stat().st_size > remote.size:
             partial.unlink()
@@ -287,6 +303,11 @@ def _fetch(
         partial.unlink()
         say(f"{file}: {problem}" + ("" if last else "; fetched once more"))
     raise DataError(f"{file}: {problem}, twice. The mirror, the network or the disk is at fault.")
+
+
+def _partial(file: Path, identity: str) -> Path:
+    """Another revision's beginning is another file."""
+    return file.with_name(f"{file.name}.{identity[:12]}.partial")
 
 
 def _difference(file: Path, remote: RemoteFile) -> str | None:
@@ -304,21 +325,21 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_room(
-    folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release
-) -> None:
+def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, joins: bool) -> None:
     """Raises StorageError where the disk has no room for what is missing, and for what is made of
     it."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = sum(
-        remote.size
-        for remote in wanted
-        if not ledger.holds(folder / remote.name, _identity([remote]))
-    )
-    # The joined file grows while parts go, one at a time; text unpacks to about three times its
-    # size.
-    made = max((remote.size for remote in wanted), default=0) if release.joined else 0
-    made += sum(3 * remote.size for remote in wanted if remote.name.endswith(".jsonl.gz"))
+    missing = made = 0
+    for remote in wanted:
+        file = folder / remote.name
+        partial = _partial(file, _identity([remote]))
+        there = next((one.stat().st_size for one in (file, partial) if one.is_file()), 0)
+        missing += max(0, remote.size - there)
+        unpacked = ledger.holds(*_unpacked_as(file, remote.size))
+        if joins:  # parts go once the whole is there
+            made += remote.size
+        elif file.name.endswith(".jsonl.gz") and not unpacked:
+            made += 3 * remote.size  # what text unpacks to, about
     free = shutil.disk_usage(folder).free
     if missing + made > free:
         raise StorageError(
@@ -336,11 +357,9 @@ def _join(
     keep_parts: bool,
     say: Callable[[str], None],
 ) -> Path:
-    """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes
-    once it is copied."""
+    """Puts the parts behind each other, in the order of their names. keep_parts: they stay."""
     ordered = sorted(parts, key=lambda part: part.name)
     expected = sum(part.size for part in ordered)
-    clear_partials(target.parent)  # what a kill left has the size of an index
     with replacing(target) as aside:
         with aside.open("wb") as joined:
             for part in ordered:
@@ -358,18 +377,21 @@ def _join(
     return target
 
 
+def _unpacked_as(packed: Path, size: int) -> tuple[Path, str]:
+    """(the file without `.gz`, its identity)."""
+    return packed.with_suffix(""), f"unpacked {packed.name} {size}"
+
+
 def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path:
     """The file without `.gz`, unpacked beside it. Raises DataError for a damaged file."""
-    target = packed.with_suffix("")
-    identity = f"unpacked {packed.name} {packed.stat().st_size}"
+    target, identity = _unpacked_as(packed, packed.stat().st_size)
     if ledger.holds(target, identity):
         return target
     say(f"{target}: unpacking")
-    clear_partials(target.parent)
     try:
         with replacing(target) as aside, gzip.open(packed) as source, aside.open("wb") as out:
             shutil.copyfileobj(source, out, _BLOCK)
-    except (OSError, EOFError, zlib.error) as problem:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
         raise DataError(
             f"{packed}: cannot be unpacked: {problem}. Remove it and try again."
         ) from None

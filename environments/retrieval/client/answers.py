@@ -73,7 +73,10 @@ def _passage(endpoint: str, element: Any) -> Passage:
     title, name = document.get("title") or title_of(contents), str(document.get("id", ""))
     url = str(document.get("url") or f"doc://{name}")
     score = element.get("score") if scored else None
-    return Passage(name, str(title), contents, url, float(score or 0.0))
+    try:
+        return Passage(name, str(title), contents, url, float(score or 0.0))
+    except (TypeError, ValueError, OverflowError):
+        raise _unexpected(endpoint, "a number as 'score'", score) from None
 
 
 def _unexpected(endpoint: str, expected: str, found: Any) -> RetrievalError:

@@ -144,7 +144,6 @@ class HttpRetriever(AsyncRetriever):
         def read(endpoint: str, reply: Reply) -> list[list[Passage]]:
             return read_passages(endpoint, reply, len(asked), top_k)
 
-        await self._identify()
         body = {"queries": asked, "topk": top_k, "return_scores": True}
         answers: list[list[Passage]] = await self._ask("/retrieve", body, read, trace)
         for place, passages in zip(places, answers, strict=True):
@@ -159,7 +158,6 @@ class HttpRetriever(AsyncRetriever):
         # that was found, or none.
         found = None if cache is None else await asyncio.to_thread(cache.get, page, 0)
         if found is None:
-            await self._identify()
             text = await self._ask("/access", {"urls": [page]}, read_page, trace)
             found = [] if text is None else [Passage(page, "", text, page)]
             if cache is not None:
@@ -173,6 +171,7 @@ class HttpRetriever(AsyncRetriever):
 
         async def attempt(deadline: float) -> T:
             nonlocal failed
+            await self._identify()
             async with self._slots:  # waiting for a connection does not count as a failed attempt
                 failed = url = self._pool.take(failed)
                 if url is None:
@@ -262,7 +261,8 @@ class HttpRetriever(AsyncRetriever):
             await asyncio.sleep(min(POLL_S, max(0.0, start + wait_s - now)))
 
     async def _identify(self) -> None:
-        """Tells the cache, once, which index the servers have."""
+        """Tells the cache, once, which index the servers have. Raises Retryable while none is
+        ready."""
         if self._cache is None:
             return
         async with self._identified:
@@ -271,9 +271,10 @@ class HttpRetriever(AsyncRetriever):
                 self._told_cache = True
 
     async def _served_identity(self) -> str:
-        status, content = await self._get("/info")
-        if status is None:
-            raise RetrievalError(content.decode())
+        for path in ("/ready", "/info"):  # the latter does not tell yet while an index is loaded
+            status, content = await self._get(path)
+            if status in (None, 503):
+                raise Retryable(content.decode("utf-8", "replace")[:300])
         try:
             identity = json.loads(content).get("identity") if status == 200 else None
         except (ValueError, AttributeError):

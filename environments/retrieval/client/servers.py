@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError
 from rlflow.http import backoff_s
+
+logger = logging.getLogger("rlflow.search.client")
 
 REST_S = 0.5
 LONGEST_REST_S = 30.0
@@ -36,6 +39,7 @@ class ServerPool:
         self._addresses = addresses
         self._generator = generator
         self._servers: dict[str, _Server] = {}
+        self._told: set[str] = set()  # addresses that are none
         self._listed = float("-inf")
 
     def take(self, avoid: str | None = None) -> str | None:
@@ -70,7 +74,7 @@ class ServerPool:
         server = self._servers.get(url)
         if server is None:  # it left the list in the meantime
             return
-        server.in_flight -= 1
+        server.in_flight = max(0, server.in_flight - 1)  # it may have left and come back
         if not failed:
             server.failures, server.rests_until = 0, 0.0
             return
@@ -90,7 +94,14 @@ class ServerPool:
         if now - self._listed < BETWEEN_LISTINGS_S:
             return
         self._listed = now
-        urls = [server_url(address) for address in self._addresses()]
+        urls = []
+        for address in self._addresses():
+            try:
+                urls.append(server_url(address))
+            except ConfigError as problem:
+                if address not in self._told:
+                    logger.warning("%s It is left out.", problem)
+                self._told.add(address)
         self._servers = {url: self._servers.get(url) or _Server() for url in urls}
 
 
@@ -103,6 +114,7 @@ def server_url(address: str) -> str:
         usable = (
             parts.scheme in ("http", "https")
             and parts.hostname
+            and "\ufffd" not in url  # of a discovery file that is no text
             and (parts.port is None or parts.port > 0)
         )
     except ValueError:

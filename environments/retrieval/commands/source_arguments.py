@@ -57,7 +57,7 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
             component.setdefault("path", args.index)
     elif args.qdrant_url is not None or args.qdrant_collection_name is not None:
         component = _qdrant(args)
-    elif args.index is not None and (args.retriever_name or "").lower() != "bm25":
+    elif args.index is not None:
         component = _indexed(Path(args.index).expanduser(), args)
         corpus = corpus or _corpus_of(Path(args.index).expanduser())
     else:
@@ -101,6 +101,8 @@ def read_component(text: str) -> dict[str, Any]:
 def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder
     of the flags."""
+    if (args.retriever_name or "").lower() == "bm25":
+        return {"name": "bm25", "path": str(path)}
     if path.is_dir():
         name = "bm25" if read_meta(path).kind == "bm25" else "faiss"
         return {"name": name, "path": str(path)}

@@ -26,6 +26,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
 _CHUNK = 1 << 18  # characters of the texts that are encoded at a time: about a million features
 _CHUNK_TEXTS = 1024
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
 _CACHED_WORDS = 100_000
 
 
@@ -84,18 +85,19 @@ class NgramEncoder:
             encoder = cls([], **state["options"])
             encoder._passage_count = int(state["passages"])
             encoder._document_frequency = Counter(state["document_frequency"])
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise DataError(
-                f"{path}: expected the counts of a hashed encoder, found {problem}. Build the "
-                "index again."
-            ) from None
+        except _DAMAGED as problem:
+            raise _damaged(path, problem) from None
         return encoder
 
     @staticmethod
     def counted(path: str | Path) -> tuple[str, dict[str, Any]]:
-        """(SHA-256 of the corpus, options) of a file that `save` wrote."""
-        state = json.loads(Path(path).read_bytes())
-        return state["corpus"], state["options"]
+        """(SHA-256 of the corpus, options) of a file that `save` wrote. Raises DataError: damaged
+        file."""
+        try:
+            state = json.loads(Path(path).read_bytes())
+            return state["corpus"], state["options"]
+        except _DAMAGED as problem:
+            raise _damaged(path, problem) from None
 
     def save(self, path: str | Path, corpus: str) -> None:
         """Writes the options and the counts as JSON: what the corpus contributes to a vector.
@@ -187,6 +189,13 @@ class NgramEncoder:
         for size in self._ngram_sizes:
             for start in range(len(marked) - size + 1):
                 yield marked[start : start + size]
+
+
+def _damaged(path: str | Path, problem: BaseException) -> DataError:
+    return DataError(
+        f"{path}: expected the counts of a hashed encoder, found {problem}. Delete the folder and "
+        "build the index again."
+    )
 
 
 def _hash(feature: str) -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _BATCH = 1024  # points stored at a time
 _SAMPLED = 3
+_GREY_S = 60.0  # for the server to begin
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 
 T = TypeVar("T")
@@ -115,8 +116,18 @@ class Collection:
         self._call(self._client.upsert, points=batch, wait=True)
 
     def settle(self, report: StageProgress) -> None:
-        """Waits for the index that the server builds by itself."""
-        while self._call(self._client.get_collection).status != "green":
+        """Waits for the index that the server builds by itself. Raises RetrievalError where that
+        failed (red), or does not go on (grey)."""
+        deadline = time.monotonic() + _GREY_S
+        while (status := self._call(self._client.get_collection).status) != "green":
+            if status == "yellow":
+                deadline = time.monotonic() + _GREY_S
+            elif status == "red" or time.monotonic() > deadline:
+                raise RetrievalError(
+                    f"{self._where}, collection '{self._name}': expected status green, found "
+                    f"{getattr(status, 'value', status)}: its index is not built. Look into the "
+                    "server's log, and give the command again."
+                )
             report("indexing on the server", 0, 1)
             time.sleep(1.0)
 

@@ -83,7 +83,7 @@ class DiscoveryFile:
         cannot be made."""
         wildcard = host in ("", "0.0.0.0", "::")  # others need the machine's own address
         address = own_address() if wildcard else host
-        self.content = f"{address}:{port}"
+        self.content = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self.path = Path(folder).expanduser() / f"Host{address}_IP{port}.txt"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def read_addresses(folder: str | Path) -> list[str]:
     found: set[str] = set()
     for path in Path(folder).expanduser().glob(PATTERN):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:  # removed by its server between the listing and now
             continue
         found.update(line.strip() for line in lines if line.strip())

@@ -134,6 +134,7 @@ class ServedIndex:
         self.size = len(corpus) if corpus is not None else None
         self._cache = AnswerCache(cache_bytes)
         self._due: dict[asyncio.Future[Any], float] = {}
+        self._looking: asyncio.AbstractEventLoop | None = None
         self.coalesced: CoalescedSearch[Hit] = CoalescedSearch(
             DocumentSearch(retriever),
             max_batch=max_batch,
@@ -153,7 +154,8 @@ class ServedIndex:
             return Answer(results, cached=len(queries), index=self._identity)
         call = self.coalesced.submit([queries[place] for place in places], top_k, client)
         loop = call.loop
-        if not self._due:
+        if self._looking is not loop:
+            self._looking = loop
             loop.call_later(LOOK_S, self._look, loop)
         self._due[call.done] = loop.time() + wait_s
         try:
@@ -175,3 +177,5 @@ class ServedIndex:
                 future.set_exception(TimeoutError())
         if self._due:
             loop.call_later(LOOK_S, self._look, loop)
+        else:
+            self._looking = None

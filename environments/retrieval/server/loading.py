@@ -94,20 +94,22 @@ def describe(
     index = getattr(retriever, "index", retriever)
     encoder = getattr(index, "encoder", None)
     searched = getattr(index, "searched", {})  # how far: what an approximate index finds
-    contents = {
+    contents: dict[str, Any] = {
         "corpus": {"sha256": corpus.sha256, "passages": len(corpus)}
         if corpus is not None
         else None,
         "index": {**_index_contents(source.retriever), **searched},
         "encoder": _without_places(encoder.description) if encoder is not None else None,
     }
+    if pages is not None:
+        contents["pages"] = {"sha256": pages.sha256, "pages": len(pages)}
     contents["index"]["hash"] = _hash(contents["index"])
     return {
         "server": "rlflow search",
         "version": __version__,
+        "pages": None,
         **contents,
         "corpus_path": source.corpus,
-        "pages": {"sha256": pages.sha256, "pages": len(pages)} if pages is not None else None,
         "identity": _hash(contents),
     }
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
-from rlflow_environments.retrieval.corpus import Passage, make_contents
+from rlflow_environments.retrieval.corpus import Passage, make_contents, title_of
 
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
-_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_FRONT_MATTER = re.compile(r"\A---\n(?=[\w-]+[ \t]*:).*?\n---\n", re.DOTALL)
 _PARAGRAPHS = re.compile(r"\n[ \t]*\n")
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _OTHER_BLOCKS = ("p", "div", "br", "li", "tr", "blockquote", "pre", "table", "section", "dt", "dd")
@@ -148,11 +148,11 @@ def _json_lines(path: Path, name: str) -> Found:
         where = f"{name}#{line}"
         try:
             row = parse_object(record)
-            contents = row.get("contents")
-            if contents is not None:
-                first, _, text = text_of(row, "contents").partition("\n")
-                title = str(row.get("title") or first.strip().strip('"'))
-                text = text if text.strip() else first
+            if row.get("contents") is not None:
+                contents = text_of(row, "contents")
+                title = str(row.get("title") or title_of(contents))
+                body = Passage("", title, contents, "").body
+                text = body if body.strip() else contents
             else:
                 title, text = str(row.get("title") or ""), text_of(row, "text")
         except BadRow as problem:
@@ -199,15 +199,13 @@ def _readable(stem: str) -> str:
 
 def split_sentences(paragraph: str) -> list[str]:
     """The sentences of a paragraph; an abbreviation or an initial ends none."""
-    sentences: list[str] = []
-    for piece in _END.split(paragraph):
-        if not piece.strip():
-            continue
-        if sentences and _ABBREVIATION.search(sentences[-1]):
-            sentences[-1] = f"{sentences[-1]} {piece.strip()}"
+    sentences: list[list[str]] = []
+    for piece in filter(None, map(str.strip, _END.split(paragraph))):
+        if sentences and _ABBREVIATION.search(sentences[-1][-1][-12:]):  # longer than any of them
+            sentences[-1].append(piece)
         else:
-            sentences.append(piece.strip())
-    return sentences
+            sentences.append([piece])
+    return [" ".join(pieces) for pieces in sentences]
 
 
 def cut_passages(

@@ -38,7 +38,8 @@ class Result:
 @dataclass(frozen=True)
 class Reading:
     """What a response asks for. calls: tools to use. ends: the episode is over. message: what is
-    answered where no tool is used; invalid: whether that is because the response made no sense."""
+    answered where no tool is used, and behind the results of calls to those that made no sense;
+    invalid: whether one made none."""
 
     calls: tuple[Call, ...] = ()
     ends: bool = False

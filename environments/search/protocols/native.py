@@ -61,12 +61,9 @@ class Native(Protocol):
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         found = [self._call(call) for call in read_calls(response)]
         calls = tuple(call for call in found if isinstance(call, Call))
-        if calls or not found:
-            return Reading(calls=calls, ends=not found and not cut)
-        return Reading(
-            message=[_message(problem) for problem in found if isinstance(problem, str)],
-            invalid=True,
-        )
+        problems = [_message(problem) for problem in found if isinstance(problem, str)]
+        ends = not found and not cut
+        return Reading(calls, ends, message=problems or "", invalid=bool(problems))
 
     def _call(self, found: TextCall | str) -> Call | str:
         """The call of a tool here, or what is wrong with it, for the model to read."""

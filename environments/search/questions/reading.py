@@ -293,7 +293,9 @@ class _Reader:
             metadata["set"] = of_set
         name = row_id(layout, row) or f"{self._split}-{number}"
         name = f"{of_set}-{name}" if of_set else name
-        unique = f"{name}@{number}" if name in self._used else name
+        unique = name
+        while unique in self._used:
+            unique, number = f"{name}@{number}", max(number + 1, len(self._used))
         self._used.add(unique)
         return Task(unique, prompt, golds, metadata)
 

@@ -57,8 +57,8 @@ class Judge:
         answer = answer.partition("</")[0][:LONGEST_ANSWER]
         prompt = PROMPT.format(
             question=transcript.question,
-            golds=json.dumps(transcript.golds),
-            answer=json.dumps(answer),
+            golds=json.dumps(transcript.golds, ensure_ascii=False),
+            answer=json.dumps(answer, ensure_ascii=False),
         )
         try:
             verdict, cached = await self._judge.verdict(prompt, read_verdict)

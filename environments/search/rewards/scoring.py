@@ -17,6 +17,8 @@ from rlflow_environments.common.blocks import blocks
 MAX_ANSWER_TAGS = 10
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
+_BREAK = re.compile(r"[^\w\s.,:]|_|(?<!\d)[.,:]|[.,:](?!\d)")
+_UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af]")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -60,11 +62,22 @@ def _bag_f1(tokens: list[str], gold: list[str]) -> float:
 
 
 def contains_gold(text: str, golds: Sequence[str]) -> bool:
-    """Whether a normalized gold answer occurs in the normalized text as whole words ("no" does not
-    occur in "north")."""
-    padded = f" {normalize_answer(text)} "
-    normalized = [normalize_answer(gold) for gold in golds]
-    return any(gold and f" {gold} " in padded for gold in normalized)
+    """Whether a gold answer occurs in the text as whole words ("no" does not occur in "north"),
+    both normalized, or both with blanks for punctuation ("Einstein" occurs in "Einstein's"); in
+    scripts without blanks between words, anywhere."""
+    for form in (str, _broken):
+        words = normalize_answer(form(text))
+        for gold in golds:
+            wanted = normalize_answer(form(gold))
+            found = wanted in words if _UNSPACED.search(wanted) else f" {wanted} " in f" {words} "
+            if wanted and found:
+                return True
+    return False
+
+
+def _broken(text: str) -> str:
+    """The text with blanks for punctuation, but within numbers."""
+    return _BREAK.sub(" ", text)
 
 
 def searchr1_em(model_text: str, golds: Sequence[str]) -> float:

@@ -6,13 +6,17 @@ import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from recipes.searchr1 import releases
+from rlflow.errors import DataError, StorageError
 from tests.unit.recipes.hub_stub import Hub, served
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,3 +109,65 @@ def test_the_token_goes_to_the_hub_and_not_to_its_storage(hub, tmp_path):
 def test_what_is_not_there_is_one_clear_line(hub, tmp_path, arguments, said):
     done = run(hub, *arguments, "--save_path", str(tmp_path / "x"), home=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def stub_hub(monkeypatch, folder: Path, size: int, **data: bytes) -> None:
+    """A hub in this process, and a disk on which only the folder's files lie."""
+
+    class StubHub:
+        def __init__(self, *_: object) -> None:
+            self.data = {name.replace("__", "."): content for name, content in data.items()}
+
+        def files(self) -> list[releases.RemoteFile]:
+            return [releases.RemoteFile(name, len(content), None) for name, content in self.data.items()]
+
+        def fetch(self, remote: releases.RemoteFile, partial: Path) -> None:
+            have = partial.stat().st_size if partial.exists() else 0
+            with partial.open("ab") as file:
+                file.write(self.data[remote.name][have:])
+
+    def usage(place: Path) -> object:
+        used = sum(file.stat().st_size for file in folder.iterdir() if file.name != "downloads.json")
+        return namedtuple("Usage", "free")(size - used)
+
+    monkeypatch.setattr(releases, "_Hub", StubHub)
+    monkeypatch.setattr(releases.shutil, "disk_usage", usage)
+
+
+def test_a_file_of_the_users_own_is_refused_and_stays(monkeypatch, tmp_path):
+    stub_hub(monkeypatch, tmp_path, 10**9, train__jsonl=b"released")
+    own = tmp_path / "train.jsonl"
+    for content in (b"mine", b"mine, and longer than that one"):
+        own.write_bytes(content)
+        with pytest.raises(DataError, match="not the file of the release"):
+            releases.download("x", releases.Release("o/n", ""), tmp_path)
+        assert own.read_bytes() == content
+    own.write_bytes(b"released")
+    assert releases.download("x", releases.Release("o/n", ""), tmp_path) == [own]
+    stub_hub(monkeypatch, tmp_path, 10**9, train__jsonl=b"another revision")
+    assert releases.download("x", releases.Release("o/n", ""), tmp_path)[0].read_bytes() == b"another revision"
+
+
+def test_room_is_asked_for_what_is_missing_and_a_full_disk_is_one_line(monkeypatch, tmp_path):
+    packed = gzip.compress(random.Random(0).randbytes(1000))
+    corpus, joined = releases.Release("o/n", ""), releases.Release("o/n", "", ("part_*",), "whole")
+    stub_hub(monkeypatch, tmp_path, 4 * len(packed), c__jsonl__gz=packed)
+    for _ in range(2):  # all is there the second time
+        assert releases.download("x", corpus, tmp_path)[0].stat().st_size == 1000
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "whole.1.2.partial").write_bytes(b"left by a kill")
+    (folder / "part_b").write_bytes(b"b" * 500)
+    stub_hub(monkeypatch, folder, 2999, part_a=b"a" * 1000, part_b=b"b" * 500)
+    with pytest.raises(StorageError, match="are needed"):  # the parts and the whole: 3000
+        releases.download("x", joined, folder)
+    stub_hub(monkeypatch, folder, 3000, part_a=b"a" * 1000, part_b=b"b" * 500)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(StorageError, match="No space left"):
+            releases.download("x", joined, folder)
+    assert releases.download("x", joined, folder)[0].stat().st_size == 1500

@@ -34,5 +34,6 @@ class ChatServer:
         await send({"type": "http.response.body", "body": body})
 
 
-def completion(text: str | None) -> bytes:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+def completion(text: str | None, finish_reason: str = "stop") -> bytes:
+    message = {"role": "assistant", "content": text}
+    return json.dumps({"choices": [{"message": message, "finish_reason": finish_reason}]}).encode()

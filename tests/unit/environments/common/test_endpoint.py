@@ -44,6 +44,18 @@ def test_a_body_that_is_no_completion_is_a_reply_that_cannot_be_read(body):
         endpoint(url, tries=2).submit("x", str).result()
 
 
+CUT_THOUGHT = '<think>I could end with "5". Now'
+
+
+@pytest.mark.parametrize(
+    "body", [completion("5", "length"), completion(CUT_THOUGHT), completion(f"<think>4</think>{CUT_THOUGHT}")]
+)
+def test_a_reply_that_was_cut_off_is_not_read_but_kept_by_complete(body):
+    with serving(ChatServer(body, completion("<think>3</think>7"), body)) as url:
+        assert endpoint(url).submit("how many?", read_number).result() == 7
+        assert endpoint(url).complete(["write"])[0].startswith(("5", "<think>I"))
+
+
 def test_a_completion_without_text_is_an_empty_reply():
     with serving(ChatServer(completion(None))) as url:
         assert endpoint(url).submit("x", str).result() == ""

@@ -16,15 +16,18 @@ CUT = "cut"  # closes the connection in the middle of the answer
 class Scripted:
     """A server whose n-th search is answered as told; afterwards with passages that name the query and the server."""
 
-    def __init__(self, *script, name="s", headers=(), identity="index-1", body=b"") -> None:
+    def __init__(self, *script, name="s", headers=(), identity="index-1", body=b"", loading=0) -> None:
+        """loading: so many times it says that it is not ready."""
         self.script = list(script)
         self.name, self.headers, self.identity, self.body = name, list(headers), identity, body
+        self.loading = loading
         self.requests: list[tuple[float, dict, dict]] = []
 
     async def __call__(self, scope, receive, send) -> None:
         body = (await receive()).get("body", b"")
         if scope["path"] == "/ready":
-            await self._send(send, OK, b"{}")
+            self.loading -= 1
+            await self._send(send, OK if self.loading < 0 else 503, b"{}")
         elif scope["path"] == "/info":
             await self._send(send, OK if self.identity else 404, json.dumps({"identity": self.identity}).encode())
         else:

@@ -16,7 +16,7 @@ import pytest
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval import building
 from rlflow_environments.retrieval.building import BuildRequest, build_index
-from rlflow_environments.retrieval.corpus import Corpus, write_corpus
+from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_rows
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
@@ -281,3 +281,20 @@ def test_a_folder_of_a_kind_that_is_gone_says_what_to_do(kind, corpus, tmp_path)
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "kind": kind, "embeddings": "float32"}))
     with pytest.raises(DataError, match=r"no longer torch.* Build the index again"):
         make_retriever({"name": "faiss", "path": str(tmp_path)}, corpus)
+
+
+@pytest.mark.parametrize("damage", ['{"corp', '{"passages": 1}', "[" * 100_000])
+def test_a_damaged_file_of_word_counts_is_one_line(corpus, tmp_path, damage):
+    (tmp_path / "encoder.json").write_text(damage)
+    with pytest.raises(DataError, match=r"encoder\.json: expected the counts .* Delete the folder"):
+        build_index(corpus, tmp_path, BuildRequest("Flat", ENCODER), silent)
+
+
+def test_an_index_without_the_first_lines_of_its_passages_is_noticed(tmp_path, monkeypatch):
+    rows = [{"id": str(i), "title": f"T{i}", "contents": f"word{i} and more"} for i in range(20)]
+    corpus = Corpus(write_rows(tmp_path / "corpus.jsonl", rows))
+    with monkeypatch.context() as patched:  # as it was built before
+        patched.setattr(Passage, "body", property(lambda passage: passage.contents.partition("\n")[2]))
+        build_index(corpus, tmp_path / "index", BuildRequest("Flat", ENCODER), silent)
+    with pytest.raises(DataError, match="has cosine"):
+        make_retriever({"name": "faiss", "path": str(tmp_path / "index")}, corpus)

@@ -13,7 +13,7 @@ from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.client.asynchronous import trace_id
 from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.retrieval.errors import ReplayMissError
+from rlflow_environments.retrieval.errors import ReplayMissError, RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search import SearchEnvironment
 from tests.unit.environments.retrieval.scripted_server import Scripted, client
@@ -51,6 +51,16 @@ def test_replay_asks_the_server_for_what_is_missing_only(tmp_path):
         assert server.requests[-1][1]["queries"] == ["new"]
         replay.search(["new"], 2)
         assert len(server.requests) == 3
+
+
+def test_replay_waits_for_a_server_that_loads_but_no_longer_than_a_search(tmp_path):
+    with serving(Scripted()) as url:
+        recorded(url, tmp_path)
+    replaying = {"cache": {"directory": str(tmp_path), "mode": "replay"}}
+    with serving(Scripted(loading=2)) as url:
+        assert client(url, **replaying).search(["new"], 2)[0][0].id == "s/new"
+    with serving(Scripted(loading=999)) as url, pytest.raises(RetrievalError, match="search failed"):
+        client(url, **replaying, timeout_s=0.3).search(["newer"], 2)
 
 
 def test_record_asks_every_time(tmp_path):

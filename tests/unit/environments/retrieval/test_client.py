@@ -74,7 +74,9 @@ def test_a_wrong_address_is_a_mistake_of_the_configuration(status):
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"results": []}', b'{"result": []}', b'{"result": [["text"]]}', b'{"result": [[{"id": "1"}]]}']
+    "body", [b'{"results": []}', b'{"result": []}', b'{"result": [["text"]]}', b'{"result": [[{"id": "1"}]]}',
+             *(b'{"result": [[{"document": {"contents": "c"}, "score": %s}]]}' % score
+               for score in (b'"high"', b"[0.5]", b"9" * 400))],
 )
 def test_an_answer_of_another_shape_is_never_taken_for_an_empty_one(body):
     with serving(Scripted(body=body)) as url, pytest.raises(RetrievalError, match=r"expected|no 'contents'"):
@@ -238,6 +240,28 @@ def test_discovery_files_have_the_fields_name_and_content(tmp_path):
     file.remove()
     assert read_addresses(tmp_path / "new") == ["b:1", "c:2"]
     assert DiscoveryFile(tmp_path, "0.0.0.0", 1).content != "0.0.0.0:1"  # nobody can connect to that
+    six = DiscoveryFile(tmp_path / "six", "::1", 8000)
+    six.write()
+    assert [server_url(one) for one in read_addresses(tmp_path / "six")] == ["http://[::1]:8000"]
+
+
+def test_a_line_that_is_no_address_is_left_out(tmp_path, caplog):
+    (tmp_path / "Hosta_IP1.txt").write_bytes(b"node 7:port\n\xff\xfe1\na:1\n")
+    pool = ServerPool(lambda: read_addresses(tmp_path), random.Random(0))
+    assert pool.take() == "http://a:1"
+    assert "'node 7:port'. It is left out" in caplog.text
+
+
+def test_a_server_that_left_and_came_back_has_no_negative_load():
+    listed = ["a:1", "b:1"]
+    pool = ServerPool(lambda: listed, random.Random(0))
+    taken = [pool.take() for _ in range(10)]
+    for listed in (["b:1"], ["a:1", "b:1"]):  # noqa: B007 -- what the pool is told
+        pool.release("http://b:1", failed=True)
+        pool.take()
+    for url in taken:
+        pool.release(url, failed=False)
+    assert all(server.in_flight >= 0 for server in pool._servers.values())
 
 
 def test_the_less_busy_server_is_asked():

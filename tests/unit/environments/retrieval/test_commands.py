@@ -73,6 +73,8 @@ def test_what_is_searched_follows_from_the_flags(tmp_path):
     assert searched("--corpus c.jsonl") == ({"name": "dense"}, "c.jsonl")
     assert searched('--corpus c.jsonl --retriever {"name":"bm25","k1":2}') == ({"name": "bm25", "k1": 2}, "c.jsonl")
     assert searched("--retriever_name BM25 --corpus_path c.jsonl") == ({"name": "bm25"}, "c.jsonl")
+    named = searched("--retriever_name bm25 --corpus c.jsonl --index indexes/bm25")
+    assert named[0] == {"name": "bm25", "path": "indexes/bm25"}  # it is not left aside
     with pytest.raises(ConfigError, match="--retriever: expected a name"):
         searched("--retriever [1]")
     with pytest.raises(ConfigError, match="qdrant_collection_name"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -46,6 +47,21 @@ def test_corpus_round_trips_every_character(tmp_path):
 )
 def test_both_corpus_schemas_become_one(tmp_path, row, expected):
     assert Corpus(write_rows(tmp_path / "corpus.jsonl", [row]))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "body"),
+    [
+        ({"contents": '"Alpha"\nBody.\nMore.'}, "Body.\nMore."),
+        ({"title": '"Alpha" ', "contents": "Alpha\nBody."}, "Body."),
+        ({"title": "T", "text": "Body."}, "Body."),
+        ({"title": ' "T" ', "text": "Body."}, "Body."),
+        ({"title": "T", "contents": "First.\nSecond."}, "First.\nSecond."),
+        ({"title": "T", "contents": "One line."}, "One line."),
+    ],
+)
+def test_the_body_lacks_the_first_line_only_where_that_is_the_title(tmp_path, row, body):
+    assert Corpus(write_rows(tmp_path / "corpus.jsonl", [row]))[0].body == body
 
 
 def test_records_end_at_a_newline_only_and_blank_lines_are_skipped(tmp_path):
@@ -101,6 +117,21 @@ def test_task_ids_are_unique_even_where_the_file_repeats_them(tmp_path):
         "same@1",
         "same@2",
     ]
+
+
+def test_task_ids_are_unique_over_many_files_with_equal_rows(tmp_path):
+    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "p", "solutions": "x", "id": i // 2} for i in range(6)])
+    ids = [task.id for task in read_tasks([path] * 5, "train")]
+    assert len(set(ids)) == len(ids) == 30 and ids[:3] == ["t-0", "t-0@1", "t-1"]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_half_characters_and_deep_nesting_are_dealt_with_in_arrays_too(tmp_path, name):
+    row = '{"question": "who \\ud83d?", "answer": "a"}'
+    path = _file(tmp_path, f"[{row}]" if name == "rows.json" else row, name)
+    assert "\ufffd" in read_tasks(path, "train")[0].prompt
+    with pytest.raises(DataError, match="nested too deeply"):
+        read_tasks(_file(tmp_path, "[" * 200_000, name), "train")
 
 
 def test_all_bad_rows_are_counted_and_named_by_their_line(tmp_path):
@@ -162,6 +193,11 @@ def test_a_missing_an_empty_and_a_directory_are_each_one_clear_error(tmp_path, r
         read(_file(tmp_path, "\n \n"))
     with pytest.raises(DataError, match="empty file"):
         read(_file(tmp_path, ""))
+
+
+def test_a_gzipped_corpus_is_told_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"found gzip\. Unpack it: gunzip"):
+        Corpus(_file(tmp_path, gzip.compress(b'{"contents": "x"}\n' * 9), "rows.jsonl.gz"))
 
 
 def test_pages_round_trip(tmp_path):

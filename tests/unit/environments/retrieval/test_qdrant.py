@@ -3,9 +3,11 @@ timeout, tries) against a stub."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -254,3 +256,19 @@ def test_a_real_server(corpus):
         assert [[hit.id for hit in hits] for hits in found] == [[hit.id for hit in hits] for hits in embedded]
     finally:
         QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY")).delete_collection(name)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "problem"),
+    [(["yellow"] * 200 + ["grey", "green"], None), (["grey"] * 200, "found grey"), (["yellow", "red"], "found red")],
+)
+def test_waiting_for_the_servers_index_ends(monkeypatch, statuses, problem):
+    seconds = iter(range(1000))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None)
+    monkeypatch.setattr(qdrant, "time", clock)
+    found = (SimpleNamespace(status=status) for status in statuses)
+    collection = object.__new__(qdrant.Collection)
+    collection._where, collection._name = "http://h", "wiki"
+    collection._client, collection._call = SimpleNamespace(get_collection=None), lambda _: next(found)
+    with contextlib.nullcontext() if problem is None else pytest.raises(RetrievalError, match=problem):
+        collection.settle(silent)

@@ -239,6 +239,11 @@ def test_info_names_the_contents_not_the_place(tmp_path):
     assert infos[0]["identity"] == infos[1]["identity"] and infos[0]["corpus_path"] != infos[1]["corpus_path"]
     other = ServedSource({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"]).load({}, lambda *_: None, lambda *_: None).info
     assert other["identity"] != infos[0]["identity"] and other["corpus"] == infos[0]["corpus"]
+    for text in ("old page", "new page"):
+        (pages := tmp_path / "pages.jsonl").write_text(f'{{"url": "u", "contents": "{text}"}}\n')
+        source = ServedSource({"name": "bm25"}, infos[0]["corpus_path"], str(pages))
+        infos.append(source.load({}, lambda *_: None, lambda *_: None).info)
+    assert len({info["identity"] for info in infos}) == 3 and infos[-1]["pages"]["pages"] == 1
 
 
 # ---------------------------------------------------------------- records

@@ -59,6 +59,22 @@ def test_equal_queries_under_way_are_searched_once():
     assert all(len(hits) == 3 and hits == answers[0].results[0] for answer in answers for hits in answer.results)
 
 
+def test_overdue_requests_are_looked_for_by_one_timer(monkeypatch):
+    async def scenario() -> int:
+        index, looks = ServedIndex(Echo(), cache_bytes=0), []
+        look = index._look
+        monkeypatch.setattr(index, "_look", lambda loop: (looks.append(1), look(loop)))
+        loop = asyncio.get_running_loop()
+        waiting = [loop.create_future()]
+        for number in range(20):  # each finds nothing under way
+            await index.answer([f"q{number}"], 1)
+        index._due[waiting[0]] = float("inf")  # one that stays
+        await asyncio.sleep(0.35)
+        return len(looks)
+
+    assert asyncio.run(scenario()) <= 4
+
+
 def test_a_failing_query_is_an_error_of_its_own_request_only():
     with echo_server() as (url, _):
         good, bad, other = concurrently(url, [{"query": "a"}, {"query": "bad"}, {"query": "b"}])

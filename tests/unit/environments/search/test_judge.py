@@ -50,6 +50,12 @@ def test_the_last_judgement_of_the_reply_is_the_reward(reply, value):
     assert '"Lutetia"' in prompt and '["Paris"]' in prompt and "where?" in prompt
 
 
+def test_the_judge_reads_letters_and_no_escapes():
+    with serving(endpoint := judging_server(RIGHT)) as url:
+        _judge(url, "北京")
+    assert "北京" in endpoint.requests[0][1]["messages"][0]["content"]
+
+
 def test_what_the_judge_reads_of_an_answer_is_cut_and_cannot_close_a_tag():
     endpoint = judging_server()
     with serving(endpoint) as url:
@@ -104,6 +110,20 @@ def test_the_key_comes_from_the_environment_and_from_there_only(monkeypatch):
         _judge(url, api_key_variable="NO_SUCH_KEY")
     keys = [headers.get("authorization") for _, _, headers in endpoint.requests]
     assert keys == ["Bearer secret", None]
+
+
+def test_equal_verdicts_at_once_are_asked_for_once_whoever_gives_up():
+    endpoint = ChatServer("1", delay_s=0.2)
+
+    async def ask(judge: judging.JudgeEndpoint) -> list[tuple[float, bool]]:
+        first, *others = (asyncio.create_task(judge.verdict("same", float)) for _ in range(4))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        return await asyncio.gather(*others)
+
+    with serving(endpoint) as url:
+        found = asyncio.run(ask(judging.JudgeEndpoint(url=f"{url}/v1", model="m")))
+    assert found == [(1.0, True)] * 3 and len(endpoint.requests) == 1
 
 
 def test_verdicts_are_remembered_in_memory_and_on_disk(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from rlflow.types import Task
 from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.threads import LONG_TEXT, beside_the_loop
+from rlflow_environments.search.own_documents.documents import _FRONT_MATTER, split_sentences
 from rlflow_environments.search.own_documents.writing import read_reply
 from rlflow_environments.search.protocols import make_protocol
 from rlflow_environments.search.protocols.text import neutralize_tags, parse_action
@@ -33,6 +34,8 @@ TEXTS: dict[str, Callable[[int], str]] = {
     "number words": lambda n: "<answer>" + "one hundred " + "hundred " * (n // 8) + "</answer>",
     "articles": lambda n: "<answer>" + "the " * (n // 4) + "</answer>",
     "initials": lambda n: "<answer>" + "A." * (n // 2) + "</answer>",
+    "short sentences": lambda n: "A. " * n,
+    "front matter": lambda n: "---\n" + "a" * n + "\n-- " * n,
     "verdicts": lambda n: '"judgement"' + " " * n,
 }
 
@@ -56,6 +59,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "rule_scores": lambda text: rule_scores(Transcript(Task("t", "?", "gold"), (text,), (text,))),
     "read_reply": lambda text: list(read_reply(text)),
     "read_verdict": _verdict,
+    "split_sentences": split_sentences,
+    "front_matter": _FRONT_MATTER.match,
     **{name: lambda text, name=name: _read(name, text) for name in ("searchr1", "rlinf", "asearcher", "skyrl", "native")},
 }
 

@@ -213,6 +213,13 @@ def test_a_wrong_tool_call_is_answered_and_counted(make, response, problem):
     assert problem in step.observation[0]["content"] and step.metrics["invalid_actions"] == 1.0 and not step.terminated
 
 
+def test_a_wrong_call_beside_a_good_one_is_answered_too(make):
+    (step,) = converse(make("native"), [CALL + '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'])
+    found, wrong = (message["content"] for message in step.observation)
+    assert ALPHA in found and "the tools are search" in wrong
+    assert (step.metrics["searches"], step.metrics["invalid_actions"]) == (1.0, 1.0)
+
+
 def test_a_bare_json_call_is_read_too_and_an_answer_ends(make):
     call = '{"name": "search", "parameters": {"query_list": ["Alpha"]}}'
     first, second = converse(make("native"), [call, "<answer>Paris</answer>"])

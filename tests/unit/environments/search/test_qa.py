@@ -62,17 +62,24 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
         "<div>She wrote <i>books</i>.</div></body></html>"
     )
     rows = [{"contents": '"Ann Lee"\nAnn Lee was born in Paris.\n\nShe wrote books.', "url": "http://ann"},
+            {"title": "Ann Lee", "contents": "Ann Lee was born in Paris.\n\nShe wrote books."},
             {"title": "Ann Lee", "text": "Ann Lee was born in Paris.\n\nShe wrote books."}]  # fmt: skip
     (tmp_path / "d.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
     (tmp_path / "picture.png").write_bytes(b"x")
     (tmp_path / ".hidden.txt").write_text("not read")
     (tmp_path / "only_a_title.md").write_text("# Ann Lee\n")
     documents, others = read_documents(tmp_path)
-    assert [document.name for document in documents] == ["a.txt", "c.html", "d.jsonl#1", "d.jsonl#3", "deep/b.md"]
+    assert [document.name for document in documents] == ["a.txt", "c.html", "d.jsonl#1", "d.jsonl#3", "d.jsonl#5", "deep/b.md"]
     for document in documents:
         assert (document.title, document.paragraphs) == ("Ann Lee", ("Ann Lee was born in Paris.", "She wrote books."))
     assert documents[0].url == "doc://a.txt" and documents[2].url == "http://ann"
     assert others == {".png": 1, "empty": 1}
+
+
+def test_front_matter_goes_and_a_section_between_rules_stays(tmp_path):
+    for name, text in (("a.md", "---\ntitle: x\n---\nText.\n"), ("b.md", "---\nFirst part.\n\n---\n\nText.\n")):
+        (tmp_path / name).write_text(text)
+    assert [one.paragraphs for one in read_documents(tmp_path)[0]] == [("Text.",), ("First part.", "Text.")]
 
 
 def test_an_html_page_may_declare_its_encoding(tmp_path):

@@ -77,6 +77,27 @@ def test_a_gold_answer_is_contained_as_whole_words_only():
 
 
 @pytest.mark.parametrize(
+    ("text", "gold", "held"),
+    [
+        ("北京是中国的首都。", "北京", True),
+        ("アインシュタインは1879年に", "アインシュタイン", True),
+        ("서울은 한국의 수도", "서울", True),
+        ("北京是中国的首都。", "上海", False),
+        ("Where was Einstein's father born?", "Einstein", True),
+        ("Where was Einstein\u2019s father born?", "Einstein", True),
+        ("a New York-based firm", "New York", True),
+        ("in the USA", "U.S.A.", True),
+        ("3.5 million, 1,000 more", "5", False),
+        ("3.5 million, 1,000 more", "1", False),
+        ("It ended in 1945.", "1945", True),
+        ("...", "!", False),
+    ],
+)
+def test_a_gold_answer_is_found_beside_punctuation_and_in_scripts_without_blanks(text, gold, held):
+    assert contains_gold(text, [gold]) is held
+
+
+@pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("<search>x</search><answer>Paris</answer>", 1.0),
