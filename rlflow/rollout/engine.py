@@ -181,7 +181,8 @@ class Engine(ABC):
 
         Raises RolloutError where the engine cannot tell (`hashes_weights` is False)."""
         raise RolloutError(
-            f"{type(self).__name__}: it cannot hash its weights; verify a weight sync by a WeightProbe."
+            f"{type(self).__name__}: it cannot hash its weights; verify a weight sync by a "
+            "WeightProbe."
         )
 
 
@@ -217,7 +218,8 @@ def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     anything is made of it."""
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise ModelError(
-            f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model's is floating point "
+            f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the "
+            "model's is floating point "
             f"of shape {shape}. Send the weights of the model that the engine was started with."
         )
 

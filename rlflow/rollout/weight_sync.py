@@ -192,7 +192,8 @@ class InProcessSync:
             )
             if expected != found:
                 raise RolloutError(
-                    f"weight sync: after version {version} the engine's weights hash to {found[:12]}, those sent to "
+                    f"weight sync: after version {version} the engine's weights hash to "
+                    f"{found[:12]}, those sent to "
                     f"{expected[:12]}; it would sample from a policy that is not the trainer's."
                 )
 
@@ -260,7 +261,8 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
             await asyncio.gather(asked, return_exceptions=True)
             raise RolloutError(
                 engine.failure
-                or f"weight sync: the engine did not answer the probe of version {version} in {PROBE_TIMEOUT_S:.0f} s; is it "
+                or f"weight sync: the engine did not answer the probe of version {version} in "
+                f"{PROBE_TIMEOUT_S:.0f} s; is it "
                 "paused? Resume it before the sync is verified."
             )
         await asyncio.wait({asked}, timeout=min(left_s, 1.0))
@@ -270,7 +272,8 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
     versions = sorted({found for completion in completions for found in completion.versions})
     if versions != [version]:
         raise RolloutError(
-            f"weight sync: the engine was given version {version} and sampled its probe from {versions}."
+            f"weight sync: the engine was given version {version} and sampled its probe from "
+            f"{versions}."
         )
     return completions
 

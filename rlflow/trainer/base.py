@@ -95,7 +95,8 @@ class Trainer(ABC):
         where the trainer has none, it cannot be split as the policy is, or the name is in use;
         ModelError."""
         raise ConfigError(
-            f"{type(self).__name__}: it cannot score another model than its policy; take trainer.backend=megatron."
+            f"{type(self).__name__}: it cannot score another model than its policy; take "
+            "trainer.backend=megatron."
         )
 
     @abstractmethod
@@ -154,11 +155,13 @@ def check_wanted(want: Sequence[str], critic: bool) -> None:
     for name in want:
         if name == "values" and not critic:
             raise ConfigError(
-                "trainer.score: values come from a critic, found none; set algorithm.critic={lr: 1e-5}."
+                "trainer.score: values come from a critic, found none; set algorithm.critic={lr: "
+                "1e-5}."
             )
         if name not in known:
             raise ConfigError(
-                f"trainer.score: expected {' or '.join(known)}, found '{name}'.{did_you_mean(name, known)}"
+                f"trainer.score: expected {' or '.join(known)}, found "
+                f"'{name}'.{did_you_mean(name, known)}"
             )
 
 
@@ -233,7 +236,8 @@ class ActorCritic(Trainer):
     def load(self, path: str | Path) -> int:
         if not (Path(path) / CRITIC).is_dir():
             raise CheckpointError(
-                f"{path}: expected a critic in it, found none: it was written without algorithm.critic. Begin a new run from its "
+                f"{path}: expected a critic in it, found none: it was written without "
+                "algorithm.critic. Begin a new run from its "
                 "export, or resume without a critic."
             )
         step = self.policy.load(path)

@@ -41,13 +41,16 @@ class ParallelLayout:
             checked(PositiveInt, getattr(self, name), f"trainer.{name}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
-                "trainer.sequence_parallel: splits tokens over the tensor-parallel ranks; expected trainer.tensor_parallel "
+                "trainer.sequence_parallel: splits tokens over the tensor-parallel ranks; expected "
+                "trainer.tensor_parallel "
                 "of at least 2, found 1. Raise it, or set trainer.sequence_parallel=false."
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
-                f"trainer.virtual_pipeline={self.virtual_pipeline}: interleaves the model chunks of pipeline ranks; expected "
-                "trainer.pipeline_parallel of at least 2, found 1. Raise it, or set trainer.virtual_pipeline=1."
+                f"trainer.virtual_pipeline={self.virtual_pipeline}: interleaves the model chunks "
+                "of pipeline ranks; expected "
+                "trainer.pipeline_parallel of at least 2, found 1. Raise it, or set "
+                "trainer.virtual_pipeline=1."
             )
 
     @classmethod
@@ -65,7 +68,8 @@ class ParallelLayout:
     def name(self) -> str:
         """Short, for messages: TP2 PP2 VPP2 CP1."""
         return (
-            f"TP{self.tensor_parallel} PP{self.pipeline_parallel} VPP{self.virtual_pipeline} CP{self.context_parallel}"
+            f"TP{self.tensor_parallel} PP{self.pipeline_parallel} VPP{self.virtual_pipeline} "
+            f"CP{self.context_parallel}"
             f"{' SP' if self.sequence_parallel else ''}"
             f"{f' EP{self.expert_parallel}' if self.expert_parallel > 1 else ''}"
         )
@@ -81,9 +85,12 @@ class ParallelLayout:
         if max(ranks, 1) % self.model_ranks:
             sizes = f"{self.tensor_parallel} x {self.pipeline_parallel} x {self.context_parallel}"
             raise ConfigError(
-                "cluster.ranks: expected a multiple of trainer.tensor_parallel x pipeline_parallel x context_parallel = "
-                f"{sizes} = {self.model_ranks}, found {ranks}{' (one process)' if ranks == 0 else ''}; "
-                f"set cluster.ranks={-(-max(ranks, 1) // self.model_ranks) * self.model_ranks}, or make the sizes smaller."
+                "cluster.ranks: expected a multiple of trainer.tensor_parallel x pipeline_parallel "
+                "x context_parallel = "
+                f"{sizes} = {self.model_ranks}, found "
+                f"{ranks}{' (one process)' if ranks == 0 else ''}; "
+                f"set cluster.ranks={-(-max(ranks, 1) // self.model_ranks) * self.model_ranks}, or "
+                "make the sizes smaller."
             )
         of_stage = max(ranks, 1) // self.pipeline_parallel
         if of_stage % self.expert_parallel:

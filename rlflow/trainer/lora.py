@@ -39,7 +39,8 @@ def check_layers(options: LoraOptions | None, model: Architecture) -> None:
         return
     if model.latent is not None:
         raise ConfigError(
-            f"trainer.lora: latent attention (model family '{model.family}') gets no adapters; leave "
+            f"trainer.lora: latent attention (model family '{model.family}') gets no adapters; "
+            "leave "
             "trainer.lora out."
         )
     possible = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -73,11 +74,13 @@ def check_identity(
         for key in ("rank", "alpha", "targets"):
             if saved.get(key) != present[key]:
                 raise CheckpointError(
-                    f"{path}: written with trainer.lora.{key}={saved.get(key)}, found {present[key]}; set it as it was."
+                    f"{path}: written with trainer.lora.{key}={saved.get(key)}, found "
+                    f"{present[key]}; set it as it was."
                 )
         if saved.get("base") != present["base"]:
             raise CheckpointError(
-                f"{path}: holds adapters of other weights (content hash {str(saved.get('base'))[:12]}) than those of model.path "
+                f"{path}: holds adapters of other weights (content hash "
+                f"{str(saved.get('base'))[:12]}) than those of model.path "
                 f"({present['base'][:12]}); set model.path to the model that the run began with."
             )
     elif saved is not None:
@@ -85,11 +88,13 @@ def check_identity(
             f"{key}: {saved.get(key)}" for key in ("rank", "alpha", "targets")
         ).replace("'", "")
         raise CheckpointError(
-            f"{path}: holds LoRA adapters alone, and trainer.lora is not set; set it to {{{asked}}}."
+            f"{path}: holds LoRA adapters alone, and trainer.lora is not set; set it to "
+            f"{{{asked}}}."
         )
     elif present is not None:
         raise CheckpointError(
-            f"{path}: holds whole weights, and trainer.lora is set, under which these stay as they are in model.path; leave "
+            f"{path}: holds whole weights, and trainer.lora is set, under which these stay as they "
+            "are in model.path; leave "
             "trainer.lora out, or begin a new run from an export."
         )
 

@@ -197,7 +197,8 @@ class TrainerOptions:
         for name, value in asked.items():
             if value:
                 raise ConfigError(
-                    f"trainer.{name}: found true, but the trainer has no GPU whose memory it could spare; set it to false."
+                    f"trainer.{name}: found true, but the trainer has no GPU whose memory it could "
+                    "spare; set it to false."
                 )
 
     def learning_rate(self) -> Callable[[int], float]:
@@ -222,7 +223,8 @@ class TrainerOptions:
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
         if self.adapters is not None and self.fp8 != "none":
             raise ConfigError(
-                f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside megatron-core's own layers, which have no "
+                f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside "
+                "megatron-core's own layers, which have no "
                 "fp8; set one of the two to none."
             )
         if (

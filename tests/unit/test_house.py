@@ -20,14 +20,14 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 270_849,
-    "environments": 128_132,
+    "rlflow": 271_261,
+    "environments": 128_797,
     "tools": 29_981,
-    "recipes": 5_344,
+    "recipes": 5_530,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,
-    "lines over 100 columns, of 10,000": 25.3,
+    "lines over 100 columns, of 10,000": 18.6,
     "longest import chain": 15,
     "import chain of rlflow.loop": 12,
     "modules in a folder of rlflow/": 21,

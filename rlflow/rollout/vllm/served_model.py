@@ -61,8 +61,10 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
     rounding = _largest(expected, logprobs(rounded, row, TEMPERATURE)[len(prompt) :])
     if not gap <= ROUNDINGS * rounding:
         raise RolloutError(
-            f"{name}{says}: expected the weights of {path}, found others: log-probs of the same tokens differ by {gap:.2g} nats, "
-            f"{rounding:.2g} by rounding to bfloat16. Serve that model, or name the one that is served as --model."
+            f"{name}{says}: expected the weights of {path}, found others: log-probs of the same "
+            f"tokens differ by {gap:.2g} nats, "
+            f"{rounding:.2g} by rounding to bfloat16. Serve that model, or name the one that is "
+            "served as --model."
         )
     told_gap = "%s%s: log-probs differ by %.2g nats from those of %s: bfloat16, or weights that are a little older"
     logger.warning(told_gap, name, says, gap, path)

@@ -103,7 +103,8 @@ def load(path: Path, state: TrainerState, on_host: bool = False) -> TrainerState
     _check_files(path, manifest)
     if manifest["dtype"] != _dtype(state):
         raise CheckpointError(
-            f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it as it was, or start a "
+            f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it "
+            "as it was, or start a "
             "new run from an export of the old one."
         )
     biases = bool(manifest.get("router_biases"))
@@ -174,7 +175,8 @@ def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]
     for key, value in present.items():
         if saved.get(key) != value:
             raise CheckpointError(
-                f"{path}: belongs to another model; its {key} is {saved.get(key)}, that of model.path is {value}."
+                f"{path}: belongs to another model; its {key} is {saved.get(key)}, that of "
+                f"model.path is {value}."
             )
 
 
@@ -183,7 +185,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = read_sealed(path / TRAINER_MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: a checkpoint of format {manifest.get('format')}; this version of rlflow reads format {FORMAT}."
+            f"{path}: a checkpoint of format {manifest.get('format')}; this version of rlflow "
+            f"reads format {FORMAT}."
         )
     return manifest
 

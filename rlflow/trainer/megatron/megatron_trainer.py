@@ -138,7 +138,8 @@ class MegatronTrainer(Trainer):
         where loss or gradients are not finite; the weights stay."""
         if len(batch) == 0:
             raise RLFlowError(
-                "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
+                "update: the batch has no rows; every trajectory of the step was aborted or "
+                "filtered out."
             )
         self._check(batch)
         if self._replays:
@@ -230,7 +231,8 @@ class MegatronTrainer(Trainer):
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError(
-                "snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'."
+                "snapshot: 'policy' is the model in training; choose another name, e.g. "
+                "'reference'."
             )
         trained = trained_parameters(self._chunks, self._biases)
         values = {key: parameter.detach() for key, parameter in trained}
@@ -331,7 +333,8 @@ class MegatronTrainer(Trainer):
         vocab = self._architecture.vocab
         if lowest < 0 or highest >= vocab:
             raise DataError(
-                f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found {lowest} to {highest}."
+                f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found "
+                f"{lowest} to {highest}."
             )
 
     @contextlib.contextmanager
@@ -343,7 +346,8 @@ class MegatronTrainer(Trainer):
         if name not in self._snapshots:
             known = ["policy", *self._snapshots, *self._frozen]
             raise ConfigError(
-                f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}"
+                f"score: there is no model '{name}'; known: "
+                f"{', '.join(known)}.{did_you_mean(name, known)}"
             )
         if name in self._unchanged:
             with adapters.switched_off(self._chunks):

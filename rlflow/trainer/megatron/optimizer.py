@@ -119,7 +119,8 @@ def step(optimizer: MegatronOptimizer, lr: float) -> float:
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         raise RLFlowError(
-            f"update: the gradient norm is {norm}; the weights were not changed. Look for non-finite advantages, "
+            f"update: the gradient norm is {norm}; the weights were not changed. Look for "
+            "non-finite advantages, "
             "log-probs or weights in the batch, or lower trainer.lr."
         )
     if norm == 0:
