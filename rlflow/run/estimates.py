@@ -28,7 +28,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_CUDA = 0.28, 0.1
 """What an update's allocations take beyond their sizes: holes, freed memory that is kept, products'
 own. On CPUs 0.19 to 0.38 were measured; on GPUs assumed."""
-FIRST_USE, FIRST_DECODE = 64 * 2**20, 16 * 2**20
+FIRST_USE, FIRST_DECODE = 64 * 2**20, 8 * 2**20
 """What the first update, or decode step, leaves, whatever the shapes; of a decode step 48 MiB were
 measured on Intel, 0 to 32 on AMD (Zen 2)."""
 VLLM_FRONT, VLLM_CORE = 900 * 2**20, 800 * 2**20
