@@ -189,7 +189,8 @@ def step_problem(step: Any) -> tuple[str, str] | None:
         if whole is not None and not hasattr(whole, "__index__"):
             return name, f"{name}: expected a whole number or None, found {whole!r}"
     if step.max_tokens is not None and step.max_tokens < 0:
-        return "max_tokens", f"max_tokens: expected 1 or more, found {step.max_tokens!r}"
+        told = f"expected at least 0 (no limit of its own), found {step.max_tokens!r}"
+        return "max_tokens", f"max_tokens: {told}"
     if not is_finite(step.waited_s):
         return "waited_s", f"waited_s: expected a finite number, found {step.waited_s!r}"
     if problem := observation_problem(step.observation):

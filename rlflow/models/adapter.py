@@ -193,7 +193,8 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
     other = [key for key, value in plain if (config.get(key) or None) != (value or None)]
     if config.get("init_lora_weights") not in _SAME_BASE:
         other.append("init_lora_weights")
-    for key in other:
+    if other:
+        key = other[0]
         raise ModelError(
             f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not supported; "
             "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER)"

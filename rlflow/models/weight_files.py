@@ -76,8 +76,7 @@ def write_model(
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        problem = why_no_room(path, manifest["weight_bytes"])  # before tensors are gathered
-        if problem is not None:
+        if problem := why_no_room(path, manifest["weight_bytes"]):  # before tensors are gathered
             raise StorageError(problem)
         with replacing_directory(path) as partial:
             _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)

@@ -65,7 +65,7 @@ class ReferenceTrainer(Trainer):
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast
     and gives out bfloat16 weights. `seed` and `logits_chunk_mib` are accepted because every trainer
     takes them; logits are whole here. values: a critic, whose `score` gives values and whose losses
-    get them. """
+    get them."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     """The HuggingFace model of a local directory in float32, without dropout.
 
     Raises ModelError where the directory is no model, or its files lack a parameter (transformers
-    would draw it at random). """
+    would draw it at random)."""
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"model.path: expected a HuggingFace directory with config.json, found none at '{path}'")
     from transformers import AutoModelForCausalLM

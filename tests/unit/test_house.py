@@ -20,7 +20,7 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 271_261,
+    "rlflow": 271_263,
     "environments": 128_797,
     "tools": 29_981,
     "recipes": 5_530,

@@ -214,7 +214,7 @@ def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(
         (Step(replace=[1]), "replace: expected {turn: text}, found [1]"),
         (Step(after="x"), "after: expected a whole number or None, found 'x'"),
         (Step(max_tokens="3"), "max_tokens: expected a whole number or None, found '3'"),
-        (Step(max_tokens=-3), "max_tokens: expected 1 or more, found -3"),
+        (Step(max_tokens=-3), "max_tokens: expected at least 0 (no limit of its own), found -3"),
         (Step(waited_s=None), "waited_s: expected a finite number, found None"),
         (Step(stop="</a>"), "stop: expected a tuple of non-empty strings, found '</a>'; write ('</a>',) with its comma"),
         (Step(stop=("",)), "stop: expected a tuple of non-empty strings, found ('',)"),
