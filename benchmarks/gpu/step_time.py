@@ -10,7 +10,6 @@ beside it. Without --config: the 3B recipe on 8 GPUs."""
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import sys
@@ -167,7 +166,7 @@ def features(config: Any) -> Features:
 
     engine = config.rollout.engine
     return Features(
-        fused="bias_activation_fusion=False" not in inspect.getsource(model.transformer_config),
+        fused=model._fusions(on_cpu=False)["bias_activation_fusion"],
         scored_only="wanted" in Batch.__dataclass_fields__,
         device_weights=engine.get("transfer", VLLMOptions.transfer) == "ipc",
         seeds=not VLLMEngine.slow_seeds,

@@ -58,7 +58,9 @@ def action_of(space: Any, said: str) -> Any:
         return said
     if kind == "Discrete" and not (said.lstrip("-").isdecimal() and len(said) < 10):
         raise ValueError("no number")
-    return _value(space, int(said) if kind == "Discrete" else load_json(said.encode(errors="replace")))
+    if kind == "Discrete":
+        return _value(space, int(said))
+    return _value(space, load_json(said.encode(errors="replace")))
 
 
 def _value(space: Any, value: Any) -> Any:

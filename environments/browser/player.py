@@ -15,7 +15,9 @@ _LINE = re.compile(r'^(\d+) ([a-z0-9]+) "(.*)"(?: (on|off))?', re.MULTILINE)
 _QUOTED = re.compile(r'"([^"]*)"')
 
 
-def play(prompt: str, turns: Sequence[tuple[str, str]], generator: random.Random, clumsy: bool) -> str:
+def play(
+    prompt: str, turns: Sequence[tuple[str, str]], generator: random.Random, clumsy: bool
+) -> str:
     """The next action of the task; a clumsy one mostly clicks the first element, or acts on any."""
     goal = re.findall(r"^Task: (.*)$", prompt, re.MULTILINE)[-1]
     page = turns[-1][1] if turns else prompt

@@ -9,8 +9,8 @@ from rlflow.errors import ConfigError, did_you_mean
 MOST_WORDS = 4  # of a line
 _DIRECTIONS = "north k east l south j west h northeast u southeast n southwest b northwest y"
 _COMMANDS = (
-    "up < down > wait . search s pickup , look : inventory i apply a attributes C-x cast Z chat M-c "
-    "close c dip M-d drop d eat e engrave E enhance M-e fight F fire f force M-f invoke M-i "
+    "up < down > wait . search s pickup , look : inventory i apply a attributes C-x cast Z chat "
+    "M-c close c dip M-d drop d eat e engrave E enhance M-e fight F fire f force M-f invoke M-i "
     "jump M-j kick C-d loot M-l monster M-m offer M-o open o overview C-o pay p pray M-p puton P "
     "quaff q quiver Q read r remove R ride M-R rub M-r sit M-s swap x takeoff T throw t tip M-T "
     "turn M-t twoweapon X untrap M-u wear W wield w wipe M-w zap z"

@@ -83,7 +83,8 @@ class AgentEnvironment(Environment):
 
     @abstractmethod
     async def start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
-        """The agent of an episode, which asks at the URL or with a `client`. Raises ProgramError."""
+        """The agent of an episode, which asks at the URL or with a `client`. Raises
+        ProgramError."""
 
     @abstractmethod
     async def score(self, episode: Episode) -> float:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import importlib
 import inspect
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rlflow.calls import CallThreads, call
 from rlflow.components import Kind, names_code
-from rlflow.endpoint import AgentSession
+from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
-from rlflow.storage.daemon import start_daemon
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, existing, parse_object, records, refuse
@@ -32,6 +29,8 @@ REWARD = Kind("reward", call=2)
 """`def reward(task, played)`, async or not: a number. played: `output`, `returned`, `messages`."""
 HELD_BACK = ("agent", "answer", "answers", "solution", "solutions")
 """Keys of a row that the reward sees, and the agent does not."""
+JUDGES = 256
+"""Rewards at the same time, where their function is not async."""
 PROMPTS = ("prompt", "question", "instruction", "problem")
 """Keys of a row whose text stands for the task in displays."""
 
@@ -107,6 +106,11 @@ class ProgramEnvironment(AgentEnvironment):
             tasks.append(Task(name, prompt, row.get("answer"), {"row": row}))
         return tasks
 
+    async def begin(self) -> Endpoint:
+        self._judges = CallThreads(JUDGES, "reward")
+        self.held.callback(self._judges.close)
+        return await super().begin()
+
     async def start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
         row = task.metadata["row"]
         given = {key: value for key, value in row.items() if key not in HELD_BACK}
@@ -133,7 +137,9 @@ class ProgramEnvironment(AgentEnvironment):
         found: Any = agent.returned
         if self._reward is not None:
             played = {"output": agent.output, "returned": found, "messages": session.messages}
-            found = await self._judged(task.metadata["row"], played)
+            given = (task.metadata["row"], played)
+            what = "environment.reward (limit: environment.timeout_s)"
+            found = await call(self._judges, self._reward, given, self._timeout_s, what)
         elif self._reward_command is not None:
             if not isinstance(agent, AgentProcess):
                 raise ConfigError("environment.reward_command: the agent is no program.")
@@ -152,24 +158,6 @@ class ProgramEnvironment(AgentEnvironment):
             )
         return number
 
-    async def _judged(self, row: dict[str, Any], played: dict[str, Any]) -> Any:
-        """What the reward's function says; a plain one in a thread of its own. Raises ProgramError
-        where it takes longer than `timeout_s`."""
-        function: Any = self._reward
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                if inspect.iscoroutinefunction(function):
-                    return await function(row, played)
-                found = await _in_thread(functools.partial(function, row, played))
-                return await found if inspect.isawaitable(found) else found
-        except TimeoutError:
-            if not limit.expired():
-                raise  # one of the function's own
-            raise ProgramError(
-                f"environment.reward did not end within {self._timeout_s:g} s "
-                "(environment.timeout_s)"
-            ) from None
-
 
 def _rows(path: str | Path) -> list[dict[str, Any]]:
     file = existing(path, "tasks")
@@ -184,21 +172,6 @@ def _rows(path: str | Path) -> list[dict[str, Any]]:
             bad.append((f"line {line}", str(problem)))
     refuse(file, "tasks", bad, len(rows))
     return rows
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns, out of a thread of its own that keeps nothing else from running."""
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()  # given up, it is not cancelled
-
-    def work() -> None:
-        try:
-            answer.set_result(function())
-        except BaseException as problem:  # noqa: BLE001 -- raised where it is awaited
-            answer.set_exception(problem)
-
-    start_daemon("reward", work)
-    return await asyncio.wrap_future(answer)
 
 
 def _is_code(agent: str, option: str) -> bool:

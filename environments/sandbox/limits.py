@@ -45,8 +45,8 @@ class Limits:
                 checked(hint, getattr(self, name), f"limits.{name}")
         if 2 * self.disk_mb >= self.memory_mb:
             raise ConfigError(
-                f"limits.disk_mb: expected less than half of memory_mb ({self.memory_mb}), as files "
-                f"are held in memory, found {self.disk_mb}."
+                f"limits.disk_mb: expected less than half of memory_mb ({self.memory_mb}), as "
+                f"files are held in memory, found {self.disk_mb}."
             )
 
 

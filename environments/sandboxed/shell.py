@@ -60,7 +60,8 @@ class ShellTasks(ToolEnvironment):
             files, check = task.metadata.get("files", {}), task.metadata.get("check", "")
             if not isinstance(check, str) or not _is_files(files):
                 raise DataError(
-                    f"{data}: task '{task.id}': expected 'files' as {{name: text}} and 'check' as a script."
+                    f"{data}: task '{task.id}': expected 'files' as {{name: text}} and 'check' as "
+                    "a script."
                 )
         self._box_tools = BoxTools(tools, at_once)
         self.tools = self._box_tools.schemas

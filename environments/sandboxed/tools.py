@@ -27,7 +27,8 @@ class BoxTools:
         for name in names:
             if name not in _TOOLS:
                 raise ConfigError(
-                    f"environment.tools: no tool '{name}'; expected {', '.join(_TOOLS)}.{did_you_mean(name, _TOOLS)}"
+                    f"environment.tools: no tool '{name}'; expected {', '.join(_TOOLS)}."
+                    f"{did_you_mean(name, _TOOLS)}"
                 )
         self.places = EpisodePlaces(at_once)
         self.schemas = tuple(_schema(name, *_TOOLS[name]) for name in names)

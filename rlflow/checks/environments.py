@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.calls import THREADS, CallThreads, call
 from rlflow.checks.agents import (
     Agent,
     answering_agent,
@@ -33,7 +34,6 @@ from rlflow.environment import (
 )
 from rlflow.errors import RolloutError, described, raised_at
 from rlflow.report.metrics import Metric
-from rlflow.rollout.calls import THREADS, CallThreads, call
 from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.types import Episode, Task

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlflow.calls import RunningTime, deadline
 from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerSlot, chosen, weight_reads
 from rlflow.errors import (
@@ -22,7 +23,6 @@ from rlflow.errors import (
     RLFlowError,
     RolloutError,
 )
-from rlflow.rollout.calls import RunningTime, deadline
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopThread, cancel_all
 from rlflow.rollout.players import Inbox

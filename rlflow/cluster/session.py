@@ -19,6 +19,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, install_command
 from rlflow.storage.child import Guard
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.guard import marked
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class RaySession:
                 started.set_exception(error)
             self._ended.wait()
 
-        threading.Thread(target=hold, name="ray", daemon=True).start()
+        start_daemon("ray", hold)
         return started
 
     def close(self) -> None:

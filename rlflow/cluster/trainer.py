@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlflow.calls import RunningTime
 from rlflow.cluster.actors import (
     ActorDied,
     end_actor,
@@ -30,7 +31,6 @@ from rlflow.errors import ConfigError, RLFlowError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing, joined
 from rlflow.matmul import PRODUCTS
 from rlflow.report.timer import highest
-from rlflow.rollout.calls import RunningTime
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.types import Batch, Loss

@@ -125,7 +125,7 @@ class RayWorker:
         process has."""
         group = {"concurrency_group": method} if method in (LOOK, REPORT) else {}
         answered: Future[Any] = Future()
-        answered.set_running_or_notify_cancel()  # who waits may give up; the answer comes all the same
+        answered.set_running_or_notify_cancel()  # who waits may give up; the answer still comes
 
         def hand_over(found: Future[Any]) -> None:
             if (error := found.exception()) is None:

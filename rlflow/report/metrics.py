@@ -174,8 +174,8 @@ METRICS: Metrics = {
     ),
     "train/router_aux_loss": Metric(
         "1",
-        "load-balancing loss over an update's tokens without its coefficient, mean over layers: the "
-        "experts of a token at an even load (trainer.balance)",
+        "load-balancing loss over an update's tokens without its coefficient, mean over layers: "
+        "the experts of a token at an even load (trainer.balance)",
     ),
     "train/router_z_loss": Metric(
         "1", "squared log-sum-exp of the routers' logits, likewise (trainer.balance)"

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from rlflow.codec import Response, Transcripts, transcribe
 from rlflow.rollout.engine import Completion, Engine, Sampling
-from rlflow.rollout.rollout import Rollout, TaskSource
+from rlflow.rollout.rollout import Rollout
+from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 
-__all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSource", "Tokenizer", "Transcripts", "WeightProbe",
-           "WeightSync", "transcribe"]  # fmt: skip
+__all__ = [
+    "Completion",
+    "Engine",
+    "Response",
+    "Rollout",
+    "Sampling",
+    "TaskSource",
+    "Tokenizer",
+    "Transcripts",
+    "WeightProbe",
+    "WeightSync",
+    "transcribe",
+]
 
 BUILT_IN = {
     "embedded": "rlflow.rollout.embedded.embedded_engine:EmbeddedEngine",

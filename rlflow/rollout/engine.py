@@ -61,7 +61,8 @@ class Completion:
 
 def joined_routes(first: Tensor | None, later: Tensor | None, most: int) -> Tensor | None:
     """Those of a text's first `most` tokens, each by the completion that was sampled behind it
-    first. A later one has those of all tokens before it too, of the weights that were there then."""
+    first. A later one has those of all tokens before it too, of the weights that were there
+    then."""
     if first is not None and later is not None:
         later = torch.cat([first, later[len(first) :]])
     found = first if later is None else later

@@ -10,9 +10,9 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rlflow.calls import start_call
 from rlflow.environment import Environment
 from rlflow.errors import EnvironmentContractError, RLFlowError, RolloutError, described
-from rlflow.rollout.calls import start_call
 from rlflow.rollout.episodes import CALL_S
 from rlflow.types import Task
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlflow.calls import CallThreads, call, deadline
 from rlflow.environment import (
     Environment,
     SaidTokens,
@@ -26,7 +27,6 @@ from rlflow.errors import (
     described,
     raised_at,
 )
-from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, make_segment
 from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text, token_texts

@@ -8,7 +8,7 @@ import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -230,3 +230,12 @@ def where(thread: threading.Thread) -> str:
         if frame is None
         else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
     )
+
+
+async def all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, when all have ended. Raises what the first one in their order raised."""
+    found = await asyncio.gather(*awaitables, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found  # type: ignore[return-value]

@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlflow.rollout.pacing import GroupAge
 from rlflow.types import Group, Task, Trajectory, stamp
+
+STEPS_REMEMBERED = 64
+"""Of which a task that comes again is recognised."""
+
+
+class GroupNames:
+    """Ids of groups: the step and the task, and how often that has come in the step before. Any
+    thread may ask. counts: what `since` gave."""
+
+    def __init__(self, counts: Mapping[str, Mapping[str, int]] = {}) -> None:
+        self._counts = defaultdict[int, Counter[str]](Counter)
+        self._counts |= {int(step): Counter(tasks) for step, tasks in counts.items()}
+        self._lock = threading.Lock()
+
+    def new(self, step: int, task: str) -> str:
+        """The id of a new group."""
+        with self._lock:
+            repeated = self._counts[step][task]
+            self._counts[step][task] += 1
+            if len(self._counts) > STEPS_REMEMBERED:
+                del self._counts[next(iter(self._counts))]
+        # The repetition stands before the colon, where a task's id cannot look like it.
+        return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
+
+    def of_collection(self) -> Callable[[int, str], str]:
+        """`new` for one collection: evaluations, whose steps are below 0, get the same ids in
+        each."""
+        own = GroupNames()
+        return lambda step, task: (self if step >= 0 else own).new(step, task)
+
+    def since(self, step: int) -> dict[str, dict[str, int]]:
+        """What was counted from a step on, as plain data."""
+        with self._lock:
+            return {str(at): dict(tasks) for at, tasks in self._counts.items() if at >= step}
 
 
 @dataclass(eq=False)

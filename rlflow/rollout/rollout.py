@@ -1,31 +1,33 @@
-"""Rollout: episodes of an environment by one or several engines. The only place where text becomes tokens."""
+"""Rollout: episodes of an environment by one or several engines. The only place where text becomes
+tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 from weakref import WeakSet
 
+from rlflow.calls import THREADS, CallThreads
 from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
 from rlflow.environment import Environment, check_stop
 from rlflow.errors import RolloutError
-from rlflow.rollout.calls import THREADS, CallThreads
 from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sent, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
-from rlflow.rollout.event_loop import LoopThread, LoopWatch
+from rlflow.rollout.event_loop import LoopThread, LoopWatch, all_of
 from rlflow.rollout.groups import Admit, Groups, OnEpisode, Terms
+from rlflow.rollout.issued import GroupNames
 from rlflow.rollout.pacing import ANY_AGE, Pacing
 from rlflow.rollout.players import LocalPlayer, Player
 from rlflow.rollout.replay import replay
+from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer, check_frame
 from rlflow.rollout.weight_sync import (
     InProcessSync,
@@ -38,36 +40,21 @@ from rlflow.rollout.weight_sync import (
 )
 from rlflow.types import Group, Task
 
-T = TypeVar("T")
-STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
-
-
-@runtime_checkable
-class TaskSource(Protocol):
-    """An order of tasks and the position in it. The position is state of the source, not a function of the step: a filter
-    that refuses groups makes a step take more tasks than another one."""
-
-    def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; fewer, or none, where the source ends."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as plain data; part of a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-
 
 class Rollout:
-    """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
-    reported about the last collection. `on_episode`: told (ended, all in flight or ended, trajectory) of each episode that ends;
-    for displays. `on_group`: given each group of a step as it ends. Both are called in the thread that waits for groups.
+    """Drives engines through episodes; every episode proceeds on its own, none waits for a batch.
+    Methods are synchronous and may be called from any thread, also where an event loop is running
+    (a notebook).
 
-    engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
-    seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
-    count). The other keywords are those of the `rollout` section of the configuration and of its `faults`. Methods are
-    synchronous and may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights
-    reach the engines; None: by reference, within this process. verify_weights: False takes it on trust that they did.
-    """
+    engine: one, or several over which the groups are spread; an episode stays on its engine.
+    deterministic: equal seeds and weights give equal bits whatever the timing (episodes wait for
+    each other's turns; use one engine thread count). weight_sync: how weights reach the engines;
+    None: by reference, within this process. verify_weights: False takes it on trust that they did.
+    The other keywords are those of the `rollout` section of the configuration and of its `faults`.
+
+    `report`: what the environment reported about the last collection. `on_episode`: told (ended,
+    all in flight or ended, trajectory) of each episode that ends; for displays. `on_group`: given
+    each group of a step as it ends. Both are called in the thread that waits for groups."""
 
     def __init__(
         self,
@@ -116,7 +103,7 @@ class Rollout:
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
-        self._named = defaultdict[int, Counter[str]](Counter)  # of tasks, by step
+        self._names = GroupNames()
         self._players: WeakSet[Player] = WeakSet()
         self._paused = self._closed = False
         self._turn = asyncio.Lock()  # deterministic collections take turns
@@ -134,17 +121,24 @@ class Rollout:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> Rollout:
-        """A Rollout over an engine and the tokenizer of a HuggingFace directory. engine: its name, or its keywords, the name
-        left out for the embedded one; options: keywords of `Rollout`."""
+        """A Rollout over an engine and the tokenizer of a HuggingFace directory. engine: its name,
+        or its keywords, the name left out for the embedded one; options: keywords of `Rollout`."""
         tokenizer = Tokenizer.from_pretrained(path, trust_remote_code)
-        shared: dict[str, Any] = {key: options[key] for key in ("seed", "deterministic") if key in options}
+        shared = {key: options[key] for key in ("seed", "deterministic") if key in options}
         component = engine if isinstance(engine, str) else {"name": "embedded", **engine}
         made = ENGINE.build(component, path=path, tokenizer=tokenizer, **shared)
-        return cls(made, environment, tokenizer, **options)
+        try:
+            return cls(made, environment, tokenizer, **options)
+        except BaseException:
+            engines = made if isinstance(made, Sequence) else [made]
+            with closing(LoopThread("rlflow-rollout")) as thread:
+                thread.run(all_of(one.close() for one in engines))
+            raise
 
     @property
     def max_total_tokens(self) -> int:
-        """The token budget of an episode: the option of that name, or what the engines can hold if that is less."""
+        """The token budget of an episode: the option of that name, or what the engines can hold if
+        that is less."""
         return self._limits.max_total_tokens
 
     @property
@@ -164,19 +158,24 @@ class Rollout:
         temperature: float | None = None,
         max_aborted_share: float | None = None,
     ) -> list[Group]:
-        """A group of finished attempts per task, in the order of the tasks. The keywords replace those of the Rollout.
+        """A group of finished attempts per task, in the order of the tasks. The keywords replace
+        those of the Rollout.
 
-        Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
-        group id) of its own; evaluations, whose steps are below 0, give the same samples each time.
+        Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step
+        gets seeds (and a group id) of its own; evaluations, whose steps are below 0, give the same
+        samples each time.
 
-        Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
+        Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names
+        the first error."""
         tasks = list(tasks)
         if strange := [task for task in tasks if not isinstance(task, Task)]:
             raise RolloutError(f"rollout.collect: expected tasks, found {strange[0]!r:.60}.")
         left = iter(tasks)
-        terms, pacing = self._terms(samples_per_prompt, max_aborted_share), Pacing(max(1, len(tasks)), ANY_AGE)
+        terms = self._terms(samples_per_prompt, max_aborted_share)
+        pacing = Pacing(max(1, len(tasks)), ANY_AGE)
+        found = self.groups(lambda n: [*islice(left, n)], pacing, terms, temperature=temperature)
         try:
-            with closing(self.groups(lambda n: [*islice(left, n)], pacing, terms, temperature=temperature)) as groups:
+            with closing(found) as groups:
                 groups.on_group = None
                 return groups.step(step)
         finally:
@@ -191,16 +190,25 @@ class Rollout:
         return {}
 
     def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
-        """Groups, by their ids, of what was said elsewhere, scored by this environment; see `rlflow.rollout.replay.replay`."""
+        """Groups, by their ids, of what was said elsewhere, scored by this environment; see
+        `rlflow.rollout.replay.replay`."""
         groups = replay(transcripts, self.tokenizer, self._episodes(), self._thread())
-        reported(self.environment, self.call_s)  # what these episodes did is none of the next collection's
+        # What these episodes did is none of the next collection's
+        reported(self.environment, self.call_s)
         return groups
 
     def player(self, wake: Callable[[], object] = lambda: None) -> Player:
-        """Plays attempts, beside what others play; see `Player`. wake: called when there are events."""
-        turn = self._turn if self.deterministic else None
-        player = LocalPlayer(self._thread(), self.engines, self._episodes(), version=lambda: self.version,
-                             decode=self.tokenizer.decode, turn=turn, wake=wake)  # fmt: skip
+        """Plays attempts, beside what others play; see `Player`. wake: called when there are
+        events."""
+        player = LocalPlayer(
+            self._thread(),
+            self.engines,
+            self._episodes(),
+            version=lambda: self.version,
+            decode=self.tokenizer.decode,
+            turn=self._turn if self.deterministic else None,
+            wake=wake,
+        )
         self._players.add(player)
         return player
 
@@ -226,19 +234,8 @@ class Rollout:
             request = f"{collection}/{request}/{name}"
             return Attempt(task, group_id, request, seeds, number, unique, temperature, priority)
 
-        named = defaultdict[int, Counter[str]](Counter)
-
-        def name(step: int, task: str) -> str:
-            with self._lock:
-                counts = (self._named if step >= 0 else named)[step]
-                repeated = counts[task]
-                counts[task] += 1
-                if len(self._named) > STEPS_REMEMBERED:
-                    del self._named[next(iter(self._named))]
-            # The repetition stands before the colon, where a task's id cannot look like it.
-            return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
-
-        groups = Groups(self.player(), attempt, name, take, pacing, terms, tasks=tasks)
+        names = self._names.of_collection()
+        groups = Groups(self.player(), attempt, names, take, pacing, terms, tasks=tasks)
         groups.on_episode = lambda *told: self.on_episode and self.on_episode(*told)
         groups.on_group = lambda group: self.on_group and self.on_group(group)
         return groups
@@ -259,16 +256,17 @@ class Rollout:
         return Terms(samples, share, self._limits.episode_s + self.call_s, **others)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops the engines from sampling; environments go on. `load_weights` ends it, as `resume` does. See `Engine.pause`."""
+        """Stops the engines from sampling; environments go on. `load_weights` ends it, as `resume`
+        does. See `Engine.pause`."""
         if not self._paused:
             self._paused = True
-            self._thread().run(_all_of(engine.pause(mode) for engine in self.engines))
+            self._thread().run(all_of(engine.pause(mode) for engine in self.engines))
 
     def resume(self) -> None:
         """Continues after `pause`; of no effect where nothing is paused."""
         if self._paused:
             self._paused = False
-            self._thread().run(_all_of(engine.resume() for engine in self.engines))
+            self._thread().run(all_of(engine.resume() for engine in self.engines))
 
     @property
     def failure(self) -> str:
@@ -276,24 +274,33 @@ class Rollout:
         return next((engine.failure for engine in self.engines if engine.failure), "")
 
     def outlive(self, restart: Callable[[], object]) -> None:
-        """Lets requests wait for engines that ended. Who waits for episodes calls `restart`, which loads the present weights."""
+        """Lets requests wait for engines that ended. Who waits for episodes calls `restart`, which
+        loads the present weights."""
         for engine in self.engines:
             engine.patient = True
         self._thread().on_wait = lambda: restart() if self.failure else None
 
     def sleep(self) -> int:
-        """Engines that take turns with a trainer (`Engine.sleeps`) give their memory back until `load_weights`; returns bytes."""
-        return sum(self._thread().run(_all_of(one.sleep() for one in self.engines if one.sleeps)))
+        """Engines that take turns with a trainer (`Engine.sleeps`) give their memory back until
+        `load_weights`; returns bytes."""
+        return sum(self._thread().run(all_of(one.sleep() for one in self.engines if one.sleeps)))
 
     def stream(
-        self, source: TaskSource, prompts: int, *, start: int = 0, admit: Admit | None = None,
+        self,
+        source: TaskSource,
+        prompts: int,
+        *,
+        start: int = 0,
+        admit: Admit | None = None,
         max_rounds: int = 10,
     ) -> Iterator[list[Group]]:
-        """The groups of one step after another, `prompts` each, until the source ends. A step is sampled when it is asked
-        for, so with the newest weights. The first one has the number `start`.
+        """The groups of one step after another, `prompts` each, until the source ends. A step is
+        sampled when it is asked for, so with the newest weights. The first one has the number
+        `start`.
 
-        admit: what of some groups goes into the step (filters). As many tasks as are missing are then taken from the
-        source, in at most max_rounds rounds. Raises RolloutError where these admit nothing."""
+        admit: what of some groups goes into the step (filters). As many tasks as are missing are
+        then taken from the source, in at most max_rounds rounds. Raises RolloutError where these
+        admit nothing."""
         check_sizes("rollout", prompts=prompts, max_rounds=max_rounds)
         terms = self._terms(None, None, max_rounds=max_rounds)
         with closing(self.groups(source.take, Pacing(prompts, ANY_AGE), terms)) as groups:
@@ -309,10 +316,12 @@ class Rollout:
     def load_weights(
         self, weights: Iterable[Sent], version: int, probe: WeightProbe | None = None
     ) -> None:
-        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread (or buckets, for
-        engines with `sharing`), and verifies them. probe: for engines that cannot hash theirs.
+        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in
+        this thread (or buckets, for engines with `sharing`), and verifies them. probe: for engines
+        that cannot hash theirs.
 
-        Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is neither."""
+        Raises RolloutError where an engine's content hash or probe is not that of what was sent, or
+        where there is neither."""
         answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
         if probe is not None:
             with self.synced.part("verify"):
@@ -321,26 +330,30 @@ class Rollout:
     def load_and_ask(
         self, weights: Iterable[Sent], version: int, questions: ProbeQuestions | None
     ) -> list[list[Completion]]:
-        """As `load_weights`; returns what engines that cannot hash their weights answered, for the trainer to compare."""
-        unhashed = [engine for engine in self.engines if not engine.hashes_weights] if self.verify_weights else []
+        """As `load_weights`; returns the answers of engines that cannot hash their weights."""
+        unhashed = [one for one in self.engines if self.verify_weights and not one.hashes_weights]
         if unhashed and questions is None:
-            raise RolloutError(f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell "
-                               "whether it samples from the trainer's policy; give load_weights a WeightProbe.")  # fmt: skip
-        report = self.synced = SyncReport(len(self.engines))
-        sync = self.weight_sync or InProcessSync(
-            self.engines, self._thread(), self.verify_weights, report
-        )
+            raise RolloutError(
+                f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing "
+                "would tell whether it samples from the trainer's policy; give load_weights a "
+                "WeightProbe."
+            )
+        report, thread = SyncReport(len(self.engines)), self._thread()
+        own = InProcessSync(self.engines, thread, self.verify_weights, report)
+        self.synced, sync = report, self.weight_sync or own
         with report.part("load"):
             with closing(report.gathered(weights)) as sent:
                 sync.push(sent, version)
-            waking = _all_of(engine.wake() for engine in self.engines if engine.sleeps)
-            self.memory_taken = sum(self._thread().run(waking))
+            waking = all_of(engine.wake() for engine in self.engines if engine.sleeps)
+            self.memory_taken = sum(thread.run(waking))
         self.resume()  # before the probe, which a paused engine never answers
+        answers: list[list[Completion]] = []
         with report.part("verify"):
-            asked = [] if questions is None else self._thread().run(
-                _all_of(run_probe(one, questions, version) for one in unhashed))  # fmt: skip
+            if questions is not None:
+                asked = (run_probe(one, questions, version) for one in unhashed)
+                answers = thread.run(all_of(asked))
         self.version = version
-        return asked
+        return answers
 
     @property
     def weights_device(self) -> str | None:
@@ -354,24 +367,24 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights."""
-        named = {str(step): dict(counts) for step, counts in self._named.items() if step >= self.version}
+        named = self._names.since(self.version)
         return {"collections": self._collections, "version": self.version, "named": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; the weights come by `load_weights`."""
         self._collections = int(state["collections"])
         self.version = int(state["version"])
-        self._named.clear()
-        self._named |= {int(step): Counter(counts) for step, counts in state["named"].items()}
+        self._names = GroupNames(state["named"])
 
     def close(self) -> None:
-        """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
+        """Ends what is in flight, closes the engines and shuts the environment down."""
         self._closed, self._loop, thread = True, None, self._thread()
         with ExitStack() as steps:  # from the last to the first, whatever one raises
             steps.callback(thread.close)
             steps.callback(self._threads.close)
             steps.callback(shut_down, self.environment, min(self.call_s, SHUTDOWN_S))
-            steps.callback(lambda: thread.answers() and thread.run(_closed(self.engines)))
+            ending = (one.close() for one in self.engines)
+            steps.callback(lambda: thread.answers() and thread.run(all_of(ending)))
             for player in self._players:
                 steps.callback(player.close)
 
@@ -385,16 +398,3 @@ class Rollout:
         with self._lock:
             self._loop = self._loop or LoopThread("rlflow-rollout")
             return self._loop
-
-
-async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, when all have ended. Raises what the first one in their order raised."""
-    found = await asyncio.gather(*awaitables, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found  # type: ignore[return-value]
-
-
-async def _closed(engines: Iterable[Engine]) -> None:
-    await _all_of(engine.close() for engine in engines)

@@ -27,7 +27,8 @@ from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
 from rlflow.rollout.probe_rule import TOKENS, spacing
-from rlflow.rollout.rollout import Rollout, TaskSource
+from rlflow.rollout.rollout import Rollout
+from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path

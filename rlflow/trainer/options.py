@@ -130,7 +130,7 @@ class TrainerOptions:
     distributed_optimizer: bool = False  # its state split over data- and context-parallel ranks
     router_replay: Literal["off", "rollout", "recompute"] = "off"  # experts: anew, sampled, scored
     balance: BalanceOptions | None = None  # of the load of experts; None: as config.json says
-    recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # or parts of layers
+    recompute: Literal["none", "selective", "full"] | Sequence[Module] = "none"  # parts of layers
     lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})

@@ -48,8 +48,9 @@ def check_loss(loss: float, updates: int) -> None:
     nothing then."""
     if not math.isfinite(loss):
         raise RLFlowError(
-            f"update {updates}: the loss is {loss}, expected a finite number; the weights were not changed. Look for "
-            "non-finite advantages, log-probs or weights in the batch, or lower trainer.lr."
+            f"update {updates}: the loss is {loss}, expected a finite number; the weights were not "
+            "changed. Look for non-finite advantages, log-probs or weights in the batch, or lower "
+            "trainer.lr."
         )
 
 

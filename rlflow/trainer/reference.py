@@ -20,12 +20,11 @@ from rlflow.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    ModelError,
     RLFlowError,
     StorageError,
     did_you_mean,
 )
-from rlflow.models.huggingface import digest, iterate_weights, quiet_transformers
+from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.tables import dtype_of
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,
@@ -40,7 +39,8 @@ from rlflow.trainer import lora
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, teacher_top_ids
+from rlflow.trainer.reference_model import Critic, at_tokens, load_model, policy_output
+from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
@@ -93,10 +93,12 @@ class ReferenceTrainer(Trainer):
         self.adapters = {} if self.lora is None else lora.attach(self.model, self.lora, seed)
         self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
         parameters = list(self._trained().values())
+        matrices = [value for value in parameters if value.dim() > 1]
+        vectors = [value for value in parameters if value.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": adamw.weight_decay},
-                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+                {"params": matrices, "weight_decay": adamw.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
             ],
             lr=given.lr,
             betas=(adamw.beta1, adamw.beta2),
@@ -110,37 +112,47 @@ class ReferenceTrainer(Trainer):
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
         if options.layout.model_ranks > 1 or ranks > 1:
             raise ConfigError(
-                "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel, "
-                f"context_parallel and cluster.ranks at most 1, found {options.tensor_parallel}, "
-                f"{options.pipeline_parallel}, {options.context_parallel}, {ranks}."
+                "trainer.backend: 'reference' runs on one device; expected tensor_parallel, "
+                "pipeline_parallel, context_parallel and cluster.ranks at most 1, found "
+                f"{options.tensor_parallel}, {options.pipeline_parallel}, "
+                f"{options.context_parallel}, {ranks}."
             )
         if options.adamw.offload:
-            raise ConfigError("trainer.optimizer.offload: 'reference' runs on one device; expected false, found true.")
+            raise ConfigError(
+                "trainer.optimizer.offload: 'reference' runs on one device; expected false, found "
+                "true."
+            )
         for name, why in CANNOT.items():
             found, expected = getattr(options, name), getattr(TrainerOptions, name)
             if found != expected:
                 raise ConfigError(
-                    f"trainer.{name}: 'reference' {why}; expected {str(expected).lower()}, found {str(found).lower()}. "
-                    "Use trainer.backend=megatron."
+                    f"trainer.{name}: 'reference' {why}; expected {str(expected).lower()}, found "
+                    f"{str(found).lower()}. Use trainer.backend=megatron."
                 )
 
     @torch.no_grad()
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         check_wanted(want, self.values)
         if top_k:
             policy: Any = self.model  # a teacher may have more rows, of padding
             check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
         result = empty_scores(batch, want, top_k)
+        needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
             found = self._head(part, model)
             if top_k:
                 ids = F.pad(found[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
-                ids *= (torch.arange(ids.shape[1], device=ids.device) < part.lengths[:, None])[..., None]
+                positions = torch.arange(ids.shape[1], device=ids.device)
+                ids *= (positions < part.lengths[:, None])[..., None]
                 part = part.replace(extras={TEACHER_TOP_IDS: ids})
-            output = self._described(found, part, frozenset(want) | ({"top_logprobs"} if top_k else set()))
+            output = self._described(found, part, needs)
             for name, whole in result.items():
                 values = ids if name == "top_ids" else getattr(output, name)
                 whole[torch.tensor(rows), : values.shape[1]] = values.to(whole)
@@ -150,7 +162,8 @@ class ReferenceTrainer(Trainer):
         loss = as_loss(loss)
         if len(batch) == 0:
             raise RLFlowError(
-                "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
+                "update: the batch has no rows; every trajectory of the step was aborted or "
+                "filtered out."
             )
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
@@ -174,9 +187,11 @@ class ReferenceTrainer(Trainer):
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError(
-                "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. reference"
+                "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. "
+                "reference"
             )
-        self.snapshots[name] = {key: value.detach().clone() for key, value in self._trained().items()}
+        trained = self._trained().items()
+        self.snapshots[name] = {key: value.detach().clone() for key, value in trained}
 
     def load_frozen(self, name: str, path: str | Path) -> None:
         check_new_name(name, [*self.snapshots, *self.frozen])
@@ -186,14 +201,16 @@ class ReferenceTrainer(Trainer):
         value: Tensor
         in_files = self.model.state_dict().keys()
         buffers = ((name, value) for name, value in self.model.named_buffers() if name in in_files)
-        for name, value in chain(self.model.named_parameters(), buffers):  # names a tied lm_head once, as the embedding
+        # A tied lm_head is named once, as the embedding
+        for name, value in chain(self.model.named_parameters(), buffers):
             layer, _, kind = name.rpartition(".")
             if name.startswith("output_layer.") or ".lora." in name:  # a critic's own, adapters
                 continue
             if kind == "weight" and layer in self.adapters:
                 value = value + self.adapters[layer].change()
             for saved, part in self._as_saved(name, value.detach()).items():
-                yield saved, part.to(device=device, dtype=dtype_of(saved, self.dtype), copy=device is not None)
+                dtype = dtype_of(saved, self.dtype)
+                yield saved, part.to(device=device, dtype=dtype, copy=device is not None)
 
     def _as_saved(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """A parameter as files have it; in memory, transformers makes one of a layer's experts."""
@@ -213,7 +230,17 @@ class ReferenceTrainer(Trainer):
         from safetensors.torch import save_file
 
         directory = Path(path)
-        frozen = {f"{name}/{key}": value for name, copy in self.snapshots.items() for key, value in copy.items()}
+        frozen = {
+            f"{name}/{key}": value
+            for name, copy in self.snapshots.items()
+            for key, value in copy.items()
+        }
+        content = {
+            "backend": "reference",
+            "step": step,
+            "updates": self.updates,
+            "lora": self.identity,
+        }
         try:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(
@@ -223,10 +250,11 @@ class ReferenceTrainer(Trainer):
             save_file(frozen, directory / "snapshots.safetensors")
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
             files = {name: fingerprint(directory / name) for name in FILES}
-            content = {"backend": "reference", "step": step, "updates": self.updates, "lora": self.identity}
             write_manifest(directory / TRAINER_MANIFEST, content, files)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise StorageError(f"{directory}: the checkpoint cannot be written ({error_reason(error)}).") from error
+            raise StorageError(
+                f"{directory}: the checkpoint cannot be written ({error_reason(error)})."
+            ) from error
 
     def load(self, path: str | Path) -> int:
         from safetensors.torch import load_file
@@ -234,14 +262,19 @@ class ReferenceTrainer(Trainer):
         directory = Path(path)
         state = read_sealed(directory / TRAINER_MANIFEST)
         if state.get("backend") != "reference":
-            raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
+            raise CheckpointError(
+                f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as "
+                "it was."
+            )
         lora.check_identity(directory, state.get("lora"), self.identity)
         damage = find_damage(directory, read_fingerprints(state, directory / TRAINER_MANIFEST))
         if damage is not None:
             raise DamagedCheckpointError(f"{damage}.")
         policy = load_file(directory / "policy.safetensors")
         frozen = load_file(directory / "snapshots.safetensors")
-        optimizer = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        optimizer = torch.load(
+            directory / "optimizer.pt", map_location=self.device, weights_only=True
+        )
         self._restore(policy, directory)
         loaded: dict[str, dict[str, Tensor]] = {}
         for key, value in frozen.items():
@@ -253,7 +286,8 @@ class ReferenceTrainer(Trainer):
         return int(state["step"])
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        named = self.model.named_parameters()
+        return {name: value for name, value in named if value.requires_grad}
 
     def _microbatches(self, batch: Batch) -> list[list[int]]:
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
@@ -279,19 +313,21 @@ class ReferenceTrainer(Trainer):
     def _head(self, batch: Batch, model: str) -> Tensor:
         """(B, T, V) logits; (B, T) values of a critic."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+        halved = self.dtype is torch.bfloat16
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
             if model == "policy" or model in self.frozen:
                 output = self.frozen.get(model, self.model)(**arguments)
             else:
-                output = torch.func.functional_call(self.model, self._snapshot(model), (), arguments)
+                weights = self._snapshot(model)
+                output = torch.func.functional_call(self.model, weights, (), arguments)
         return output if self.values else output.logits
 
     def _snapshot(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
             known = ["policy", *self.snapshots, *self.frozen]
             raise ConfigError(
-                f"trainer.score: there is no model '{name}', only {', '.join(known)}; call snapshot('{name}') first."
-                f"{did_you_mean(name, known)}"
+                f"trainer.score: there is no model '{name}', only {', '.join(known)}; call "
+                f"snapshot('{name}') first.{did_you_mean(name, known)}"
             )
         return self.snapshots[name]
 
@@ -302,8 +338,9 @@ class ReferenceTrainer(Trainer):
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         if not torch.isfinite(torch.tensor(norm)):
             raise RLFlowError(
-                f"trainer: the gradient norm of update {self.updates} is {norm}, the weights were left as they are; look at the "
-                "batch's advantages and log-probs, or lower trainer.lr"
+                f"trainer: the gradient norm of update {self.updates} is {norm}, the weights were "
+                "left as they are; look at the batch's advantages and log-probs, or lower "
+                "trainer.lr"
             )
         if norm == 0:  # the moments alone would move the weights, and nothing asked for that
             return norm
@@ -321,80 +358,8 @@ class ReferenceTrainer(Trainer):
         ]
         if wrong:
             raise CheckpointError(
-                f"{directory}: belongs to another model: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
+                f"{directory}: belongs to another model: {len(wrong)} tensors differ in name or "
+                f"shape, the first is {wrong[0]}"
             )
         for name, value in policy.items():
             parameters[name].copy_(value)
-
-
-class Critic(torch.nn.Module):
-    """A language model with one number per token, (B, T), in place of the logits; the layer that
-    gives it starts as 0."""
-
-    def __init__(self, policy: Any) -> None:
-        super().__init__()
-        self.model = policy.get_decoder()  # of that name, its parameters are called as in the language model
-        self.output_layer = torch.nn.Linear(policy.config.hidden_size, 1)
-        for parameter in self.output_layer.parameters():
-            torch.nn.init.zeros_(parameter)
-
-    def forward(self, **arguments: Any) -> Tensor:
-        return self.output_layer(self.model(**arguments).last_hidden_state).squeeze(-1)
-
-
-def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Module:
-    """The HuggingFace model of a local directory in float32, without dropout.
-
-    Raises ModelError where the directory is no model, or its files lack a parameter (transformers
-    would draw it at random)."""
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(f"model.path: expected a HuggingFace directory with config.json, found none at '{path}'")
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{path}: transformers cannot load this model: {reason}") from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"{path}: the weight files lack {len(missing)} parameters, the first is {missing[0]}")
-    # transformers withholds the gradient of the padding token's embedding. A policy may sample that token (it often is the
-    # end token too), and no position of real padding is ever trained, so here it learns like any other.
-    model.get_input_embeddings().padding_idx = None
-    return model.eval()
-
-
-def policy_output(
-    logits: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
-) -> PolicyOutput:
-    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1
-    describe token t; position 0, padding and what is not wanted (B, T) are 0.
-
-    Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
-    """
-    temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1.0)
-    log_softmax = (logits[:, :-1].float() / temperatures[:, None, None]).log_softmax(dim=-1)
-    chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    spread = top = None
-    if "entropy" in want:
-        spread = at_tokens(-(log_softmax.exp() * log_softmax).sum(dim=-1), batch, wanted)
-    if "top_logprobs" in want:
-        top = at_tokens(log_softmax.gather(-1, teacher_top_ids(batch)[:, 1:]), batch, wanted)
-    return PolicyOutput(at_tokens(chosen, batch, wanted), spread, top_logprobs=top)
-
-
-def at_tokens(values: Tensor, batch: Batch, wanted: Tensor | None) -> Tensor:
-    """(B, T - 1, ...), position t - 1 of which describes token t -> (B, T, ...); position 0,
-    padding and what is not wanted are 0."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    real = positions < batch.lengths[:, None]
-    real = real if wanted is None else real & wanted
-    deeper = values.dim() - 2
-    placed = F.pad(values, (*(0 for _ in range(2 * deeper)), 1, 0))
-    return torch.where(real.reshape(*real.shape, *(1 for _ in range(deeper))), placed, 0.0)
-

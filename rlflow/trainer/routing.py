@@ -48,7 +48,8 @@ def balance_of(
         )
     if asked.bias_rate and options.lora is not None:
         raise ConfigError(
-            "trainer.balance.bias_rate: with trainer.lora the routers stay as they are; set it to 0."
+            "trainer.balance.bias_rate: with trainer.lora the routers stay as they are; set it to "
+            "0."
         )
     return asked if asked != BalanceOptions() else None
 

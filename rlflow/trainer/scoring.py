@@ -28,8 +28,8 @@ def teacher_top_ids(batch: Batch) -> Tensor:
     none."""
     if TEACHER_TOP_IDS not in batch.extras:
         raise RLFlowError(
-            f"loss: it needs top_logprobs, of the ids in the batch's extras['{TEACHER_TOP_IDS}'], found none; a teacher with "
-            "top_k fills them (algorithm.teacher.top_k)."
+            f"loss: it needs top_logprobs, of the ids in the batch's extras['{TEACHER_TOP_IDS}'], "
+            "found none; a teacher with top_k fills them (algorithm.teacher.top_k)."
         )
     return batch.extras[TEACHER_TOP_IDS]
 
@@ -46,5 +46,6 @@ def check_new_name(name: str, taken: Iterable[str]) -> None:
     """Raises ConfigError for a frozen model's name that means something already."""
     if name in ("policy", *taken):
         raise ConfigError(
-            f"load_frozen: '{name}' is taken; choose a name other than {', '.join(['policy', *taken])}."
+            f"load_frozen: '{name}' is taken; choose a name other than "
+            f"{', '.join(['policy', *taken])}."
         )

@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
     # Agents of the user's own, in processes or in this one.
     "program": (
-        {"errors", "types", "values", "report", "environment", "components", "storage", "endpoint"},
+        {"errors", "types", "values", "report", "environment", "components", "storage", "calls", "endpoint"},
         {"common"},
     ),
     # Environments of other libraries, some of which bring agents of their own.

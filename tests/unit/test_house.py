@@ -20,20 +20,20 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 271_263,
-    "environments": 128_797,
+    "rlflow": 271_621,
+    "environments": 128_670,
     "tools": 29_981,
     "recipes": 5_530,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,
-    "lines over 100 columns, of 10,000": 18.6,
+    "lines over 100 columns, of 10,000": 0,
     "longest import chain": 15,
     "import chain of rlflow.loop": 12,
     "modules in a folder of rlflow/": 21,
     "names of modules in rlflow/ that stand more than once": 0,
     "files that start processes": 1,
-    "files that start threads": 5,
+    "files that start threads": 3,
     "files with hmac or struct.Struct": 2,
     "HTTP client libraries": 1,
     "test doubles in public tables": 0,

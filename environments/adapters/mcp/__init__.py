@@ -45,9 +45,10 @@ class McpTools(ToolEnvironment):
         at_once: PositiveInt | None = None,
     ) -> None:
         """server: the address of a server over HTTP (http://localhost:8000/mcp), or the command of
-        a program. data, val_data: JSON Lines of tasks. reward: the rule of their episodes (none: `match`). system: a
-        message before each prompt. only: the tools that are offered (none: all). variables: names
-        of environment variables that the program gets. api_key_variable: that of a bearer token.
+        a program. data, val_data: JSON Lines of tasks. reward: the rule of their episodes (none:
+        `match`). system: a message before each prompt. only: the tools that are offered (none:
+        all). variables: names of environment variables that the program gets. api_key_variable:
+        that of a bearer token.
         timeout_s: of a call. start_s: until a session is there. at_once: programs that start at
         the same time; none: two per processor. Raises ConfigError, DataError,
         MissingPackageError."""

@@ -202,11 +202,8 @@ class EmbeddedEngine(Engine):
             check_complete(missing)
         except BaseException as error:
             self._broken = "the last load_weights did not complete"
-            self._fail(
-                RolloutError(
-                    f"engine: weights of version {version} were half loaded when it failed: {error!r}"
-                )
-            )
+            told = f"weights of version {version} were half loaded when it failed: {error!r}"
+            self._fail(RolloutError(f"engine: {told}"))
             raise
         finally:
             self._loading = False
@@ -303,12 +300,14 @@ class EmbeddedEngine(Engine):
             raise RolloutError("engine.generate: the prompt has no tokens; expected at least one.")
         if len(tokens) >= self.max_tokens:
             raise RolloutError(
-                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the {self.max_tokens} tokens that it "
-                "and its completion may have: the least of engine.max_tokens, engine.kv_tokens and the model's positions."
+                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the "
+                f"{self.max_tokens} tokens that it and its completion may have: the least of "
+                "engine.max_tokens, engine.kv_tokens and the model's positions."
             )
         if min(tokens) < 0 or max(tokens) >= self._vocab:
             raise RolloutError(
-                f"engine.generate: a token is outside the vocabulary of {self._vocab}; is the tokenizer the model's?"
+                f"engine.generate: a token is outside the vocabulary of {self._vocab}; is the "
+                "tokenizer the model's?"
             )
         if sampling.max_tokens < 1 or not sampling.temperature >= 0:
             raise RolloutError(

@@ -29,8 +29,8 @@ def check_device_transfer(devices: Sequence[Sequence[Bundle]] = ()) -> None:
     for gpu, count in engines.items():
         if count > 1:
             raise ConfigError(
-                f"rollout.engine.transfer: 'ipc' hands a GPU's memory to one engine, {count} are on "
-                f"GPU {gpu.gpu}; take 'files', or lower rollout.engine.engines."
+                f"rollout.engine.transfer: 'ipc' hands a GPU's memory to one engine, {count} are "
+                f"on GPU {gpu.gpu}; take 'files', or lower rollout.engine.engines."
             )
 
 

@@ -37,8 +37,8 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
     says = f" (it says that it serves {told})" if told else ""
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if size > LARGEST:
-        logger.warning("%s%s: it is not known whether its weights are those of %s: checked up to %d GiB only",
-                       name, says, path, LARGEST >> 30)  # fmt: skip
+        unknown = "%s%s: it is not known whether its weights are those of %s: checked up to %d GiB"
+        logger.warning(unknown, name, says, path, LARGEST >> 30)
         return
     try:
         model = Decoder(architecture(read_config(path)), torch.float32, torch.device("cpu"))
@@ -66,8 +66,14 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
             f"{rounding:.2g} by rounding to bfloat16. Serve that model, or name the one that is "
             "served as --model."
         )
-    told_gap = "%s%s: log-probs differ by %.2g nats from those of %s: bfloat16, or weights that are a little older"
-    logger.warning(told_gap, name, says, gap, path)
+    logger.warning(
+        "%s%s: log-probs differ by %.2g nats from those of %s: bfloat16, or weights that are a "
+        "little older",
+        name,
+        says,
+        gap,
+        path,
+    )
 
 
 def _largest(some: Sequence[float], others: Sequence[float]) -> float:

@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rlflow.calls import deadline
 from rlflow.errors import RolloutError
 from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
 from rlflow.models.entries import Experts
-from rlflow.rollout.calls import deadline
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
 from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, facts_of, of_workers
 from rlflow.rollout.vllm.inside.start import WINDOW

@@ -161,7 +161,8 @@ def _parameters(optimizer: MegatronOptimizer) -> Iterator[Parameter]:
 
 
 def _whole(optimizer: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
-    main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+    whole = parameter.dtype is torch.float32
+    main = parameter if whole else parameter.main_param  # type: ignore[attr-defined]
     return _renamed({"param": main, **optimizer.optimizer.state[main]})
 
 

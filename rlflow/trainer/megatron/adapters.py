@@ -14,17 +14,12 @@ from torch import Tensor
 
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, combined_hash, tensor_hash
+from rlflow.trainer.layout import stage_of
 from rlflow.trainer.lora import identity
 from rlflow.trainer.megatron import low_rank
 from rlflow.trainer.megatron.cpu import device
-from rlflow.trainer.megatron.model import (
-    PolicyModel,
-    all_shards,
-    held_rules,
-    parameter_name,
-    stage_of,
-    trained_parameters,
-)
+from rlflow.trainer.megatron.model import PolicyModel, trained_parameters
+from rlflow.trainer.megatron.model_weights import all_shards, held_rules, parameter_name
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.options import LoraOptions
 

@@ -117,8 +117,8 @@ def _check_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> None:
     for owner, name, _ in replacements:
         if not hasattr(owner, name):
             raise MissingPackageError(
-                f"megatron-core {megatron.core.__version__} has no {owner.__name__}.{name}, which is "
-                "replaced where there is no CUDA; expected a version from 0.16 to 0.19: "
+                f"megatron-core {megatron.core.__version__} has no {owner.__name__}.{name}, which "
+                "is replaced where there is no CUDA; expected a version from 0.16 to 0.19: "
                 "pip install 'megatron-core>=0.16,<0.20'"
             )
 

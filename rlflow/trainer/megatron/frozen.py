@@ -14,7 +14,8 @@ from rlflow.errors import ConfigError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.megatron import offload
-from rlflow.trainer.megatron.model import PolicyModel, build_model, load_weights, named_parameters
+from rlflow.trainer.megatron.model import PolicyModel, build_model, named_parameters
+from rlflow.trainer.megatron.model_weights import load_weights
 from rlflow.trainer.megatron.world import World
 
 

@@ -36,11 +36,10 @@ from rlflow.trainer.megatron.model import (
     ValueModel,
     build_model,
     check_fp8,
-    gather_weights,
     layers_name,
-    load_weights,
     trained_parameters,
 )
+from rlflow.trainer.megatron.model_weights import gather_weights, load_weights
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.trainer.routing import balance_of

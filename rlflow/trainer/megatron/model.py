@@ -1,40 +1,37 @@
-"""A GPTModel from config.json, and its weights from and to HuggingFace tensors in any tensor x pipeline layout."""
+"""A GPTModel from config.json, in any layout."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from rlflow.errors import ConfigError, ModelError, install_command
-from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
-from rlflow.models.huggingface import IGNORED_SUFFIXES
-from rlflow.models.rules import Rule, Split
-from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import ROUTER_BIAS, TIED_OUTPUT, dtype_of
-from rlflow.trainer.layout import ParallelLayout, stage_of
+from rlflow.errors import ConfigError, install_command
+from rlflow.models.architecture import Architecture, padded_vocab
+from rlflow.models.tables import ROUTER_BIAS
 from rlflow.trainer.megatron.cpu import device
-from rlflow.trainer.megatron.logprobs import OutputLayer
-from rlflow.trainer.megatron.low_rank import adapter_of
+from rlflow.trainer.megatron.logprobs import OutputLayer, at_tokens, predicted_here
 from rlflow.trainer.megatron.specs import block_spec, expert_options, latent_options
-from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
 LAYERS = "RLFLOW_LAYERS"
-"""Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is installed too."""
+"""Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is
+installed too."""
 FP8_GRANULES = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """Tokens of a product come in multiples of these (megatron-core 0.19: get_fp8_align_size)."""
 WHOLE_LAYERS = {
@@ -45,7 +42,8 @@ WHOLE_LAYERS = {
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that ends before its output layer, which `token_logprobs` fuses with log-softmax."""
+    """A GPTModel that ends before its output layer, which `token_logprobs` fuses with
+    log-softmax."""
 
     vocab: int
     chunk_bytes: int
@@ -74,8 +72,19 @@ class PolicyModel(GPTModel):
         )
 
 
+@dataclass(frozen=True)
+class ValueHead:
+    """A critic's output layer. `layer`: hidden -> 1, whole on every tensor-parallel rank of
+    `group`."""
+
+    layer: torch.nn.Linear
+    group: ProcessGroup
+    sequence_parallel: bool
+
+
 class ValueModel(PolicyModel):
-    """A critic: one number per token in place of the logits. Its last layer is whole on every rank and starts as 0."""
+    """A critic: one number per token in place of the logits. Its last layer is whole on every rank
+    and starts as 0."""
 
     own_parameters = frozenset({"output_layer.weight", "output_layer.bias"})
 
@@ -86,15 +95,39 @@ class ValueModel(PolicyModel):
         self.output_layer = torch.nn.Linear(
             self.config.hidden_size, 1, dtype=self.config.params_dtype
         )
+        parameter: Any
         for parameter in self.output_layer.parameters():
             torch.nn.init.zeros_(parameter)
-            # Marks of Megatron's: each rank's gradient is of its own tokens, and the gradient norm counts one rank alone.
-            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
-            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+            # Marks of Megatron's: each rank's gradient is of its own tokens, and the gradient norm
+            # counts one rank alone.
+            parameter.sequence_parallel = self.config.sequence_parallel
+            parameter.tensor_model_parallel = False
 
     def head(self) -> ValueHead:  # type: ignore[override]
         """The output layer of the last stage."""
         return ValueHead(self.output_layer, self.pg_collection.tp, self.config.sequence_parallel)
+
+
+def token_values(
+    hidden: Tensor,
+    lengths: Tensor,
+    *,
+    head: ValueHead,
+    places: Tensor,
+    context_group: ProcessGroup,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """(B, T) float32: position t is the value of what stands before token t. Arguments as of
+    `token_logprobs`."""
+    weight, bias = head.layer.weight.float(), head.layer.bias.float()
+    values = F.linear(hidden.float(), weight, bias).squeeze(-1)
+    # Numbers cross ranks, not hidden states; each rank's gradient is that of its own tokens
+    if head.sequence_parallel:
+        values = gather_from_sequence_parallel_region(
+            values, tensor_parallel_output_grad=False, group=head.group
+        )
+    valid = predicted_here(lengths, places, wanted)
+    return at_tokens(values.flatten().index_select(0, places[:, :-1][valid]), valid, context_group)
 
 
 def build_model(
@@ -107,9 +140,11 @@ def build_model(
     fp8: str = "none",
     fused: bool = True,
 ) -> list[PolicyModel]:
-    """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
-    a time. recompute: as `TrainerOptions.recomputed`. fp8: a recipe of Transformer Engine's, or none. fused: take its
-    layers where they can be had; adapters need the input of each linear layer, which a norm fused with it does not give out."""
+    """This rank's model chunks, one per virtual pipeline stage, their weights not yet set.
+
+    chunk_bytes: of float32 logits at a time. recompute: as `TrainerOptions.recomputed`. fp8: a
+    recipe of Transformer Engine's, or none. fused: take its layers where they can be had; adapters
+    need the input of each linear layer, which a norm fused with it does not give out."""
     config = transformer_config(model, world, dtype, recompute, fp8, fused)
     chunks = range(world.layout.virtual_pipeline)
     return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
@@ -154,7 +189,8 @@ def transformer_config(
     fp8: str = "none",
     fused: bool = True,
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this layout. recompute, fp8, fused: as of `build_model`."""
+    """Megatron's configuration of the architecture on this layout. recompute, fp8, fused: as of
+    `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     fused = fused and uses_transformer_engine()
@@ -187,25 +223,33 @@ def transformer_config(
         perform_initialization=False,  # every weight is loaded
         transformer_impl="transformer_engine" if fused else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
-        # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
+        # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to
+        # this dispatcher.
         variable_seq_lengths=world.pipeline_parallel > 1 and not interleaved,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=not on_cpu,
-        # Two stages that take turns send to and receive from the same rank at once. In one batch those messages are told
-        # apart by their order alone, and over gloo forward and backward tensors silently change places.
+        # Two stages that take turns send to and receive from the same rank at once. In one batch
+        # those messages are told apart by their order alone, and over gloo forward and backward
+        # tensors silently change places.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
-        # On CPUs these are the operations in `layers`; on GPUs rotary kernels are Transformer Engine's
-        # or those, SwiGLU is Megatron's own, and gradients of weights need an extension of Apex.
-        gradient_accumulation_fusion=not on_cpu and _grad_accum_fusion_available,
-        apply_rope_fusion=True,
-        use_te_activation_func=on_cpu,
-        bias_activation_fusion=not on_cpu,
-        bias_dropout_fusion=False,  # no dropout, no bias: an addition is all there is
-        masked_softmax_fusion=False,  # neither attention calls it
     )
     kinds = expert_options(model, world.layout, fused) | latent_options(model)
-    return configured(**kinds, **_eight_bits(fp8), **_recompute(recompute))
+    fusions = _fusions(on_cpu) | kinds  # latent attention has no fused rotation
+    return configured(**fusions, **_eight_bits(fp8), **_recompute(recompute))
+
+
+def _fusions(on_cpu: bool) -> dict[str, bool]:
+    """On CPUs these are the operations in `layers`; on GPUs rotary kernels are Transformer Engine's
+    or those, SwiGLU is Megatron's own, and gradients of weights need an extension of Apex."""
+    return {
+        "gradient_accumulation_fusion": not on_cpu and _grad_accum_fusion_available,
+        "apply_rope_fusion": True,
+        "use_te_activation_func": on_cpu,
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": False,  # no dropout, no bias: an addition is all there is
+        "masked_softmax_fusion": False,  # neither attention calls it
+    }
 
 
 def _eight_bits(recipe: str) -> dict[str, Any]:
@@ -221,8 +265,9 @@ def _recompute(parts: Collection[str]) -> dict[str, Any]:
 
 
 def uses_transformer_engine() -> bool:
-    """Whether the layers are Transformer Engine's: on GPUs where it is installed, unless RLFLOW_LAYERS=local. The only place that
-    decides it; `layers_name` says it. Raises ConfigError for another value of the variable."""
+    """Whether the layers are Transformer Engine's: on GPUs where it is installed, unless
+    RLFLOW_LAYERS=local. The only place that decides it; `layers_name` says it. Raises ConfigError
+    for another value of the variable."""
     asked = os.environ.get(LAYERS, "auto")
     if asked not in ("auto", "local"):
         raise ConfigError(f"{LAYERS}: expected auto or local, found '{asked}'.")
@@ -232,153 +277,25 @@ def uses_transformer_engine() -> bool:
 def layers_name() -> str:
     """Which layers a model is built of, for people."""
     if uses_transformer_engine():
-        return f"Transformer Engine {metadata.version('transformer-engine')}: fused norms and linear layers, its attention"
+        version = metadata.version("transformer-engine")
+        return f"Transformer Engine {version}: fused norms and linear layers, its attention"
     where = "on a GPU" if torch.cuda.is_available() else "on the CPU"
-    return f"megatron-core's local layers {where}, torch's attention{'' if HAVE_TE else ' (Transformer Engine is not installed)'}"
+    without = "" if HAVE_TE else " (Transformer Engine is not installed)"
+    return f"megatron-core's local layers {where}, torch's attention{without}"
 
 
 def check_fp8(recipe: str) -> None:
     """Raises ConfigError where products in fp8 are asked for and the layers cannot do them."""
     if recipe != "none" and not uses_transformer_engine():
         raise ConfigError(
-            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found {layers_name()}; "
-            f"{install_command('gpu')}, or set it to none."
-        )
-
-
-def parameter_name(
-    rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool
-) -> str:
-    """The name of a tensor within its chunk, where layers and experts count from 0 again. fused: in
-    Transformer Engine's layers."""
-    expert = 0 if rule.expert is None else rule.expert % layout.experts_here(model)
-    return rule.megatron_name(layer % (model.layers // layout.stages), expert, fused)
-
-
-def _fused(chunks: Sequence[PolicyModel]) -> bool:
-    return chunks[0].config.transformer_impl == "transformer_engine"
-
-
-@torch.no_grad()
-def load_weights(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World, weights: Mapping[str, Tensor]
-) -> None:
-    """Copies the HuggingFace tensors into the parameters of this rank's chunks; a critic's own stay.
-
-    Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
-    _check_names(model, weights)
-    rest = [chunk.own_tensors() for chunk in chunks]
-    for rule, layer, chunk in held_rules(chunks, model, world):
-        sources = [weights[name] for name in rule.names(layer)]
-        for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
-            if tuple(source.shape) != shape:
-                raise ModelError(
-                    f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}."
-                )
-        parameter: Any = rest[chunk].pop(
-            parameter_name(rule, layer, model, world.layout, _fused(chunks))
-        )
-        place = (0, 1) if rule.per_expert else (world.tensor_rank, world.tensor_parallel)
-        parameter.copy_(shard(rule, sources, model, *place))
-        # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
-        # on the first tensor-parallel rank alone.
-        parameter.tensor_model_parallel = rule.split not in (Split.REPLICATED, Split.LATENT)
-        # Megatron sums gradients of experts over the ranks that hold the same ones, but at expert_parallel 1 leaves out
-        # tensor-parallel ranks, which have tokens of their own.
-        parameter.allreduce = not rule.per_expert
-    unknown = [sorted(set(names) - chunks[0].own_parameters) for names in rest]
-    assert not any(unknown), f"parameters without a rule: {unknown}"
-
-
-def gather_weights(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World, where: str | None = "cpu"
-) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, full tensor) pairs on every rank, adapters merged into copies of their weights; one rule's tensors in
-    memory at a time. where: the device of copies; None: parameters as they are, and what is made of them. A collective."""
-    parameters = [chunk.own_tensors() for chunk in chunks]
-    for rule, layer in _rules(chunks, model):
-        stage, chunk = stage_of(rule, layer, model, world.layout)
-        here = stage == world.pipeline_rank
-        holder = _holder(rule, model, world.layout)
-        if here and holder in (None, world.expert_rank):
-            parameter = parameter_name(rule, layer, model, world.layout, _fused(chunks))
-            local = parameters[chunk][parameter].detach()
-            adapter = adapter_of(chunks[chunk], parameter)
-            local = local if adapter is None else adapter.merged(local)
-            tensors = merge(rule, [local] if rule.per_expert else all_shards(local, world), model)
-        else:
-            dtype = next(chunks[0].parameters()).dtype
-            tensors = [
-                torch.empty(shape, dtype=dtype_of(name, dtype), device=device())
-                for name, shape in zip(rule.names(layer), rule.shapes(model))
-            ]
-        for name, tensor in zip(rule.names(layer), tensors, strict=True):
-            if holder is not None and here and world.layout.expert_parallel > 1:
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, world.expert_root(holder), group=world.expert_group)
-            if world.pipeline_parallel > 1:
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, world.stage_root(stage), group=world.pipeline_group)
-            yield name, tensor if where is None else tensor.to(where, copy=True)
-
-
-def _holder(rule: Rule, model: Architecture, layout: ParallelLayout) -> int | None:
-    """Which of the expert-parallel ranks holds a tensor; None: all do."""
-    return None if rule.expert is None else rule.expert // layout.experts_here(model)
-
-
-def all_shards(local: Tensor, world: World) -> list[Tensor]:
-    """What all tensor-parallel ranks hold of a tensor. A collective."""
-    if world.tensor_parallel == 1:
-        return [local]
-    shards = [torch.empty_like(local) for _ in range(world.tensor_parallel)]
-    dist.all_gather(shards, local.contiguous(), group=world.tensor_group)
-    return shards
-
-
-def _rules(chunks: Sequence[PolicyModel], model: Architecture) -> Iterator[tuple[Rule, int]]:
-    """(rule, layer) of the HuggingFace tensors that the model holds: a critic has no projection to the vocabulary."""
-    return (
-        (rule, layer)
-        for rule, layer in placed_rules(model)
-        if rule.megatron not in chunks[0].own_parameters
-    )
-
-
-def held_rules(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World
-) -> Iterator[tuple[Rule, int, int]]:
-    """(rule, layer, chunk) of everything that this rank holds."""
-    for rule, layer in _rules(chunks, model):
-        stage, chunk = stage_of(rule, layer, model, world.layout)
-        held = _holder(rule, model, world.layout) in (None, world.expert_rank)
-        if held and stage == world.pipeline_rank:
-            yield rule, layer, chunk
-    copied = model.tied and TIED_OUTPUT.megatron not in chunks[0].own_parameters
-    if copied and world.last_stage and not world.first_stage:
-        yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
-
-
-def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
-    expected = huggingface_shapes(model)
-    missing = [name for name in expected if name not in weights]
-    if missing:
-        raise ModelError(
-            f"{len(missing)} tensors that config.json implies are missing, first '{missing[0]}'."
-        )
-    # A tied model's file may repeat the embedding as lm_head.
-    known = {*expected, "lm_head.weight"} if model.tied else set(expected)
-    unknown = [
-        name for name in weights if name not in known and not name.endswith(IGNORED_SUFFIXES)
-    ]
-    if unknown:
-        raise ModelError(
-            f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'."
+            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found "
+            f"{layers_name()}; {install_command('gpu')}, or set it to none."
         )
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters. Names repeat between chunks, so where there are several each starts with its chunk's number."""
+    """This rank's parameters. Names repeat between chunks, so where there are several each starts
+    with its chunk's number."""
     for prefix, chunk in prefixed(chunks):
         yield from ((prefix + name, parameter) for name, parameter in chunk.named_parameters())
 

@@ -20,9 +20,9 @@ from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
+from rlflow.trainer.megatron.model import ValueHead, token_values
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
 from rlflow.trainer.megatron.router_replay import ExpertChoice
-from rlflow.trainer.megatron.value_head import ValueHead, token_values
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.reducing import reduce_tokens
 from rlflow.trainer.scoring import empty_scores, teacher_top_ids
@@ -186,8 +186,8 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
     for name, value in values.items():
         if value.shape != batch.tokens.shape:
             raise RLFlowError(
-                f"loss: '{name}' has shape {tuple(value.shape)}; a loss and its metrics are (rows, tokens) = "
-                f"{tuple(batch.tokens.shape)}, not yet summed: `Batch.weights` does that."
+                f"loss: '{name}' has shape {tuple(value.shape)}; a loss and its metrics are (rows, "
+                f"tokens) = {tuple(batch.tokens.shape)}, not yet summed: `Batch.weights` does that."
             )
 
 

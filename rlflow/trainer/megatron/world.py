@@ -159,8 +159,8 @@ def _check_groups(layout: ParallelLayout) -> None:
     )
     if found != layout:
         raise ConfigError(
-            f"trainer: this process already trains at {found.name}, so {layout.name} is not possible beside it; close() "
-            "the other trainer first."
+            f"trainer: this process already trains at {found.name}, so {layout.name} is not "
+            "possible beside it; close() the other trainer first."
         )
 
 

@@ -344,7 +344,7 @@ def test_a_reward_that_hangs_aborts_its_episode_alone(tokenizer: Tokenizer, tmp_
     (tmp_path / "judge.py").write_text(hangs)
     made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward", timeout_s=1.0)
     found, _ = play(made, tokenizer, lambda text, number: "yes", episodes=40)
-    told = "environment.reward did not end within 1 s (environment.timeout_s)"
+    told = "environment.reward (limit: environment.timeout_s) did not end within 1 s"
     assert all(told in one.error for one in found), {one.error for one in found}
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlflow.calls import CallThreads
 from rlflow.environment import Environment
 from rlflow.rollout import Completion, Sampling, Tokenizer
-from rlflow.rollout.calls import CallThreads
 from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.types import Episode, Message, Step, Task, Trajectory
 

@@ -8,8 +8,8 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, architecture, placed_rules
-from rlflow.trainer.layout import ParallelLayout
-from rlflow.trainer.megatron.model import parameter_name, stage_of
+from rlflow.trainer.layout import ParallelLayout, stage_of
+from rlflow.trainer.megatron.model_weights import parameter_name
 from rlflow.trainer.options import TrainerOptions
 
 

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlflow.errors import RolloutError
+from rlflow.storage.daemon import start_daemon
 from rlflow.storage.forks import end_forked_child
 
 Answer = Callable[[Any, "BaseException | None"], None]
@@ -25,9 +26,7 @@ THREADS = 16
 def start_call(function: Callable[[], Any], answer: Answer, what: str) -> None:
     """Calls a function in a daemon thread of its own, and `answer` with what it returned or
     raised."""
-    threading.Thread(
-        target=_answer, args=(function, answer, what), name="rlflow-call", daemon=True
-    ).start()
+    start_daemon("rlflow-call", _answer, function, answer, what)
 
 
 def _answer(function: Callable[[], Any], answer: Answer, what: str) -> None:
@@ -99,7 +98,7 @@ class CallThreads:
             if self._idle:
                 self._idle -= 1
             else:
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                start_daemon(self._name, self._work)
             self._calls.put((function, answer, what))
 
     def _work(self) -> None:
