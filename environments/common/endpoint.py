@@ -24,6 +24,8 @@ from rlflow_environments.common.text import well_formed
 
 ROUTE = "/chat/completions"
 LONGEST_PAUSE_S = 30.0
+OF_A_PROMPT = (400, 413, 422)
+"""What endpoints answer to a prompt that is too long for the model, among others."""
 
 T = TypeVar("T")
 
@@ -45,7 +47,8 @@ class UnreadableReply(Retryable):
 
 
 class UnreadableReplyError(EndpointError):
-    """The last of all attempts brought a reply, but none that could be read."""
+    """The last of all attempts brought a reply, but none that could be read; or the endpoint, which
+    answered others, refuses this prompt."""
 
 
 class ChatEndpoint:
@@ -53,7 +56,8 @@ class ChatEndpoint:
     thread of its own.
 
     Connection errors, timeouts, 429 and 5xx are tried again, see RetryPolicy; so are replies that
-    the reader of a prompt refuses. Anything else is an error at once."""
+    the reader of a prompt refuses. Anything else is an error at once, of a single prompt where the
+    endpoint has answered others."""
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class ChatEndpoint:
             f"{name_of('api_key_variable')}."
         )
         self._answers = _Answers(cache)
+        self._has_answered = False
         address, self._client = model_client(
             name_of("url"), str(url), ROUTE, api_key, int(concurrency), timeout_s
         )
@@ -181,16 +186,18 @@ class ChatEndpoint:
 
     async def _post(self, prompt: str, whole: bool) -> str:
         """The reply without its thought, empty where the model gave none. Raises Retryable,
-        EndpointRefusedError."""
+        EndpointRefusedError, UnreadableReplyError."""
         body = {
             **self._body,
             "messages": [{"role": "user", "content": well_formed(prompt)}],
         }
         reply = (await self._client.session.ask("POST", self.url, body)).checked()
         if reply.status != 200:
-            raise EndpointRefusedError(
-                f"{self.url}: status {reply.status}: {reply.excerpt}. {self._fix}"
-            )
+            told = f"{self.url}: status {reply.status}: {reply.excerpt}"
+            if whole and self._has_answered and reply.status in OF_A_PROMPT:
+                raise UnreadableReplyError(f"{told}, for a prompt of {len(prompt):,} characters.")
+            raise EndpointRefusedError(f"{told}. {self._fix}")
+        self._has_answered = True
         try:
             choice = reply.json()["choices"][0]
             content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"

@@ -21,7 +21,7 @@ SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
     "rlflow": 271_621,
-    "environments": 128_670,
+    "environments": 128_708,
     "tools": 29_981,
     "recipes": 5_530,
 }

@@ -76,6 +76,19 @@ def test_a_refusal_names_what_to_fix_in_the_users_words():
     assert len(server.requests) == 1
 
 
+def test_a_prompt_that_is_refused_beside_others_fails_alone() -> None:
+    with serving(ChatServer(400, "5", 400, "6", 401)) as url:
+        client = endpoint(url)
+        with pytest.raises(EndpointRefusedError, match="400"):  # nothing was answered yet: all may be refused
+            client.submit("long", str).result()
+        assert client.submit("x", read_number).result() == 5
+        with pytest.raises(UnreadableReplyError, match=r"status 400: busy, for a prompt of 4 characters\.$"):
+            client.submit("long", str).result()
+        assert client.submit("x", read_number).result() == 6
+        with pytest.raises(EndpointRefusedError, match="401"):
+            client.submit("x", str).result()
+
+
 @pytest.mark.parametrize("options", [{"tries": 0}, {"timeout_s": -1}, {"concurrency": 0}, {"tries": "3"}])
 def test_numbers_out_of_range_are_named(options):
     (name,) = options
