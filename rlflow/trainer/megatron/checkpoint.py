@@ -6,13 +6,12 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -91,9 +90,12 @@ def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave
     return PendingSave(path, writing.begin(path, _sharded(state), background), _manifest(state))
 
 
-def load(path: Path, state: TrainerState, on_host: bool = False) -> TrainerState:
+def load(
+    path: Path, state: TrainerState, kept: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> TrainerState:
     """Loads the checkpoint into the modules and optimizer of `state`; returns it with the loaded
-    snapshots and counts. on_host: snapshots are read into host memory.
+    snapshots and counts. kept: copies weights to where snapshots stay. Those of `state` that the
+    checkpoint brings are dropped before, also where the load then fails: no memory for two.
 
     Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is
     missing or holds another model."""
@@ -108,12 +110,11 @@ def load(path: Path, state: TrainerState, on_host: bool = False) -> TrainerState
             "new run from an export of the old one."
         )
     biases = bool(manifest.get("router_biases"))
-    parameters = dict(trained_parameters(state.modules, biases))
-    where = torch.device("cpu") if on_host else None
-    snapshots = {
-        name: {key: torch.empty_like(one.data, device=where) for key, one in parameters.items()}
-        for name in manifest["snapshots"]
-    }
+    trained = trained_parameters(state.modules, biases)
+    values = {key: parameter.detach() for key, parameter in trained}
+    for name in manifest["snapshots"]:
+        state.snapshots.pop(name, None)
+    snapshots = {name: kept(values) for name in manifest["snapshots"]}
     target = dataclasses.replace(
         state,
         snapshots=snapshots,

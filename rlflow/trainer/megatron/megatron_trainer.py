@@ -235,7 +235,12 @@ class MegatronTrainer(Trainer):
             )
         trained = trained_parameters(self._chunks, self._biases)
         values = {key: parameter.detach() for key, parameter in trained}
-        self._snapshots[name] = self._kept(values)
+        held = self._snapshots.get(name, {})
+        if held.keys() == values.keys():  # a GPU may have no memory for a second copy
+            for key, value in values.items():
+                held[key].copy_(value)
+        else:
+            self._snapshots[name] = self._kept(values)
         self._note_unchanged(name)
 
     def load_frozen(self, name: str, path: str | Path) -> None:
@@ -279,16 +284,14 @@ class MegatronTrainer(Trainer):
 
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
-            state = checkpoint.load(Path(path), self._state(0), self._offload_snapshots)
+            state = checkpoint.load(Path(path), self._state(0), self._kept)
         self._biases |= state.biases
         moved = dict(trained_parameters(self._chunks, self._biases))  # that a snapshot may lack
-        snapshots = {
-            name: self._kept({key: values.get(key, now.detach()) for key, now in moved.items()})
-            for name, values in state.snapshots.items()
-        }
-        self._updates, self._snapshots = state.updates, {**self._snapshots, **snapshots}
-        for name in snapshots:
+        for name, values in state.snapshots.items():
+            lacked = {key: now.detach() for key, now in moved.items() if key not in values}
+            self._snapshots[name] = {**values, **self._kept(lacked)}
             self._note_unchanged(name)
+        self._updates = state.updates
         return state.step
 
     def close(self) -> None:

@@ -90,15 +90,16 @@ def test_experts_compute_what_the_cpu_does(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_snapshots_in_host_memory_are_loaded_past_the_gpu(model: Path, tmp_path: Path) -> None:
-    with fake_cuda(), closing(Trainer.from_pretrained(model, offload_snapshots=True)) as trainer:
+    with fake_cuda() as gpu, closing(Trainer.from_pretrained(model, offload_snapshots=True)) as trainer:
         assert isinstance(trainer, MegatronTrainer)
         trainer.snapshot("reference")
+        kept = trainer._snapshots["reference"]
         trainer.save(tmp_path, 1)
         with adapted():
-            loaded = checkpoint.load(tmp_path, trainer._state(0), on_host=True)
+            loaded = checkpoint.load(tmp_path, trainer._state(0), trainer._kept)
         found = loaded.snapshots["reference"]
-        assert not any(map(on_cuda, found.values()))
-        assert all(torch.equal(found[name], kept) for name, kept in trainer._snapshots["reference"].items())
+        assert all(gpu.is_pinned(value) and not on_cuda(value) for value in found.values())
+        assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.huggingface import digest
@@ -114,6 +116,43 @@ def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(make: Any, backen
     resumed.load(tmp_path / "checkpoint")
     assert torch.equal(resumed.score(batch, "reference")["logprobs"], start)
     assert not torch.equal(resumed.score(batch)["logprobs"], start)
+
+
+class Copies(TorchDispatchMode):
+    """`most`: copies of a tensor of this shape and type that were there at the same time, of those made inside."""
+
+    MAKING = (torch.ops.aten.clone.default, torch.ops.aten.empty_like.default)
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.most = (shape, dtype), 0
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.MAKING and (tuple(result.shape), result.dtype) == self.kind:
+            self._made.append(StorageWeakRef(result.untyped_storage()))
+            self.most = max(self.most, sum(not made.expired() for made in self._made))
+        return result
+
+
+def test_a_snapshot_made_or_loaded_anew_is_never_there_twice(make: Any, tmp_path: Path) -> None:
+    """A run that trained ran out of GPU memory where it was resumed (three copies) or its reference renewed (two)."""
+    trainer, resumed, batch = make(dtype="bfloat16"), make(dtype="bfloat16"), make_batch()
+    copies = [Copies((VOCAB, 32), torch.bfloat16) for _ in range(2)]
+    with copies[0]:
+        trainer.snapshot("reference")
+        trainer.update(batch, policy_gradient)
+        trainer.snapshot("reference")
+    trainer.save(tmp_path, 1)
+    with copies[1]:
+        resumed.snapshot("reference")
+        resumed.load(tmp_path)
+    assert [one.most for one in copies] == [1, 1]
+    moved = trainer.score(batch)["logprobs"]
+    for one in (trainer, resumed):
+        one.update(batch, policy_gradient)  # a snapshot shares nothing with the weights
+        assert torch.equal(one.score(batch, "reference")["logprobs"], moved)
 
 
 def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> None:
