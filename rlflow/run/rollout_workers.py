@@ -39,6 +39,7 @@ from rlflow.rollout.environment_calls import reported
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopWatch
 from rlflow.rollout.players import Begun, Ended, Player, RemotePlayer
+from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.rollout.weight_sync import SyncReport
 from rlflow.rollout.weights import WeightPublisher, WeightReader
 from rlflow.rollout.workers import (
@@ -54,6 +55,7 @@ from rlflow.run.assemble import (
     rollout_options,
     trainable,
 )
+from rlflow.run.estimates import is_vllm
 from rlflow.run.gpus import engine_gpus, gpu_demand, store_bytes
 from rlflow.types import Trajectory
 
@@ -62,6 +64,8 @@ LOOK_S = 0.25
 ANSWER_S = 30.0
 """By which a worker that is looked at has answered; rollout.faults.call_s, by which a call counts
 as hung, where that is less."""
+BESIDE_ENGINE_S = 60.0
+"""What a worker's start takes beside its engine's: imports and the environment."""
 PROBE_S = 120.0
 """How long training waits at most for workers to take over weights and answer the probe: while it
 trains nobody is compared."""
@@ -303,7 +307,7 @@ def make_worker_rollout(
     placement where they share those of the ranks; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, faults, demand = config.cluster, config.rollout.faults, gpu_demand(config)
+    section, demand = config.cluster, gpu_demand(config)
     host = own_address(section.address) if section.address else LOOPBACK
     here = (
         {} if host == LOOPBACK else {"host": host}
@@ -325,10 +329,7 @@ def make_worker_rollout(
         ),
         section.rollout_workers,
         read=_read,
-        limits=PoolLimits(
-            answer_s=min(ANSWER_S, faults.call_s),
-            attempt_s=faults.episode_s + faults.call_s,
-        ),
+        limits=pool_limits(config),
         address=section.address,
         threads=section.threads_per_rank,
         gpus=section.gpus_per_rank,
@@ -349,6 +350,17 @@ def make_worker_rollout(
     except BaseException:
         workers.close()
         raise
+
+
+def pool_limits(config: RunConfig) -> PoolLimits:
+    """By when workers of the run are given up: to start, each may take longer than its engine."""
+    faults, default_s = config.rollout.faults, VLLMOptions.start_s if is_vllm(config) else 0.0
+    start_s = float(config.rollout.engine.get("start_s", default_s)) + BESIDE_ENGINE_S
+    return PoolLimits(
+        answer_s=min(ANSWER_S, faults.call_s),
+        start_s=max(PoolLimits.start_s, start_s),
+        attempt_s=faults.episode_s + faults.call_s,
+    )
 
 
 def make_worker(

@@ -14,6 +14,7 @@ import torch
 
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import Handle
+from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
 from rlflow.report.sinks import read_metrics
@@ -107,3 +108,13 @@ def test_an_engine_that_takes_no_weights_is_refused_in_workers_too(model: Path, 
     with pytest.raises(ConfigError, match=r"rollout\.engine: Fixed takes no weights"):
         outcome(model, tmp_path, "Fixed")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("engine", "start_s"),
+    [("{name: vllm, start_s: 1800}", 1860.0), ("vllm", 960.0), ("{name: vllm, start_s: 60}", 600.0), ("embedded", 600.0)],
+)
+def test_a_worker_may_take_as_long_to_start_as_its_engine(engine: str, start_s: float) -> None:
+    """A vLLM that needed longer than 600 s was ended and started again, whatever its `start_s` said."""
+    config = load_config(None, ["environment.name=none", f"rollout.engine={engine}"])
+    assert workers.pool_limits(config).start_s == start_s
