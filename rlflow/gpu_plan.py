@@ -119,10 +119,9 @@ def visible_gpus(
 
 
 def gpu_count() -> int:
-    """GPUs of this machine, also for a torch that knows none."""
+    """GPUs that CUDA shows: a container may have fewer than its machine. Those of the machine for a
+    torch that knows none."""
     try:
-        return max(
-            torch.cuda.device_count(), len(os.listdir("/proc/driver/nvidia/gpus"))
-        )
+        return torch.cuda.device_count() or len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
-        return torch.cuda.device_count()
+        return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,23 @@ def test_the_gpus_that_a_process_sees(variable: str | None, count: int, seen: li
     found = visible_gpus({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}, count)
     assert [gpu.gpu for gpu in found] == seen
     assert [gpu.number for gpu in found] == list(range(len(seen)))
+
+
+@pytest.mark.parametrize(("shown", "listed", "count"), [(1, 8, 1), (0, 8, 8), (2, None, 2), (0, None, 0)])
+def test_gpus_are_those_that_cuda_shows_and_the_machines_for_a_torch_without_it(
+    shown: int, listed: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that shows one GPU of eight was given engines on all eight."""
+
+    def listdir(folder: str) -> list[str]:
+        assert folder == "/proc/driver/nvidia/gpus"
+        if listed is None:
+            raise FileNotFoundError(folder)
+        return [f"0000:0{number}:00.0" for number in range(listed)]
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: shown)
+    monkeypatch.setattr(gpu_plan, "os", SimpleNamespace(listdir=listdir))
+    assert gpu_plan.gpu_count() == count
 
 
 def test_engine_i_has_the_gpus_from_i_times_tensor_parallel_on() -> None:
