@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,12 @@ class GpuDemand:
         """GPUs, where every engine has its own."""
         held = self.engines * self.each
         return max(self.ranks, held) if self.shared else self.ranks + held
+
+    @property
+    def least(self) -> int:
+        """GPUs, where engines of this process share them."""
+        one = min(self.engines, 1) * self.each
+        return self.most if self.in_workers else max(self.ranks, one)
 
     def plan(self, bundles: Sequence[Bundle]) -> GpuPlan:
         """Raises ConfigError."""
@@ -193,25 +200,28 @@ def gpu_bytes() -> int:
 
 
 def gpu_phases(
-    config: RunConfig, model: Architecture, size: int, stage: int | None, engine: bool
+    config: RunConfig, model: Architecture, size: int, stage: int | None, engines: int
 ) -> dict[str, dict[str, int]]:
     """{phase: {part: bytes}} of one GPU of `size` bytes. stage: of the trainer rank there; None: no
-    rank. engine: vLLM is there."""
+    rank. engines: of vLLM there."""
     rank = {}
     if stage is not None:
         rank = {"libraries": LIBRARIES, **rank_parts(config, model, stage)}
     released = "gradients" if config.trainer.release_gradients else ""
     between = {name: bytes_ for name, bytes_ in rank.items() if name != released}
-    awake, asleep = vllm_parts(config, size) if engine else ({}, {})
+    awake, asleep = (
+        {name: engines * bytes_ for name, bytes_ in parts.items() if engines}
+        for parts in vllm_parts(config, size)
+    )
     found: dict[str, dict[str, int]] = {}
-    if stage is not None and engine and shrinks(config):
+    if stage is not None and engines and shrinks(config):
         built = rank_parts(config, model, stage, building=True)
         found["build"] = {"libraries": LIBRARIES, **built, **awake}
     found["rollout"] = {**between, **awake}
     if stage is not None:
         beside = asleep if sleeps(config) else awake
         found["update"] = {**rank, **update_parts(config, model, stage), **beside}
-    if stage is not None and engine and config.rollout.engine.get("transfer") == "ipc":
+    if stage is not None and engines and config.rollout.engine.get("transfer") == "ipc":
         found["sync"] = {**between, **awake, "weights to vLLM": buffer_bytes(config, model)}
     return found
 
@@ -223,7 +233,7 @@ def buffer_bytes(config: RunConfig, model: Architecture) -> int:
 
 
 def vllm_parts(config: RunConfig, size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """What vLLM holds on a GPU of `size` bytes, awake and asleep."""
+    """What an engine of vLLM holds on a GPU of `size` bytes, awake and asleep."""
     options = config.rollout.engine
     arguments = options.get("arguments") or {}
     share = float(arguments.get("gpu_memory_utilization", UTILIZATION))
@@ -233,18 +243,28 @@ def vllm_parts(config: RunConfig, size: int) -> tuple[dict[str, int], dict[str, 
     return awake, {"vLLM asleep": VLLM_ASLEEP + several * VLLM_ASLEEP_SPLIT}
 
 
-def roles(config: RunConfig) -> list[tuple[int | None, bool]]:
-    """(pipeline stage of the trainer rank or None, whether vLLM is there) of each GPU of the run,
-    where no two engines share one."""
+def placed(config: RunConfig, placement: Placement | None = None) -> GpuPlan:
+    """Which rank and engine have which GPU: where Ray has placed them, or else on this machine. On
+    a cluster, or where there are too few, as if there were enough. Raises ConfigError."""
     demand = gpu_demand(config)
-    found = demand.plan([Bundle("", str(number)) for number in range(demand.most)])
-    engines = {
-        bundle for engine in found.engines for bundle in engine if is_vllm(config)
-    }
+    here = visible_gpus() if config.cluster.address is None else []
+    enough = here if len(here) >= demand.least else []
+    found = list(placement.bundles) if placement else enough
+    wanted = demand.least if found else demand.most
+    # On a cluster, wherever there is room
+    found += [Bundle("any", str(number)) for number in range(len(found), wanted)]
+    return demand.plan(found)
+
+
+def roles(config: RunConfig, placement: Placement | None = None) -> list[tuple[int | None, int]]:
+    """(pipeline stage of the trainer rank or None, engines of vLLM there) of each GPU of the
+    run."""
+    found = placed(config, placement)
+    engines = Counter(itertools.chain(*found.engines) if is_vllm(config) else ())
     # Ranks of a stage follow each other
-    per_stage = demand.ranks // config.trainer.pipeline_parallel
+    per_stage = found.ranks // config.trainer.pipeline_parallel
     return [
-        (gpu // per_stage if gpu < demand.ranks else None, bundle in engines)
+        (gpu // per_stage if gpu < found.ranks else None, engines[bundle])
         for gpu, bundle in enumerate(found.bundles)
     ]
 
@@ -257,21 +277,15 @@ def gpu_table(
     ConfigError."""
     if not on_gpus(config):
         return []
-    demand = gpu_demand(config)
-    found = list(placement.bundles) if placement else []
-    if placement is None and config.cluster.address is None:
-        found = visible_gpus()
-    # On a cluster, wherever there is room
-    found += [Bundle("any", str(number)) for number in range(len(found), demand.most)]
-    return demand.plan(found).table(_planned(config, model))
+    return placed(config, placement).table(_planned(config, model, placement))
 
 
-def _planned(config: RunConfig, model: Architecture) -> list[int]:
+def _planned(config: RunConfig, model: Architecture, placement: Placement | None) -> list[int]:
     """Bytes at the most of each GPU of the run; of the ranks' alone where the engine is not
     vLLM."""
     if is_vllm(config):
         found = [
-            gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config)
+            gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config, placement)
         ]
         return [
             max(sum(parts.values()) for parts in phases.values()) for phases in found
@@ -292,18 +306,18 @@ def gpu_memory(config: RunConfig, model: Architecture, size: int) -> list[PhaseM
         return []
     config.trainer.layout.check_model(model)
     found = []
-    for (stage, engine), alike in itertools.groupby(
+    for (stage, engines), alike in itertools.groupby(
         enumerate(roles(config)), lambda pair: pair[1]
     ):
-        name = _name([gpu for gpu, _ in alike], stage is not None, engine)
-        phases = gpu_phases(config, model, size, stage, engine)
+        name = _name([gpu for gpu, _ in alike], stage is not None, engines)
+        phases = gpu_phases(config, model, size, stage, engines)
         found += [PhaseMemory(name, phase, parts) for phase, parts in phases.items()]
     return found
 
 
-def _name(gpus: list[int], rank: bool, engine: bool) -> str:
+def _name(gpus: list[int], rank: bool, engines: int) -> str:
     where = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
-    return f"{where}: {' + '.join(['rank'] * rank + ['vLLM'] * engine)}"
+    return f"{where}: {' + '.join(['rank'] * rank + ['vLLM'] * engines)}"
 
 
 def check_gpu_memory(config: RunConfig, model: Architecture) -> None:

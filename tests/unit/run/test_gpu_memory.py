@@ -9,10 +9,11 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
+from rlflow.gpu_plan import Bundle
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.run import gpus as memory
 from rlflow.run.estimates import PhaseMemory, update_parts
-from rlflow.run.gpus import GIB, check_gpu_memory, gpu_memory, gpu_phases, roles
+from rlflow.run.gpus import GIB, check_gpu_memory, gpu_memory, gpu_phases, gpu_table, roles
 from tests.unit.sources import ROOT
 
 COUNT = 7_615_616_512  # parameters of Qwen2.5-7B
@@ -118,23 +119,61 @@ def test_engines_of_workers_have_gpus_of_their_own(qwen: Architecture) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), [(0, True)] * 4),
-        (("rollout.engine.engines=2",), [(0, True)] * 2 + [(0, False)] * 2),
-        (("rollout.engine.engines=2", "rollout.engine.tensor_parallel=2"), [(0, True)] * 4),
-        (("rollout.engine.engines=6",), [(0, True)] * 4 + [(None, True)] * 2),
-        (("trainer.pipeline_parallel=2",), [(0, True)] * 2 + [(1, True)] * 2),
-        (("rollout.engine=embedded",), [(0, False)] * 4),
+        ((), [(0, 1)] * 4),
+        (("rollout.engine.engines=2",), [(0, 1)] * 2 + [(0, 0)] * 2),
+        (("rollout.engine.engines=2", "rollout.engine.tensor_parallel=2"), [(0, 1)] * 4),
+        (("rollout.engine.engines=6",), [(0, 1)] * 4 + [(None, 1)] * 2),
+        (("trainer.pipeline_parallel=2",), [(0, 1)] * 2 + [(1, True)] * 2),
+        (("rollout.engine=embedded",), [(0, 0)] * 4),
     ],
 )
 def test_engines_lie_on_the_ranks_gpus_from_the_first_on(
-    overrides: tuple[str, ...], expected: list[tuple[int | None, bool]]
+    overrides: tuple[str, ...], expected: list[tuple[int | None, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(memory, "visible_gpus", list)
     assert roles(config(*FOUR, *overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (1, ("rollout.engine.engines=2",), [(0, 2)]),
+        (2, ("rollout.engine.engines=3",), [(0, 2), (None, 1)]),
+        (3, ("rollout.engine.engines=2", "rollout.engine.tensor_parallel=2"), [(0, 2), (None, 2)]),
+        (8, ("rollout.engine.engines=2",), [(0, 1), (None, 1)]),
+        (1, ("rollout.engine.tensor_parallel=2",), [(0, 1)] + [(None, 1)] * 7),  # refused elsewhere
+        (1, ("rollout.engine.engines=2", "cluster.address=auto"), [(0, 1), (None, 1)]),  # there may be more
+        (1, ("rollout.engine.engines=1", "cluster.rollout_workers=2"), [(0, 0), (None, 1), (None, 1)]),
+    ],
+)
+def test_engines_of_a_process_share_the_gpus_that_it_sees(
+    gpus: int, overrides: tuple[str, ...], expected: list[tuple[int | None, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [Bundle("here", str(one)) for one in range(gpus)])
+    assert roles(config(*FOUR, "cluster.ranks=1", *overrides)) == expected
+
+
+def test_engines_that_share_a_gpu_are_all_there(qwen: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second GPU that is not there was planned for the second engine: the run looked as if it fitted."""
+    two = config(*FOUR, "cluster.ranks=1", "rollout.engine.engines=2", "rollout.engine.sleep=true",
+                 "trainer.optimizer={name: adamw, offload: true}")  # fmt: skip
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [Bundle("here", "0")])
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: GPU)
+    found = by_phase(gpu_memory(two, qwen, GPU))
+    assert {name for name, _ in found} == {"GPU 0: rank + vLLM + vLLM"}
+    rollout, update = (found["GPU 0: rank + vLLM + vLLM", phase] for phase in ("rollout", "update"))
+    assert (rollout["vLLM's share"], rollout["vLLM's context"]) == (GPU, 2 * memory.VLLM_CONTEXT)
+    assert update["vLLM asleep"] == 2 * memory.VLLM_ASLEEP
+    with pytest.raises(ConfigError, match=r"GPU 0: rank \+ vLLM \+ vLLM, update: about "):
+        check_gpu_memory(two, qwen)
+    most = max(sum(parts.values()) for parts in found.values())
+    _, row = gpu_table(two, qwen)
+    assert row.split() == ["here", "0", "0", "0,", "1", f"{most / GIB:.1f}"]
 
 
 def test_an_engine_over_several_gpus_keeps_nccls_buffers(qwen: Architecture) -> None:
     asked = config(*FOUR, "rollout.engine.engines=2", "rollout.engine.tensor_parallel=2")
-    phases = gpu_phases(asked, qwen, GPU, None, engine=True)
+    phases = gpu_phases(asked, qwen, GPU, None, engines=1)
     assert phases == {"rollout": {"vLLM's share": 40 * GIB,
                                   "vLLM's context": memory.VLLM_CONTEXT + memory.VLLM_ASLEEP_SPLIT}}  # fmt: skip
 
