@@ -32,11 +32,11 @@ from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset(
     {
-        *("entropy", "top_logprobs", "values", "proximal", "reference"),
+        *("entropy", "top_logprobs", "values", "rollout", "proximal", "reference"),
         *("teacher", "current", "current_entropy"),
     }
 )
-"""The needs of parts that the training step and the trainers fill."""
+"""The needs of parts that the rollout, the training step and the trainers fill."""
 MOST_BUDGET = 2**30
 """Tokens of an attempt, before the environment is there, which may set its own number of turns."""
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
+from rlflow.algorithms import advantages as advantage_names
+from rlflow.algorithms import filters as filter_names
 from rlflow.algorithms import losses as loss_names
 from rlflow.algorithms import transforms as transform_names
 from rlflow.algorithms.base import Filter, Kernel, Part, Transform
@@ -25,12 +27,13 @@ def check_combination(
         for reason in _against_kernel(kernel, change):
             pair = f"transform {name_of(change)} with loss {name_of(kernel)}"
             raise ConfigError(f"algorithm: {pair}: {reason}")
-    for part, kernel in product(before, kernels):
-        if isinstance(part, Filter) and part.unscored and kernel.anchor == "rollout":
+    readers: list[Loss | Part] = [*losses, *before, *transforms]
+    for part, reader in product(before, readers):
+        if isinstance(part, Filter) and part.unscored and "rollout" in reader.needs:
             raise ConfigError(
-                f"algorithm: filter {type(part).__name__} with loss {name_of(kernel)}: it brings "
-                "attempts without the log-probs of the policy that sampled them, which this loss's "
-                "ratio is taken against; set anchor: proximal."
+                f"algorithm: filter {name_of(part)} with {name_of(reader)}: it brings attempts "
+                f"without the log-probs of the policy that sampled them, which {name_of(reader)} "
+                "reads; set anchor: proximal where it has one, or leave one of them out."
             )
     for first, second in combinations(changes, 2):
         for reason in _against_each_other(first, second):
@@ -52,7 +55,8 @@ def check_combination(
 def name_of(part: Any) -> str:
     """Its name in a configuration; that of its class where it is not built in."""
     place = f"{type(part).__module__}:{type(part).__qualname__}"
-    names = {**loss_names.BUILT_IN, **transform_names.BUILT_IN}
+    kinds = (advantage_names, filter_names, loss_names, transform_names)
+    names = {name: home for kind in kinds for name, home in kind.BUILT_IN.items()}
     return next(
         (name for name, home in names.items() if home == place), type(part).__name__
     )

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from rlflow.algorithms.advantages.opd import OnPolicyDistillation
+from rlflow.algorithms.advantages.vtrace import VTrace
 from rlflow.algorithms.algorithm import Algorithm, check_parts
-from rlflow.algorithms.base import as_part
-from rlflow.algorithms.combinations import check_combination
+from rlflow.algorithms.base import Advantage, Transform, as_part
+from rlflow.algorithms.combinations import check_combination, name_of
 from rlflow.algorithms.filters.success_pool import SuccessPool
+from rlflow.algorithms.losses.kl import KLLoss
 from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
 from rlflow.algorithms.transforms.decoupled import Decoupled
+from rlflow.algorithms.transforms.dppo import DPPO
+from rlflow.algorithms.transforms.kl_reward import KLReward
+from rlflow.algorithms.transforms.kpop import KPop
+from rlflow.algorithms.transforms.m2po import M2PO
+from rlflow.algorithms.transforms.sequence_mask import SequenceMask
+from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
+from rlflow.types import Loss
 
 
 def configured(losses: list[Any], transforms: list[Any]) -> RunConfig:
@@ -88,7 +99,7 @@ def test_combinations_with_sense_are_not(losses, transforms):
 
 def test_an_interpolated_policy_is_not_computed_as_well():
     algorithm = made([on_proximal("ppo_clip")], [{"name": "decoupled", "proximal": "linear"}])
-    assert algorithm.needs == {"entropy", "current"}
+    assert algorithm.needs == {"entropy", "current", "rollout"}
     assert made([on_proximal("ppo_clip")], ["decoupled"]).needs == {"entropy", "proximal"}
 
 
@@ -102,7 +113,39 @@ def test_a_part_before_the_transforms_cannot_have_what_they_fill():
 
 def test_attempts_without_log_probs_need_the_trainers():
     pool = SuccessPool(seed=0, recompute=True)
-    with pytest.raises(ConfigError, match=r"filter SuccessPool with loss ppo_clip: .* set anchor: proximal"):
+    with pytest.raises(ConfigError, match=r"filter success_pool with ppo_clip: .* set anchor: proximal"):
         check_combination([PPOClipLoss()], [], before=[pool])
     check_combination([PPOClipLoss(anchor="proximal")], [], before=[pool])
     check_combination([PPOClipLoss()], [], before=[SuccessPool(seed=0)])
+
+
+@pytest.mark.parametrize(
+    ("part", "refused"),
+    [
+        (KLLoss(0.1), True),
+        (KLLoss(0.1, anchor="proximal"), False),
+        (KLLoss(0.1, "k3"), False),
+        (KLReward(0.1), True),
+        (KLReward(0.1, anchor="proximal"), False),
+        (DPPO(), True),
+        (DPPO(anchor="proximal"), False),
+        (SequenceMask(0.1), True),
+        (KPop(), True),
+        (M2PO(), True),
+        (M2PO("mask_all"), True),
+        (Decoupled(proximal="loglinear"), True),
+        (Decoupled(), False),
+        (TruncatedImportance(), False),
+        (VTrace(), True),
+        (OnPolicyDistillation(), True),
+        (OnPolicyDistillation(anchor="proximal"), False),
+    ],
+    ids=str,
+)
+def test_attempts_without_log_probs_are_refused_to_every_part_that_reads_them(part, refused):
+    losses = [PPOClipLoss(anchor="proximal"), *([part] if isinstance(part, Loss) else [])]
+    transforms = [part] if isinstance(part, Transform) else []
+    before = [part] if isinstance(part, Advantage) else []
+    told = pytest.raises(ConfigError, match=f"filter success_pool with {name_of(part)}: it brings attempts without the log-probs")
+    with told if refused else nullcontext():
+        check_combination(losses, transforms, before=[*before, SuccessPool(seed=0, recompute=True)])

@@ -269,7 +269,7 @@ def test_the_proximal_policy_is_interpolated_by_version(lag, alpha):
         made = Decoupled(proximal=how)(batch)
         assert made.proximal_logprobs[0].tolist() == pytest.approx([expected, 0.0], abs=1e-6)
         assert float(made.coefficients[0, 0]) == pytest.approx(math.exp(expected) / old, abs=1e-6)
-    assert Decoupled(proximal="linear").needs == {"current"} and Decoupled(proximal="linear").fills == {"proximal"}
+    assert Decoupled(proximal="linear").needs == {"current", "rollout"} and Decoupled(proximal="linear").fills == {"proximal"}
 
 
 @every_correction

@@ -65,7 +65,7 @@ def test_kl_of_each_token_is_taken_from_its_reward():
     assert KLReward(1.0, "k3").term(batch)[0, 1:].tolist() == pytest.approx([-value for value in k3], abs=1e-6)
     proximal = batch.replace(proximal_logprobs=torch.full((1, 3), -1.5))
     assert KLReward(1.0, anchor="proximal").term(proximal)[0].tolist() == pytest.approx([0, 0, 1.0])
-    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference"}
+    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference", "rollout"}
 
 
 def test_kl_in_the_reward_stays_finite_at_extreme_log_probs():
