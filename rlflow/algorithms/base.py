@@ -147,6 +147,8 @@ class Advantage(Part):
 
     compares_attempts: bool = False
     """Attempts at a task are compared: one attempt per task is refused at the start."""
+    weighs: bool = False
+    """It holds the ratios of the proximal to the rollout policy."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...

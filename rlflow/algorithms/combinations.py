@@ -1,5 +1,5 @@
 """Refuses parts of an algorithm that make no sense together, by what they declare of themselves
-(`Transform`, `Kernel`)."""
+(`Advantage`, `Transform`, `Kernel`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rlflow.algorithms import advantages as advantage_names
 from rlflow.algorithms import filters as filter_names
 from rlflow.algorithms import losses as loss_names
 from rlflow.algorithms import transforms as transform_names
-from rlflow.algorithms.base import Filter, Kernel, Part, Transform
+from rlflow.algorithms.base import Advantage, Filter, Kernel, Part, Transform
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
+
+Correction = Advantage | Transform
 
 
 def check_combination(
@@ -23,10 +25,11 @@ def check_combination(
     are asked before the transforms."""
     kernels = [loss for loss in losses if isinstance(loss, Kernel)]
     changes = [change for change in transforms if isinstance(change, Transform)]
-    for kernel, change in product(kernels, changes):
+    advantages = [part for part in before if isinstance(part, Advantage)]
+    corrections: list[Correction] = [*advantages, *changes]
+    for kernel, change in product(kernels, corrections):
         for reason in _against_kernel(kernel, change):
-            pair = f"transform {name_of(change)} with loss {name_of(kernel)}"
-            raise ConfigError(f"algorithm: {pair}: {reason}")
+            raise ConfigError(f"algorithm: {_told(change)} with {_told(kernel)}: {reason}")
     readers: list[Loss | Part] = [*losses, *before, *transforms]
     for part, reader in product(before, readers):
         if isinstance(part, Filter) and part.unscored and "rollout" in reader.needs:
@@ -35,10 +38,9 @@ def check_combination(
                 f"without the log-probs of the policy that sampled them, which {name_of(reader)} "
                 "reads; set anchor: proximal where it has one, or leave one of them out."
             )
-    for first, second in combinations(changes, 2):
+    for first, second in combinations(corrections, 2):
         for reason in _against_each_other(first, second):
-            pair = f"transform {name_of(first)} with transform {name_of(second)}"
-            raise ConfigError(f"algorithm: {pair}: {reason}")
+            raise ConfigError(f"algorithm: {_told(first)} with {_told(second)}: {reason}")
     for change in changes:
         name = name_of(change)
         if not kernels and (change.weighs or change.trusts):
@@ -62,13 +64,20 @@ def name_of(part: Any) -> str:
     )
 
 
-def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
+def _told(part: Correction | Kernel) -> str:
+    kinds = {Advantage: "advantage", Kernel: "loss", Transform: "transform"}
+    return next(f"{kind} {name_of(part)}" for of, kind in kinds.items() if isinstance(part, of))
+
+
+def _against_kernel(kernel: Kernel, change: Correction) -> Iterator[str]:
     if change.weighs and kernel.anchor == "rollout":
         yield (
             "the correction would be applied twice, as this loss's ratio to the rollout policy "
             "holds that of the proximal to the rollout policy. Set anchor: proximal for the loss, "
-            "or leave the transform out."
+            f"or leave {name_of(change)} out."
         )
+    if isinstance(change, Advantage):
+        return
     if change.centres and not kernel.clips:
         yield "it centres a clip range on the proximal policy, and this loss has none. Use tis."
     if change.level == "token" and kernel.level != "token":
@@ -84,22 +93,23 @@ def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
         )
 
 
-def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
+def _against_each_other(first: Correction, second: Correction) -> Iterator[str]:
     if first.weighs and second.weighs:
         yield (
             "both multiply by the ratio of proximal to rollout policy: the correction would be "
             "applied twice. Keep one."
         )
+    if isinstance(first, Advantage) or isinstance(second, Advantage):
+        return
     if first.trusts and second.trusts:
         yield "each is a trust region of its own around the policy that sampled. Keep one."
 
 
-def check_staleness(losses: Sequence[Loss], transforms: Sequence[Part]) -> None:
+def check_staleness(losses: Sequence[Loss], parts: Sequence[Part]) -> None:
     """Raises ConfigError for a policy-gradient term that ignores the age of tokens: its ratio is
-    not taken against the version that sampled them, and no transform weighs it."""
-    weighed = any(
-        change.weighs for change in transforms if isinstance(change, Transform)
-    )
+    not taken against the version that sampled them, and no other part (advantage, transforms)
+    weighs it."""
+    weighed = any(part.weighs for part in parts if isinstance(part, (Advantage, Transform)))
     for kernel in (loss for loss in losses if isinstance(loss, Kernel)):
         if kernel.anchor == "rollout" or weighed:
             continue

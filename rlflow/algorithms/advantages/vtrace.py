@@ -28,6 +28,7 @@ class VTrace(Advantage):
     rho."""
 
     needs = frozenset({"values", "proximal", "rollout"})
+    weighs = True
 
     gamma: Share = 1.0
     lam: Share = 1.0

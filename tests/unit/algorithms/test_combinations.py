@@ -119,6 +119,26 @@ def test_attempts_without_log_probs_need_the_trainers():
     check_combination([PPOClipLoss()], [], before=[SuccessPool(seed=0)])
 
 
+VTRACE_OF_TEACHER = {"name": "opd", "base": "vtrace"}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "losses", "transforms", "message"),
+    [
+        ("vtrace", ["ppo_clip", "value"], [], "advantage vtrace with loss ppo_clip: .*applied twice.*anchor: proximal"),
+        ("vtrace", [on_proximal("ppo_clip"), "value"], ["tis"], "advantage vtrace with transform tis: .*applied twice"),
+        (VTRACE_OF_TEACHER, [on_proximal("ppo_clip"), "value"], ["tis"], "advantage opd with transform tis: .*applied twice"),
+    ],
+)
+def test_an_advantage_that_undoes_another_part_or_is_undone_is_refused(advantage, losses, transforms, message):
+    with pytest.raises(ConfigError, match=message):
+        check_parts(load_config({"algorithm": {"advantage": advantage, "losses": losses, "transforms": transforms}}))
+
+
+def test_vtrace_corrects_for_stale_samples_itself():
+    check_parts(load_config(None, ["rollout.asynchronous.max_staleness=2"], preset="oni"))
+
+
 @pytest.mark.parametrize(
     ("part", "refused"),
     [
