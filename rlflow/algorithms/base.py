@@ -149,6 +149,8 @@ class Advantage(Part):
     """Attempts at a task are compared: one attempt per task is refused at the start."""
     weighs: bool = False
     """It holds the ratios of the proximal to the rollout policy."""
+    reads_rewards: bool = True
+    """Returns are in it, so that a transform of them (`stage: rewards`) has an effect."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...

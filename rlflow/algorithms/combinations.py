@@ -41,6 +41,12 @@ def check_combination(
     for first, second in combinations(corrections, 2):
         for reason in _against_each_other(first, second):
             raise ConfigError(f"algorithm: {_told(first)} with {_told(second)}: {reason}")
+    for advantage, change in product(advantages, changes):
+        if change.stage == "rewards" and not advantage.reads_rewards:
+            raise ConfigError(
+                f"algorithm: {_told(change)} with {_told(advantage)}: it changes the returns, "
+                "which this advantage does not read; take another advantage, or leave it out."
+            )
     for change in changes:
         name = name_of(change)
         if not kernels and (change.weighs or change.trusts):

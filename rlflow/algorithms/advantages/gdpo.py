@@ -35,6 +35,7 @@ class GDPO(Advantage):
     weights until the environment has named a reward."""
 
     compares_attempts = True
+    reads_rewards = False  # but the named ones
     remembers = ("seen",)
 
     def __init__(

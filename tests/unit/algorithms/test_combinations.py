@@ -128,11 +128,18 @@ VTRACE_OF_TEACHER = {"name": "opd", "base": "vtrace"}
         ("vtrace", ["ppo_clip", "value"], [], "advantage vtrace with loss ppo_clip: .*applied twice.*anchor: proximal"),
         ("vtrace", [on_proximal("ppo_clip"), "value"], ["tis"], "advantage vtrace with transform tis: .*applied twice"),
         (VTRACE_OF_TEACHER, [on_proximal("ppo_clip"), "value"], ["tis"], "advantage opd with transform tis: .*applied twice"),
+        ("gdpo", ["ppo_clip"], [{"name": "overlong", "buffer": 5}], "transform overlong with advantage gdpo: .*does not read"),
+        ("opd", ["ppo_clip"], ["affine_reward"], "transform affine_reward with advantage opd: .*does not read"),
+        ({"name": "opd", "base": "gdpo"}, ["ppo_clip"], ["affine_reward"], "transform affine_reward with advantage opd"),
     ],
 )
 def test_an_advantage_that_undoes_another_part_or_is_undone_is_refused(advantage, losses, transforms, message):
     with pytest.raises(ConfigError, match=message):
         check_parts(load_config({"algorithm": {"advantage": advantage, "losses": losses, "transforms": transforms}}))
+
+
+def test_the_rewards_of_an_advantage_beside_the_teachers_can_be_changed():
+    check_combination([PPOClipLoss()], [KLReward(0.1)], before=[OnPolicyDistillation(base="grpo")])
 
 
 def test_vtrace_corrects_for_stale_samples_itself():
