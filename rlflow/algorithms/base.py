@@ -167,7 +167,8 @@ class Transform(Part):
     fills: frozenset[str] = frozenset()
     """Needs of later parts that this one puts into the batch."""
     level: Level | None = None
-    """`token`: its coefficients may differ between the tokens of a row; None: not said."""
+    """`token`: its coefficients may differ between the tokens of a row, else they do not; None: it
+    has none, or does not say."""
     weighs: bool = False
     """Its coefficients are ratios of the proximal to the rollout policy."""
     centres: bool = False

@@ -49,7 +49,7 @@ def check_combination(
             )
     for change in changes:
         name = name_of(change)
-        if not kernels and (change.weighs or change.trusts):
+        if not kernels and (change.level or change.weighs or change.trusts):
             told = "it acts on policy-gradient terms, and no loss is one"
             raise ConfigError(f"algorithm: transform {name}: {told}.")
         for part in (*before, *transforms[: transforms.index(change)]):

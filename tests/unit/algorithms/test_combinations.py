@@ -44,6 +44,12 @@ GSPO_OF_TOKENS = on_proximal("gspo", level="token")
 UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
 
 
+OF_KERNELS = [
+    *("dppo", "kpop", "high_entropy_tokens", "high_entropy_steps", "only_sources", "kept_mean", "tis"),
+    *({"name": "mis", "weigh": False}, {"name": "sequence_mask", "threshold": 0.1}),
+]
+
+
 @pytest.mark.parametrize(
     ("losses", "transforms", "message"),
     [
@@ -61,7 +67,7 @@ UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
         ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "range"}], "sets the clip range.*anchor: rollout"),
         (["aipo"], [{"name": "m2po", "variant": "winsor"}], "sets the clip range"),
         (["aipo"], ["dppo", "m2po"], "transform dppo with transform m2po: each is a trust region"),
-        ([{"name": "sft"}], ["dppo"], "no loss is one"),
+        *((["sft"], [change], "no loss is one") for change in OF_KERNELS),
         (
             [on_proximal("ppo_clip")],
             ["kpop", {"name": "decoupled", "proximal": "loglinear"}],
