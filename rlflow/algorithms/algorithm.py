@@ -32,11 +32,11 @@ from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset(
     {
-        *("entropy", "top_logprobs", "values", "proximal", "reference"),
+        *("entropy", "top_logprobs", "values", "rollout", "proximal", "reference"),
         *("teacher", "current", "current_entropy"),
     }
 )
-"""The needs of parts that the training step and the trainers fill."""
+"""The needs of parts that the rollout, the training step and the trainers fill."""
 MOST_BUDGET = 2**30
 """Tokens of an attempt, before the environment is there, which may set its own number of turns."""
 
@@ -232,9 +232,10 @@ def check_parts(config: RunConfig) -> None:
     """Raises ConfigError where a configuration's parts, teacher and critic do not go together."""
     section = config.algorithm
     losses, transforms = make_loss(section.losses).terms, make_transforms(config)
-    check_combination(losses, transforms)
+    advantage = make_advantage(section.advantage)
+    check_combination(losses, transforms, before=[advantage])
     if config.asynchrony.on:
-        check_staleness(losses, transforms)
+        check_staleness(losses, [advantage, *transforms])
     needs = config_needs(config)
     check_critic(needs, section.critic)
     teacher = _teacher(config)

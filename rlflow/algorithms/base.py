@@ -5,7 +5,8 @@
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the
 training step fills exactly the union: `proximal`, `reference` and `teacher` (log-probs, once per
 step), `values` (of the critic, once per step), `current` and `current_entropy` (once per minibatch,
-just before its update). A part that remembers something returns it from `state_dict`; it is in the
+just before its update). `rollout` are the log-probs of the policy that sampled, which rows of an
+`unscored` filter lack. A part that remembers something returns it from `state_dict`; it is in the
 checkpoint."""
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Filter(Part):
     """Rounds of fresh groups in a step at the most; among several filters the least one holds."""
 
     unscored: bool = False
-    """It may bring attempts without behaviour log-probs: kernels need `anchor: proximal`."""
+    """It may bring attempts without behaviour log-probs: no part may need `rollout`."""
 
     compares_attempts: bool = False
     """It asks in what attempts at a task differ: one attempt per task is refused at the start."""
@@ -146,6 +147,10 @@ class Advantage(Part):
 
     compares_attempts: bool = False
     """Attempts at a task are compared: one attempt per task is refused at the start."""
+    weighs: bool = False
+    """It holds the ratios of the proximal to the rollout policy."""
+    reads_rewards: bool = True
+    """Returns are in it, so that a transform of them (`stage: rewards`) has an effect."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -162,7 +167,8 @@ class Transform(Part):
     fills: frozenset[str] = frozenset()
     """Needs of later parts that this one puts into the batch."""
     level: Level | None = None
-    """`token`: its coefficients may differ between the tokens of a row; None: not said."""
+    """`token`: its coefficients may differ between the tokens of a row, else they do not; None: it
+    has none, or does not say."""
     weighs: bool = False
     """Its coefficients are ratios of the proximal to the rollout policy."""
     centres: bool = False
@@ -202,6 +208,10 @@ class Kernel(Loss):
     """Its ratio is clipped."""
     bounded: bool = False
     """It clips where the batch says (`ratio_low`, `ratio_high`)."""
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(() if self.anchor is None else needs_of(self.anchor))
 
     @abstractmethod
     def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
@@ -310,4 +320,4 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
 
 def needs_of(anchor: Anchor) -> set[str]:
     """What a part needs for the log-probs of an anchor."""
-    return {"proximal"} if anchor == "proximal" else set()
+    return {anchor}

@@ -1,5 +1,5 @@
 """Refuses parts of an algorithm that make no sense together, by what they declare of themselves
-(`Transform`, `Kernel`)."""
+(`Advantage`, `Transform`, `Kernel`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
+from rlflow.algorithms import advantages as advantage_names
+from rlflow.algorithms import filters as filter_names
 from rlflow.algorithms import losses as loss_names
 from rlflow.algorithms import transforms as transform_names
-from rlflow.algorithms.base import Filter, Kernel, Part, Transform
+from rlflow.algorithms.base import Advantage, Filter, Kernel, Part, Transform
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
+
+Correction = Advantage | Transform
 
 
 def check_combination(
@@ -21,24 +25,31 @@ def check_combination(
     are asked before the transforms."""
     kernels = [loss for loss in losses if isinstance(loss, Kernel)]
     changes = [change for change in transforms if isinstance(change, Transform)]
-    for kernel, change in product(kernels, changes):
+    advantages = [part for part in before if isinstance(part, Advantage)]
+    corrections: list[Correction] = [*advantages, *changes]
+    for kernel, change in product(kernels, corrections):
         for reason in _against_kernel(kernel, change):
-            pair = f"transform {name_of(change)} with loss {name_of(kernel)}"
-            raise ConfigError(f"algorithm: {pair}: {reason}")
-    for part, kernel in product(before, kernels):
-        if isinstance(part, Filter) and part.unscored and kernel.anchor == "rollout":
+            raise ConfigError(f"algorithm: {_told(change)} with {_told(kernel)}: {reason}")
+    readers: list[Loss | Part] = [*losses, *before, *transforms]
+    for part, reader in product(before, readers):
+        if isinstance(part, Filter) and part.unscored and "rollout" in reader.needs:
             raise ConfigError(
-                f"algorithm: filter {type(part).__name__} with loss {name_of(kernel)}: it brings "
-                "attempts without the log-probs of the policy that sampled them, which this loss's "
-                "ratio is taken against; set anchor: proximal."
+                f"algorithm: filter {name_of(part)} with {name_of(reader)}: it brings attempts "
+                f"without the log-probs of the policy that sampled them, which {name_of(reader)} "
+                "reads; set anchor: proximal where it has one, or leave one of them out."
             )
-    for first, second in combinations(changes, 2):
+    for first, second in combinations(corrections, 2):
         for reason in _against_each_other(first, second):
-            pair = f"transform {name_of(first)} with transform {name_of(second)}"
-            raise ConfigError(f"algorithm: {pair}: {reason}")
+            raise ConfigError(f"algorithm: {_told(first)} with {_told(second)}: {reason}")
+    for advantage, change in product(advantages, changes):
+        if change.stage == "rewards" and not advantage.reads_rewards:
+            raise ConfigError(
+                f"algorithm: {_told(change)} with {_told(advantage)}: it changes the returns, "
+                "which this advantage does not read; take another advantage, or leave it out."
+            )
     for change in changes:
         name = name_of(change)
-        if not kernels and (change.weighs or change.trusts):
+        if not kernels and (change.level or change.weighs or change.trusts):
             told = "it acts on policy-gradient terms, and no loss is one"
             raise ConfigError(f"algorithm: transform {name}: {told}.")
         for part in (*before, *transforms[: transforms.index(change)]):
@@ -52,19 +63,27 @@ def check_combination(
 def name_of(part: Any) -> str:
     """Its name in a configuration; that of its class where it is not built in."""
     place = f"{type(part).__module__}:{type(part).__qualname__}"
-    names = {**loss_names.BUILT_IN, **transform_names.BUILT_IN}
+    kinds = (advantage_names, filter_names, loss_names, transform_names)
+    names = {name: home for kind in kinds for name, home in kind.BUILT_IN.items()}
     return next(
         (name for name, home in names.items() if home == place), type(part).__name__
     )
 
 
-def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
+def _told(part: Correction | Kernel) -> str:
+    kinds = {Advantage: "advantage", Kernel: "loss", Transform: "transform"}
+    return next(f"{kind} {name_of(part)}" for of, kind in kinds.items() if isinstance(part, of))
+
+
+def _against_kernel(kernel: Kernel, change: Correction) -> Iterator[str]:
     if change.weighs and kernel.anchor == "rollout":
         yield (
             "the correction would be applied twice, as this loss's ratio to the rollout policy "
             "holds that of the proximal to the rollout policy. Set anchor: proximal for the loss, "
-            "or leave the transform out."
+            f"or leave {name_of(change)} out."
         )
+    if isinstance(change, Advantage):
+        return
     if change.centres and not kernel.clips:
         yield "it centres a clip range on the proximal policy, and this loss has none. Use tis."
     if change.level == "token" and kernel.level != "token":
@@ -80,22 +99,23 @@ def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
         )
 
 
-def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
+def _against_each_other(first: Correction, second: Correction) -> Iterator[str]:
     if first.weighs and second.weighs:
         yield (
             "both multiply by the ratio of proximal to rollout policy: the correction would be "
             "applied twice. Keep one."
         )
+    if isinstance(first, Advantage) or isinstance(second, Advantage):
+        return
     if first.trusts and second.trusts:
         yield "each is a trust region of its own around the policy that sampled. Keep one."
 
 
-def check_staleness(losses: Sequence[Loss], transforms: Sequence[Part]) -> None:
+def check_staleness(losses: Sequence[Loss], parts: Sequence[Part]) -> None:
     """Raises ConfigError for a policy-gradient term that ignores the age of tokens: its ratio is
-    not taken against the version that sampled them, and no transform weighs it."""
-    weighed = any(
-        change.weighs for change in transforms if isinstance(change, Transform)
-    )
+    not taken against the version that sampled them, and no other part (advantage, transforms)
+    weighs it."""
+    weighed = any(part.weighs for part in parts if isinstance(part, (Advantage, Transform)))
     for kernel in (loss for loss in losses if isinstance(loss, Kernel)):
         if kernel.anchor == "rollout" or weighed:
             continue

@@ -42,8 +42,9 @@ def add_reward_term(batch: Batch, term: Tensor, who: str) -> Batch:
     the first time if need be.
 
     The statistics of the groups are taken again, over the trajectories in the batch: what the term
-    is for one that a filter left out nobody knows. A group whose statistics were never stamped
-    stays so."""
+    is for one that a filter left out nobody knows. Trajectories whose stamped sizes differ were not
+    compared with each other, and are not here. A group whose statistics were never stamped stays
+    so."""
     first, place = first_rows(batch)
     earned = token_rewards(batch, who)
     if term.dim() == 1:
@@ -56,7 +57,8 @@ def add_reward_term(batch: Batch, term: Tensor, who: str) -> Batch:
     changed = batch.replace(rewards=returns[place], token_rewards=earned)
     if batch.group is None or batch.group_size is None:
         return changed
-    found = moments(returns, batch.group[first])
+    compared = torch.stack([batch.group[first], batch.group_size[first]])
+    found = moments(returns, compared.unique(dim=1, return_inverse=True)[1])
     return changed.replace(
         group_size=torch.where(batch.group_size > 0, found.size[place], 0),
         group_mean=found.mean[place],

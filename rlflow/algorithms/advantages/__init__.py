@@ -10,7 +10,7 @@ BUILT_IN = {
     "reinforce_pp": "rlflow.algorithms.advantages.reinforce_pp:ReinforcePP",
     "running": "rlflow.algorithms.advantages.running:RunningNormalization",
     "maxrl": "rlflow.algorithms.advantages.maxrl:maxrl",
-    "gdpo": "rlflow.algorithms.advantages.gdpo:gdpo",
+    "gdpo": "rlflow.algorithms.advantages.gdpo:GDPO",
     "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",
     "step_grpo": "rlflow.algorithms.advantages.turns:step_grpo",
     "opd": "rlflow.algorithms.advantages.opd:OnPolicyDistillation",

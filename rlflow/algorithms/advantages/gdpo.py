@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import compares_attempts
+from rlflow.algorithms.base import Advantage
 from rlflow.algorithms.statistics import (
     Std,
     first_rows,
@@ -14,48 +16,59 @@ from rlflow.algorithms.statistics import (
     standardized,
     whitened,
 )
-from rlflow.errors import ConfigError, RLFlowError, did_you_mean
+from rlflow.errors import RLFlowError, did_you_mean
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat
 
+logger = logging.getLogger(__name__)
 
-@compares_attempts
-def gdpo(
-    batch: Batch,
-    weights: dict[str, float] | None = None,
-    std: Std = "sample",
-    eps: NonNegativeFloat = 1e-6,
-    whiten: bool = True,
-) -> Tensor:
+
+class GDPO(Advantage):
     """(B,) float32: sum over names of weight * (reward - group mean) / (group std + eps), then
     normalised over the batch's trajectories (mean 0, population std 1).
 
     GDPO, arXiv 2601.05242: normalised together, rewards of different scale drown each other. The
     rewards are those that the environment gives by name (`Step.rewards`); weights: of all of them
-    1, or those named here. A group in which a reward does not differ gets nothing from it. whiten
-    false leaves the last step out. Raises RLFlowError where the environment names none, ConfigError
-    for a weight of a reward that it never gave."""
-    rewards = named_rewards(batch)
-    if not rewards:
-        raise RLFlowError(
-            "advantage gdpo: the environment gave no named rewards; expected Step.rewards = {name: "
-            "value}"
-        )
-    weights = dict.fromkeys(rewards, 1.0) if weights is None else weights
-    for name in weights:
-        if name not in rewards:
-            known = sorted(rewards)
-            raise ConfigError(
-                f"algorithm.advantage.weights: the environment gave no reward '{name}' in this "
-                f"step, only {', '.join(known)}."
-                f"{did_you_mean(name, known)}"
+    1, or those named here. A name that no attempt of the step got adds 0; up to the first step with
+    named rewards a warning tells the weights that have none. A group in which a reward does not
+    differ gets nothing from it. whiten false leaves the last step out. Raises RLFlowError without
+    weights until the environment has named a reward."""
+
+    compares_attempts = True
+    reads_rewards = False  # but the named ones
+    remembers = ("seen",)
+
+    def __init__(
+        self,
+        weights: dict[str, float] | None = None,
+        std: Std = "sample",
+        eps: NonNegativeFloat = 1e-6,
+        whiten: bool = True,
+    ) -> None:
+        self._weights, self._std, self._eps, self._whiten = weights, std, eps, whiten
+        self._seen = False  # a named reward
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rewards = named_rewards(batch)
+        weights = dict.fromkeys(rewards, 1.0) if self._weights is None else self._weights
+        if not (rewards or weights or self._seen):
+            raise RLFlowError(
+                "advantage gdpo: the environment gave no named rewards; expected Step.rewards = "
+                "{name: value}; where they are rare, name them in algorithm.advantage.weights"
             )
-    total = torch.zeros(len(batch), dtype=torch.float64)
-    for name, weight in weights.items():
-        total += weight * standardized(
-            rewards[name], named_moments(batch, name, "advantage gdpo"), std, eps
-        )
-    if whiten:
-        first, place = first_rows(batch)
-        total = whitened(total[first], torch.ones(len(first)))[place]
-    return total.float()
+        total = torch.zeros(len(batch), dtype=torch.float64)
+        for name, weight in weights.items():
+            if name in rewards:
+                found = named_moments(batch, name, "advantage gdpo")
+                total += weight * standardized(rewards[name], found, self._std, self._eps)
+            elif not self._seen:
+                logger.warning(
+                    "algorithm.advantage.weights: the environment gave no reward '%s' in this "
+                    "step, only %s; it counts as 0.%s",
+                    *(name, ", ".join(sorted(rewards)) or "none", did_you_mean(name, rewards)),
+                )
+        self._seen = self._seen or bool(rewards)
+        if self._whiten:
+            first, place = first_rows(batch)
+            total = whitened(total[first], torch.ones(len(first)))[place]
+        return total.float()

@@ -47,6 +47,8 @@ class OnPolicyDistillation(Advantage):
             getattr(made, "func", made), "compares_attempts", False
         )
         self._base: Advantage | None = None if made is None else as_part(made)
+        self.weighs = getattr(self._base, "weighs", False)
+        self.reads_rewards = getattr(self._base, "reads_rewards", base is not None)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

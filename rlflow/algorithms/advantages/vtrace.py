@@ -27,7 +27,8 @@ class VTrace(Advantage):
     rho, so the kernel must not correct for mu again: anchor: proximal. Raises ConfigError where c >
     rho."""
 
-    needs = frozenset({"values", "proximal"})
+    needs = frozenset({"values", "proximal", "rollout"})
+    weighs = True
 
     gamma: Share = 1.0
     lam: Share = 1.0

@@ -22,7 +22,7 @@ class SuccessPool(Filter):
     adds it to the group (DART, arXiv 2509.23866). success: the least return that is one. per_task,
     capacity: successes kept, of a task and in all; the oldest give way. recompute: forget the
     log-probs of the policy that sampled them, so that the trainer's own take their place, as in the
-    papers; kernels then need `anchor: proximal`."""
+    papers; whatever has an `anchor` then needs `proximal`."""
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from rlflow.algorithms.base import (
     anchor_logprobs,
     kl_estimate,
     log_ratio,
-    needs_of,
 )
 from rlflow.types import Batch, LossResult, PolicyOutput
 
@@ -26,10 +25,6 @@ class RatioKernel(Kernel):
     clips = True
     name: str
     anchor: Anchor
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(needs_of(self.anchor))
 
     @abstractmethod
     def objective(

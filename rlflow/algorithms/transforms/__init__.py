@@ -11,7 +11,7 @@ BUILT_IN = {
     "normalize_advantages": "rlflow.algorithms.transforms.normalize:NormalizeAdvantages",
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
-    "kept_mean": "rlflow.algorithms.transforms.kept_mean:kept_mean",
+    "kept_mean": "rlflow.algorithms.transforms.kept_mean:KeptMean",
     "decoupled": "rlflow.algorithms.transforms.decoupled:Decoupled",
     "tis": "rlflow.algorithms.transforms.tis:TruncatedImportance",
     "mis": "rlflow.algorithms.transforms.mis:MaskedImportance",

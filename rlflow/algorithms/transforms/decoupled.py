@@ -36,7 +36,9 @@ class Decoupled(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"proximal"} if self.proximal == "recompute" else {"current"})
+        return frozenset(
+            {"proximal"} if self.proximal == "recompute" else {"current", "rollout"}
+        )
 
     @property
     def fills(self) -> frozenset[str]:  # type: ignore[override]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from rlflow.algorithms.base import Transform
 from rlflow.algorithms.statistics import first_rows
 from rlflow.types import Batch
 
 
-def kept_mean(
-    batch: Batch, per: Literal["batch", "trajectory", "row"] = "batch"
-) -> Batch:
+@dataclass(frozen=True)
+class KeptMean(Transform):
     """The policy-gradient kernels of the kept tokens (coefficient not 0) times the weight of all /
     the weight of the kept ones.
 
@@ -22,19 +23,25 @@ def kept_mean(
     the batch (token_mean), or within each trajectory (trajectory_mean) or row (sequence_mean).
     Where nothing is kept, nothing changes. Other terms of the loss are over all tokens, and stay.
     """
-    if batch.coefficients is None:
-        return batch
-    weights = batch.weights.double()
-    rows = torch.arange(len(batch))
-    unit = {
-        "batch": torch.zeros_like(rows),
-        "row": rows,
-        "trajectory": first_rows(batch)[1],
-    }[per]
-    kept = torch.where(batch.coefficients != 0, weights, 0.0)
-    sums = torch.zeros(2, len(batch), dtype=torch.float64)
-    sums.index_add_(1, unit, torch.stack([weights.sum(dim=1), kept.sum(dim=1)]))
-    factor = torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
-    return batch.replace(
-        coefficients=(batch.coefficients * factor[unit][:, None]).float()
-    )
+
+    level = "sequence"
+
+    per: Literal["batch", "trajectory", "row"] = "batch"
+
+    def __call__(self, batch: Batch) -> Batch:
+        if batch.coefficients is None:
+            return batch
+        weights = batch.weights.double()
+        rows = torch.arange(len(batch))
+        unit = {
+            "batch": torch.zeros_like(rows),
+            "row": rows,
+            "trajectory": first_rows(batch)[1],
+        }[self.per]
+        kept = torch.where(batch.coefficients != 0, weights, 0.0)
+        sums = torch.zeros(2, len(batch), dtype=torch.float64)
+        sums.index_add_(1, unit, torch.stack([weights.sum(dim=1), kept.sum(dim=1)]))
+        factor = torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
+        return batch.replace(
+            coefficients=(batch.coefficients * factor[unit][:, None]).float()
+        )

@@ -19,7 +19,7 @@ class KPop(Transform):
     Guo et al. 2026, ringtech.notion.site/kpop (0.1). A filter alone: its authors weigh the tokens
     that it keeps by the ratio, which is `decoupled` beside it (with `cap: null`)."""
 
-    needs = frozenset({"proximal"})
+    needs = frozenset({"proximal", "rollout"})
     level = "token"
 
     threshold: PositiveFloat = 0.1

@@ -44,7 +44,8 @@ class M2PO(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"proximal"} if self.variant == "mask_all" else {"current"})
+        policy = "proximal" if self.variant == "mask_all" else "current"
+        return frozenset({policy, "rollout"})
 
     @property
     def bounds(self) -> bool:  # type: ignore[override]

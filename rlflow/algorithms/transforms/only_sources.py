@@ -18,6 +18,8 @@ class OnlySources(Transform):
     """Sets the coefficients of rows of other sources to 0: what is learned by likelihood (`sft`
     with a `source`), for example demonstrations, is not reinforced as well."""
 
+    level = "sequence"
+
     def __init__(self, sources: Sequence[Source] = ("local",)) -> None:
         self._kept = torch.tensor([source in sources for source in SOURCES])
 

@@ -16,7 +16,7 @@ from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.algorithms.transforms.dppo import DPPO
 from rlflow.algorithms.transforms.icepop import IcePop
 from rlflow.algorithms.transforms.importance import at_level
-from rlflow.algorithms.transforms.kept_mean import kept_mean
+from rlflow.algorithms.transforms.kept_mean import KeptMean
 from rlflow.algorithms.transforms.kpop import KPop
 from rlflow.algorithms.transforms.m2po import M2PO, kept, suffix_range, winsor_range
 from rlflow.algorithms.transforms.mis import MaskedImportance
@@ -269,7 +269,7 @@ def test_the_proximal_policy_is_interpolated_by_version(lag, alpha):
         made = Decoupled(proximal=how)(batch)
         assert made.proximal_logprobs[0].tolist() == pytest.approx([expected, 0.0], abs=1e-6)
         assert float(made.coefficients[0, 0]) == pytest.approx(math.exp(expected) / old, abs=1e-6)
-    assert Decoupled(proximal="linear").needs == {"current"} and Decoupled(proximal="linear").fills == {"proximal"}
+    assert Decoupled(proximal="linear").needs == {"current", "rollout"} and Decoupled(proximal="linear").fills == {"proximal"}
 
 
 @every_correction
@@ -347,10 +347,10 @@ def test_a_row_from_elsewhere_without_log_probs_is_not_corrected(name: str) -> N
 
 def test_kept_tokens_can_share_the_weight_of_all():
     batch = batch_of([[0.0] * 4], [[1.0] * 4], coefficients=matrix([2.0, 0.0, 0.0, 1.0]))
-    assert kept_mean(batch).coefficients.tolist() == [[4.0, 0.0, 0.0, 2.0]]
+    assert KeptMean()(batch).coefficients.tolist() == [[4.0, 0.0, 0.0, 2.0]]
     nothing = batch.replace(coefficients=torch.zeros(1, 4))
-    assert kept_mean(nothing).coefficients.tolist() == [[0.0] * 4]
-    assert kept_mean(batch_of([0.0], [1.0])).coefficients is None
+    assert KeptMean()(nothing).coefficients.tolist() == [[0.0] * 4]
+    assert KeptMean()(batch_of([0.0], [1.0])).coefficients is None
 
 
 def test_what_was_capped_is_reported():

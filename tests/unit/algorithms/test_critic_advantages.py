@@ -261,7 +261,7 @@ def test_ratios_beyond_all_bounds_stay_finite(batch: Batch) -> None:
 
 
 def test_needs_and_refusals(batch: Batch) -> None:
-    assert GAE().needs == {"values"} and VTrace().needs == {"values", "proximal"}
+    assert GAE().needs == {"values"} and VTrace().needs == {"values", "proximal", "rollout"}
     with pytest.raises(RLFlowError, match=r"advantage gae: the batch has no values, expected it from trainer\.score"):
         GAE()(dataclasses.replace(batch, values=None))
     with pytest.raises(ConfigError, match=r"c: expected at most rho = 1 .*found 2"):

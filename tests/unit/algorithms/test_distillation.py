@@ -45,7 +45,7 @@ def test_the_anchor_says_whose_log_probs_are_the_policys() -> None:
     )
     advantage = OnPolicyDistillation(anchor="proximal")
     assert advantage(batch).tolist() == [[0.0, 2.0]] and advantage.needs == {"teacher", "proximal"}
-    assert OnPolicyDistillation()(batch).tolist() == [[0.0, -1.0]] and OnPolicyDistillation().needs == {"teacher"}
+    assert OnPolicyDistillation()(batch).tolist() == [[0.0, -1.0]] and OnPolicyDistillation().needs == {"teacher", "rollout"}
     with pytest.raises(ConfigError, match="expected one of rollout, proximal"):
         ADVANTAGE.check({"name": "opd", "anchor": "policy"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.algorithm import make_advantage
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import RLFlowError
 from rlflow.types import Batch, StopReason
 from tests.unit.algorithms.batches import Said, Tried, batch_of, split
 
@@ -113,11 +114,28 @@ def test_a_named_reward_that_an_attempt_never_got_is_0_and_one_that_no_other_gro
     assert found.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
 
 
-def test_named_rewards_that_are_missing_are_named():
+def test_a_named_reward_that_does_not_occur_in_a_step_adds_nothing():
+    both = batch_of([Tried([Said()], {"right": 1.0, "rare": 1.0}), Tried([Said()], {"right": 0.0})])
+    weighted = {"name": "gdpo", "weights": {"right": 1.0, "rare": 0.5}, "whiten": False}
+    for component in (weighted, {"name": "gdpo", "whiten": False}):
+        made = make_advantage(component)
+        made(both)
+        again = make_advantage(component)
+        again.load_state_dict(made.state_dict())
+        for one in (made, again):
+            assert one(named({"right": [1.0, 0.0]})).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+            assert one(batch_of([1.0, 0.0])).tolist() == [0.0, 0.0]
+    assert advantage(weighted, batch_of([1.0, 0.0])).tolist() == [0.0, 0.0]
+
+
+def test_named_rewards_that_are_missing_from_the_start_are_named(caplog):
     with pytest.raises(RLFlowError, match=r"no named rewards; expected Step.rewards"):
         advantage("gdpo", batch_of([1.0, 0.0]))
-    with pytest.raises(ConfigError, match=r"no reward 'formt' in this step, only format. Did you mean 'format'"):
-        advantage({"name": "gdpo", "weights": {"formt": 1.0}}, named({"format": [1.0, 0.0]}))
+    made = make_advantage({"name": "gdpo", "weights": {"formt": 1.0}})
+    for _ in range(2):
+        made(named({"format": [1.0, 0.0]}))
+    (told,) = caplog.messages
+    assert re.search(r"no reward 'formt' in this step, only format; .*Did you mean 'format'", told)
 
 
 def test_the_running_baseline_lags_one_step_and_is_remembered():

@@ -94,7 +94,7 @@ def test_recomputed_log_probs_replace_the_engines():
     batch = batch_of(torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0))
     output = PolicyOutput(torch.full((1, 2), -1.0))
     assert PPOClipLoss(anchor="proximal")(output, batch)[1]["ratio"].tolist() == [[1.0, 1.0]]
-    assert PPOClipLoss(anchor="proximal").needs == {"proximal"} and not PPOClipLoss().needs
+    assert PPOClipLoss(anchor="proximal").needs == {"proximal"} and PPOClipLoss().needs == {"rollout"}
     ratio = PPOClipLoss()(output, batch)[1]["ratio"]  # the anchor decides, not what happens to be in the batch
     torch.testing.assert_close(ratio, torch.full((1, 2), math.exp(4.0)))
 
@@ -238,7 +238,7 @@ def test_the_weighted_kl_takes_its_ratio_from_the_anchor_and_asks_for_no_more_th
     assert float(KLLoss(1.0, "wk1")(output, batch)[0]) == pytest.approx(k1)
     assert float(KLLoss(1.0, "wk1", anchor="proximal")(output, batch)[0]) == pytest.approx(math.exp(0.5) * k1)
     assert KLLoss(1.0, anchor="proximal").needs == {"reference", "proximal"}
-    assert KLLoss(1.0).needs == KLLoss(1.0, "k3", anchor="proximal").needs == {"reference"}
+    assert KLLoss(1.0).needs == {"reference", "rollout"} and KLLoss(1.0, "k3", anchor="proximal").needs == {"reference"}
 
 
 @pytest.mark.parametrize("estimator", ["k3", "wk3"])
@@ -337,8 +337,8 @@ def test_a_sum_adds_terms_and_asks_for_what_any_of_them_needs():
     values, metrics = EVERY_TERM(output, batch)
     assert float(values) == pytest.approx(sum(float(term(output, batch)[0]) for term in EVERY_TERM.losses))
     assert {"ratio", "clip_fraction", "kl", "entropy", "nll"} <= set(metrics)
-    assert EVERY_TERM.needs == {"entropy", "reference"}
-    assert not SumLoss((PPOClipLoss(), SFTLoss())).needs
+    assert EVERY_TERM.needs == {"entropy", "reference", "rollout"}
+    assert SumLoss((PPOClipLoss(), SFTLoss())).needs == {"rollout"}
     assert Monitored(SFTLoss()).needs == {"entropy"}
 
 

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.algorithm import Algorithm, make_advantage, make_loss
+from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.algorithms.rewards import add_reward_term, per_trajectory, token_rewards
 from rlflow.algorithms.transforms.kl_reward import KLReward
 from rlflow.algorithms.transforms.normalize import NormalizeAdvantages
 from rlflow.algorithms.transforms.overlong import Overlong
 from rlflow.algorithms.transforms.reward_scale import AffineReward, TurnMeanReward
+from rlflow.batching import make_batch
 from rlflow.components import TRANSFORM
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch
-from tests.unit.algorithms.batches import Said, Tried, batch_of, split
+from rlflow.types import Batch, Group, StopReason, Task, stamp
+from tests.unit.algorithms.batches import Said, Tried, batch_of, split, trajectory_of
 
 
 def added(batch: Batch, term: Tensor) -> Batch:
@@ -56,6 +58,17 @@ def test_rewards_on_another_scale():
     assert make_advantage({"name": "grpo", "std": "none"})(scaled).tolist() == [5.0, -5.0]
 
 
+def test_an_attempt_that_a_filter_took_out_of_the_baseline_stays_out_of_it():
+    """Returns 1, 0 and two cut attempts of 0: the mean is .5 without them, .25 with them; a term of one more for all."""
+    attempts = [Tried([Said(2, 1.0)]), Tried([Said(2)]), *[Tried([Said(2)], stop=StopReason.MAX_TOKENS)] * 2]
+    group = Group("g", Task("g", "?"), [trajectory_of(tried, "g", place) for place, tried in enumerate(attempts)])
+    stamp(group.trajectories)
+    for baseline, mean in ((True, 0.25), (False, 0.5)):
+        (kept,) = OverlongFilter(baseline=baseline)([group])
+        batch = AffineReward(bias=1.0)(make_batch(kept.trajectories))
+        assert make_advantage({"name": "grpo", "std": "none"})(batch)[:2].tolist() == [1 - mean, -mean]
+
+
 def test_kl_of_each_token_is_taken_from_its_reward():
     """Behaviour log-probs are -1; the reference's -1.5 and -.5: k1 = .5 and -.5."""
     batch = batch_of([Tried([Said(2, 1.0)])])
@@ -65,7 +78,7 @@ def test_kl_of_each_token_is_taken_from_its_reward():
     assert KLReward(1.0, "k3").term(batch)[0, 1:].tolist() == pytest.approx([-value for value in k3], abs=1e-6)
     proximal = batch.replace(proximal_logprobs=torch.full((1, 3), -1.5))
     assert KLReward(1.0, anchor="proximal").term(proximal)[0].tolist() == pytest.approx([0, 0, 1.0])
-    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference"}
+    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference", "rollout"}
 
 
 def test_kl_in_the_reward_stays_finite_at_extreme_log_probs():

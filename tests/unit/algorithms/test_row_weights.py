@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.aggregates.means import sequence_mean, token_mean, trajectory_mean
-from rlflow.algorithms.transforms.kept_mean import kept_mean
+from rlflow.algorithms.transforms.kept_mean import KeptMean
 from rlflow.algorithms.transforms.row_weights import duration_weight, size_weight
 from rlflow.types import Batch
 from tests.unit.algorithms.batches import Said, Tried, batch_of
@@ -68,7 +68,7 @@ def test_length_takes_a_mean_over_attempts_to_one_over_tokens_and_back():
     torch.testing.assert_close(size_weight(weighted(batch), of="tokens", power=-1.0).weights, trajectory_mean(batch))
 
 
-@pytest.mark.parametrize("change", [duration_weight, size_weight, kept_mean])
+@pytest.mark.parametrize("change", [duration_weight, size_weight, KeptMean()])
 def test_batches_without_a_trained_token_stay_as_they_are(change):
     batch = weighted(batch_of([Tried([Said(0)]), Tried([Said(0)])])).replace(coefficients=torch.zeros(2, 1))
     assert not change(batch).weights.any() and torch.isfinite(change(batch).coefficients).all()
@@ -87,7 +87,7 @@ def test_the_denominator_is_the_kept_tokens(per, aggregate):
     def total(weights: Tensor, coefficients: Tensor) -> float:
         return float((weights * coefficients * loss).sum())
 
-    changed = kept_mean(batch.replace(coefficients=keep.float()), per)
+    changed = KeptMean(per)(batch.replace(coefficients=keep.float()))
     expected = aggregate(batch.replace(loss_mask=batch.loss_mask & keep))
     assert torch.equal(changed.weights, batch.weights)  # KL and entropy stay means over all tokens
     assert total(changed.weights, changed.coefficients) == pytest.approx(total(expected, keep.double()), abs=1e-6)
@@ -95,8 +95,8 @@ def test_the_denominator_is_the_kept_tokens(per, aggregate):
 
 def test_corrections_keep_their_size_and_units_of_which_nothing_is_kept_stay_away():
     batch = weighted(batch_of([Tried([Said(2)]), Tried([Said(2)])])).replace(coefficients=torch.tensor([[1, 2.0, 0], [1, 0, 0]]))
-    assert kept_mean(batch, "row").coefficients[:, 1:].tolist() == [[4, 0], [0, 0]]
-    assert kept_mean(batch, "batch").coefficients[:, 1:].tolist() == [[8, 0], [0, 0]]
+    assert KeptMean("row")(batch).coefficients[:, 1:].tolist() == [[4, 0], [0, 0]]
+    assert KeptMean("batch")(batch).coefficients[:, 1:].tolist() == [[8, 0], [0, 0]]
     nothing = batch.replace(coefficients=torch.zeros(2, 3))
-    assert not kept_mean(nothing).coefficients.any()
-    assert kept_mean(batch.replace(coefficients=None)).coefficients is None
+    assert not KeptMean()(nothing).coefficients.any()
+    assert KeptMean()(batch.replace(coefficients=None)).coefficients is None

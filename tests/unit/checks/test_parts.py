@@ -238,7 +238,7 @@ def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
     for command in commands:
         assert main(shlex.split(command)) == 0, (command, capsys.readouterr())
     (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.S)[-1])
-    assert config_needs(load_config("run.yaml")) == {"entropy", "reference"}
+    assert config_needs(load_config("run.yaml")) == {"entropy", "reference", "rollout"}
 
 
 @pytest.mark.parametrize("needs", ["entropy", ("entropy",)], ids=["text", "tuple"])
