@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from rlflow.errors import ConfigError, ModelError
 from rlflow_environments.retrieval.building import BuildRequest, build_index
@@ -111,6 +111,34 @@ def test_a_family_may_leave_vectors_as_they_are(folder):
     assert (
         np.abs(encoder.encode_queries(TEXTS) - by_transformers(folder, TEXTS, "", "cls", normalize=False)).max() < 1e-5
     )
+
+
+def test_a_dpr_encoder_of_passages_is_read_as_one(folder, tmp_path):
+    from transformers import DPRConfig, DPRContextEncoder
+
+    torch.manual_seed(0)
+    config = DPRConfig(**AutoConfig.from_pretrained(folder).to_dict())
+    model = DPRContextEncoder(config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "dpr-ctx_encoder")
+    with torch.no_grad():
+        expected = model(**tokenizer("river town", return_tensors="pt")).pooler_output
+    found = make_encoder(str(tmp_path / "dpr-ctx_encoder")).encode_passages([Passage("1", "", "river town", "")])
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_a_file_that_lacks_weights_is_refused_but_for_the_pooler(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = write_bert(tmp_path / "e5-half") / "model.safetensors"
+    for left_out in ("pooler.", "encoder.layer.1."):
+        held = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(left_out)}
+        save_file(held, file, metadata={"format": "pt"})
+        if left_out == "pooler.":
+            make_encoder(str(file.parent))
+    with pytest.raises(ModelError, match=r"expected all weights of a BertModel, found none for 16 .*layer\.1\."):
+        make_encoder(str(file.parent))
 
 
 @pytest.mark.parametrize(
