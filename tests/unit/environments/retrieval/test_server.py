@@ -120,7 +120,9 @@ def test_other_methods_are_refused(served):
 def test_pages_are_aligned_with_the_urls(served):
     known, form = "https://w/index.php?title=Alder_0", "https://w/index.php/Elm_4"
     urls = [known, "https://nowhere", form, known, "", "https://w/wiki/Alder_0", known.upper()]
-    pages = post(served, "/access", urls=urls).json()["result"]
+    answer = post(served, "/access", urls=urls)
+    assert answer.headers["x-index"] == get(served + "/info").json()["identity"]
+    pages = answer.json()["result"]
     assert [page and page["n"] for page in pages] == [0, None, 4, 0, None, None, None]
     assert pages[0] == {"url": known, "contents": "page 0", "n": 0}
 
