@@ -20,7 +20,7 @@ from rlflow.errors import DataError
 
 PLAIN = ("ubuntu", "debian", "python", "buildpack-deps", "scratch")
 """Base images for which this machine's system stands in."""
-SAYING_NOTHING = ("LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "ARG", "SHELL", "USER")
+SAYING_NOTHING = ("LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "SHELL", "USER")
 INSTALLS = re.compile(
     r"\b(apt|apt-get|apk|yum|dnf|pip|pip3|uv|uvx|pipx|npm|conda|curl|wget|git clone)\b"
 )
@@ -123,9 +123,14 @@ def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
     )
     task.variables = _plain_variables(world, toml)
     task.tests_variables = _plain_variables(tests, toml)
-    for name in ("docker-compose.yaml", "docker-compose.yml"):
+    for name, what in (
+        ("docker-compose.yaml", "services"),
+        ("docker-compose.yml", "services"),
+        (".dockerignore", "an image (.dockerignore)"),
+        ("Dockerfile.dockerignore", "an image (.dockerignore)"),
+    ):
         if (folder / "environment" / name).exists():
-            raise _needs(folder / "environment" / name, "services")
+            raise _needs(folder / "environment" / name, what)
     _lay_out(task, installed)
     task.workdir = str(world.get("workdir") or task.workdir)
     if own_tests:
@@ -145,6 +150,7 @@ def _lay_out(task: TaskFolder, installed: bool) -> None:
             task.layers = [(str(context), "true", files_below(context, task.workdir))]
         return
     stages, task.workdir = 0, "/"
+    arguments: dict[str, str] = {}  # of the build: the policy does not see them
     for number, kind, rest in _instructions(file.read_text(encoding="utf-8", errors="replace")):
         where = f"{file}:{number}"
         if kind == "FROM":
@@ -158,13 +164,15 @@ def _lay_out(task: TaskFolder, installed: bool) -> None:
         elif kind == "WORKDIR" and "$" not in rest:
             task.workdir = str(PurePosixPath(task.workdir, rest.strip('"')))
         elif kind == "ENV":
-            task.variables |= _assignments(rest, where)
+            task.variables |= _assignments(kind, rest, where)
+        elif kind == "ARG":
+            arguments |= _assignments(kind, rest, where)
         elif kind in ("COPY", "ADD"):
-            task.layers.append((where, "true", _copied(rest, context, task, where)))
+            task.layers += _copied(kind, rest, context, task, where)
         elif kind == "RUN" and not INSTALLS.search(rest):
             rest = re.sub(r"^(--\S+\s+)+", "", rest)
             script = shlex.join(_words(rest, where)) if rest.startswith("[") else rest
-            entered = f"mkdir -p {shlex.quote(task.workdir)}; {_entered(task)}"
+            entered = _entered(task.workdir, {**arguments, **task.variables})
             task.layers.append((where, entered + script, []))
         elif kind == "RUN" and not installed:
             raise _needs(where, f"an image ({rest[:60]}); installed=true says that it is here")
@@ -172,9 +180,9 @@ def _lay_out(task: TaskFolder, installed: bool) -> None:
             raise _needs(where, f"an image ({kind} {rest[:60]})")
 
 
-def _entered(task: TaskFolder) -> str:
-    exports = "".join(f"export {key}={shlex.quote(text)}; " for key, text in task.variables.items())
-    return f"{exports}cd {shlex.quote(task.workdir)}; "
+def _entered(workdir: str, variables: dict[str, str]) -> str:
+    exports = "".join(f"export {key}={shlex.quote(text)}; " for key, text in variables.items())
+    return f"mkdir -p {shlex.quote(workdir)}; {exports}cd {shlex.quote(workdir)}; "
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -201,11 +209,16 @@ def _words(rest: str, where: str) -> list[str]:
         raise DataError(f"{where}: {rest[:60]}: {problem}.") from None
 
 
-def _copied(rest: str, context: Path, task: TaskFolder, where: str) -> list[tuple[Path, str]]:
+def _copied(
+    kind: str, rest: str, context: Path, task: TaskFolder, where: str
+) -> list[tuple[str, str, list[tuple[Path, str]]]]:
     words = _words(rest, where)
-    if any(word.startswith("--from") or "://" in word or "$" in word for word in words):
+    flags = [word for word in words if word.startswith("--")]
+    if any("://" in word or "$" in word for word in words) or any(
+        flag.partition("=")[0] not in ("--chown", "--chmod", "--link") for flag in flags
+    ):
         raise _needs(where, f"an image ({rest})")
-    *sources, target = [word for word in words if not word.startswith("--")]
+    *sources, target = [word for word in words if word not in flags]
     into = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
     target = str(PurePosixPath(task.workdir, target))
     into = into or target in _there(task)
@@ -219,14 +232,20 @@ def _copied(rest: str, context: Path, task: TaskFolder, where: str) -> list[tupl
                 raise DataError(f"{where}: {source}: expected a file of the task, found {path}.")
             if path.is_dir():
                 found += files_below(path, target)
+            elif kind == "ADD" and tarfile.is_tarfile(path):
+                raise _needs(where, f"an image ({kind} {rest}: an archive)")
             else:
                 found.append((path, f"{target}/{path.name}" if into or len(paths) > 1 else target))
     for _, name in found:
         if PurePosixPath(name).parent == PurePosixPath("/"):
             raise _needs(where, f"a file in / ({name})")
-    return [
+    files = [
         (path, name) for path, name in found if path.name != "Dockerfile" or path.parent != context
     ]
+    named = shlex.join(name for _, name in files)
+    modes = [flag.partition("=")[2] for flag in flags if flag.startswith("--chmod")]
+    changes = [(where, f"chmod {shlex.quote(mode)} {named}", []) for mode in modes if named]
+    return [(where, "true", files), *changes]
 
 
 def _there(task: TaskFolder) -> set[str]:
@@ -236,14 +255,14 @@ def _there(task: TaskFolder) -> set[str]:
     return {*below, *parents, *ROOTS, TESTS, LOGS, "/app"}
 
 
-def _assignments(rest: str, where: str) -> dict[str, str]:
+def _assignments(kind: str, rest: str, where: str) -> dict[str, str]:
     words = _words(rest, where)
     if "$" in rest:
-        raise _needs(where, f"an image (ENV {rest})")
-    if words and "=" not in words[0]:
+        raise _needs(where, f"an image ({kind} {rest})")
+    if kind == "ENV" and words and "=" not in words[0]:
         return {words[0]: rest.partition(" ")[2]}
     pairs = [word.partition("=") for word in words]
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, given, value in pairs if given}
 
 
 def _check_tests(script: Path) -> None:

@@ -11,6 +11,7 @@ from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
 
 TRACE_HEADER = "X-Trace-Id"
+INDEX_HEADER = "X-Index"
 DEADLINE_HEADER = "X-Deadline-S"
 """How long the client waits for an answer, in seconds: the server does not search for one that
 nobody waits for."""

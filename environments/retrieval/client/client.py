@@ -4,6 +4,7 @@ others'."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -19,6 +20,7 @@ from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.retrieval.client.answers import NotASearchServer, read_page, read_passages
 from rlflow_environments.retrieval.client.asynchronous import (
     DEADLINE_HEADER,
+    INDEX_HEADER,
     TRACE_HEADER,
     AsyncRetriever,
 )
@@ -102,6 +104,10 @@ class HttpRetriever(AsyncRetriever):
         self._client = HttpClient(headers=headers, connections=connections)
         if self._cache is None or not self._cache.identified or self._cache.mode == "record":
             self._client.call(self._wait_until_ready, wait_s)
+        elif not strict:
+            # Else records of another index would be answers until the first search that has none
+            with contextlib.suppress(Retryable):
+                self._client.call(self._identify)
 
     # ------------------------------------------------------------ searching
 
@@ -211,6 +217,9 @@ class HttpRetriever(AsyncRetriever):
             if self._failures >= FAILURES:
                 logger.info("a retrieval server answers again (%s)", self._where)
             self._failures = 0
+            index = self._given_identity or reply.headers.get(INDEX_HEADER)
+            if self._cache is not None and index:  # another one may be served by now
+                self._cache.identify(index)
             return answer
         except Retryable as problem:
             failed = problem.server_failed

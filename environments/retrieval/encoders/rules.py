@@ -34,12 +34,23 @@ FAMILIES = {
     # Wang et al. 2022, model card of e5-base-v2
     "e5": EncoderRules("e5", "mean", True, "query: ", "passage: "),
     # Xiao et al. 2023, model card of bge-base-en-v1.5
+    "bge-m3": EncoderRules("bge-m3", "cls", True),  # Chen et al. 2024, model card
+    "bge-zh": EncoderRules("bge-zh", "cls", True, "为这个句子生成表示以用于检索相关文章："),
     "bge": EncoderRules("bge", "cls", True, _BGE_QUERY),
     "dpr": EncoderRules("dpr", "cls", False),  # Karpukhin et al. 2020
     "contriever": EncoderRules("contriever", "mean", False),  # Izacard et al. 2022
     "sentence-transformers": EncoderRules("sentence-transformers", "mean", True),
 }
-_BY_NAME = ("e5", "bge", "dpr", "contriever")
+_WORD = r"(?<![a-z0-9]){}(?![a-z0-9])"
+_BY_NAME = {
+    "e5": _WORD.format("e5"),  # not `stage5`
+    "bge-m3": "bge-m3",
+    "bge-zh": "bge.*-zh",
+    "bge": "bge",
+    "dpr": "dpr",
+    "contriever": "contriever",
+}
+"""How the last part of a model's path names its family."""
 _POOLING_NAMES = {
     "mean": "mean",
     "cls": "cls",
@@ -55,16 +66,16 @@ def encoder_family(name: str) -> str:
     """The family of a model name or folder, a key of FAMILIES: `e5-base`, `intfloat/e5-base-v2` and
     `models/my_e5/` are e5.
 
-    The last part of the path decides by what it contains (as in the field); where it says nothing,
-    the nearest folder above with the family as a word of its own does
+    The last part of the path decides by what it contains; where it says nothing, the nearest folder
+    above with the family as a word of its own does
     (`models--intfloat--e5-base-v2/snapshots/8a1b`)."""
     *folders, last = PurePath(name.lower().rstrip("/")).parts or ("",)
-    for family in _BY_NAME:
-        if family in last:
+    for family, named in _BY_NAME.items():
+        if re.search(named, last):
             return family
     for folder in reversed(folders):
-        for family in _BY_NAME:
-            if re.search(rf"(?<![a-z0-9]){family}(?![a-z0-9])", folder):
+        for family, named in _BY_NAME.items():
+            if re.search(_WORD.format(named), folder):
                 return family
     return "sentence-transformers"
 
@@ -80,13 +91,15 @@ def encoder_rules(
     passage_prefix: str | None = None,
     max_length: PositiveInt | None = None,
 ) -> EncoderRules:
-    """The rules of a model: its family's, or those of its modules.json; what is given wins.
+    """The rules of a model: its family's, but for what its modules.json states where no family is
+    given; what is given wins.
 
     Raises ConfigError for an unknown family or pooling, ModelError for modules that are not
     supported."""
     chosen = encoder_family(name) if family is None else family
     rules = FAMILIES[_known("family", chosen, FAMILIES)]
-    if chosen == "sentence-transformers" and (folder / "modules.json").is_file():
+    unnamed = family is None or chosen == "sentence-transformers"
+    if unnamed and (folder / "modules.json").is_file():
         rules = _from_modules(folder, rules)
     given: dict[str, Any] = {
         "pooling": None if pooling is None else _known("pooling", pooling, POOLINGS),
@@ -109,7 +122,7 @@ def _known(option: str, value: str, known: Collection[str]) -> str:
 
 def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
     """The rules that a sentence-transformers folder states: modules.json, the pooling module,
-    prompts, the length."""
+    prompts where it has any, the length where no family has one."""
     rules = replace(rules, normalize=False)
     for module in _read(folder / "modules.json"):
         kind = module["type"].rpartition(".")[2]
@@ -124,13 +137,16 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
                 "Transformer, Pooling, Normalize."
             )
     prompts = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
+    if any(prompts.values()):
+        rules = replace(
+            rules,
+            query_prefix=prompts.get("query") or prompts.get("web_search_query") or "",
+            passage_prefix=prompts.get("document") or prompts.get("passage") or "",
+        )
     length = _read(folder / "sentence_bert_config.json", {}).get("max_seq_length")
-    return replace(
-        rules,
-        query_prefix=prompts.get("query") or "",
-        passage_prefix=prompts.get("document") or prompts.get("passage") or "",
-        max_length=length or MAX_LENGTH,
-    )
+    if length and rules.family == "sentence-transformers":
+        rules = replace(rules, max_length=length)
+    return rules
 
 
 def _pooling(path: Path) -> str:

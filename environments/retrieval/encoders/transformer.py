@@ -45,7 +45,7 @@ class TransformerEncoder:
     ) -> None:
         """path: a model folder, or a hub name. dtype: of the weights. query_batch, passage_batch:
         texts per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError."""
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoTokenizer
 
         folder = model_folder(path)
         self.path = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
@@ -56,7 +56,7 @@ class TransformerEncoder:
         self._passage_batch = passage_batch or _PASSAGE_BATCH[self._device.type]
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            model = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype))
+            model = _whole_model(folder, getattr(torch, dtype))
         except (OSError, ValueError) as problem:
             raise ModelError(f"{folder}: cannot be loaded as an encoder: {problem}") from None
         if model.config.is_encoder_decoder:
@@ -144,6 +144,25 @@ def model_folder(path: str) -> Path:
         raise ModelError(
             f"encoder '{path}': no such folder, and the hub does not have it for us ({reason})."
         ) from None
+
+
+def _whole_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a folder. Raises ModelError where the files lack weights: transformers draws
+    those at random."""
+    from transformers import AutoConfig, AutoModel, DPRContextEncoder
+
+    # AutoModel makes a question encoder of every DPR
+    of_passages = "DPRContextEncoder" in (AutoConfig.from_pretrained(folder).architectures or ())
+    kind: Any = DPRContextEncoder if of_passages else AutoModel
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    # The pooler's output is not used here, and many encoders come without one
+    missing = sorted(name for name in report["missing_keys"] if "pooler." not in name)
+    if missing:
+        raise ModelError(
+            f"{folder}: expected all weights of a {type(model).__name__}, found none for "
+            f"{len(missing)} parameters, the first is {missing[0]}. Download the model again."
+        )
+    return model
 
 
 def _checked_device(name: str) -> torch.device:

@@ -63,14 +63,17 @@ def _needs_corpus(target: Callable[..., Any]) -> bool:
 class HybridIndex:
     """Reciprocal rank fusion: sum over the indices of 1 / (60 + rank), rank from 1."""
 
-    def __init__(self, indices: Sequence[Index], *, depth: int = 50) -> None:
-        """depth: candidates of each index, so that a short result is the beginning of a longer
-        one."""
-        self._indices = list(indices)
+    def __init__(
+        self, parts: Mapping[str, tuple[Mapping[str, Any], Index]], *, depth: int = 50
+    ) -> None:
+        """parts: (name and options, index) by what the part is called. depth: candidates of each
+        index, so that a short result is the beginning of a longer one."""
+        self.parts = parts
         self._depth = depth
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
-        rankings = [index.rank(queries, max(self._depth, top_k)) for index in self._indices]
+        candidates = max(self._depth, top_k)
+        rankings = [index.rank(queries, candidates) for _, index in self.parts.values()]
         return [_fused(per_query)[:top_k] for per_query in zip(*rankings, strict=True)]
 
 
@@ -93,7 +96,7 @@ def hybrid_retriever(
     may name another retriever over the corpus."""
     options = {"name": dense} if isinstance(dense, str) else dense or {}
     parts = {"bm25": {"name": "bm25", **(bm25 or {})}, "dense": {"name": "dense", **options}}
-    indices = [_part(key, part, corpus) for key, part in parts.items()]
+    indices = {key: (part, _part(key, part, corpus)) for key, part in parts.items()}
     return CorpusRetriever(corpus, HybridIndex(indices, depth=depth))
 
 

@@ -7,6 +7,8 @@ corpus, payload = the record. Documents come from the payloads: no corpus file i
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import random
 import threading
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _BATCH = 1024  # points stored at a time
-_SAMPLED = 3
+_SAMPLED, _TOLD = 3, 32
 _GREY_S = 60.0  # for the server to begin
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 
@@ -219,6 +221,14 @@ class QdrantRetriever(Retriever):
             )
         self.encoder = encoder
         self.collection = collection
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """What tells this collection from another: its size and its first payloads."""
+        first = [point.payload for point in self.collection.sample(_TOLD)]
+        told = json.dumps(first, sort_keys=True, default=str).encode()
+        sha256 = hashlib.sha256(told).hexdigest()
+        return {"points": self.collection.count(), "sha256": sha256}
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever. Raises RetrievalError where the server does not answer."""

@@ -14,7 +14,11 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlflow.errors import RLFlowError
-from rlflow_environments.retrieval.client.asynchronous import DEADLINE_HEADER, TRACE_HEADER
+from rlflow_environments.retrieval.client.asynchronous import (
+    DEADLINE_HEADER,
+    INDEX_HEADER,
+    TRACE_HEADER,
+)
 from rlflow_environments.retrieval.records import dump_json
 from rlflow_environments.retrieval.server import wire
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
@@ -42,6 +46,7 @@ _TOKEN_NEEDED = (
     "token."
 )
 _TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
+_INDEX = INDEX_HEADER.lower().encode()
 _CLIENT = b":client"  # its address, among the headers: no name of theirs has a colon
 
 
@@ -118,11 +123,12 @@ class SearchApp:
         trace = headers.get(_TRACE, b"").decode("latin-1")
         wait_s, client = _seconds(headers.get(_DEADLINE)), headers[_CLIENT].decode()
         answer = await self._service.retrieve(request, trace=trace, wait_s=wait_s, client=client)
-        told = [_JSON, (b"x-index", answer.index.encode())]
+        told = [_JSON, (_INDEX, answer.index.encode())]
         return 200, told, wire.write_results(answer.results, request.return_scores)
 
     async def _access(self, body: bytes, headers: Given) -> Answer:
-        return 200, [_JSON], wire.write_pages(self._service.access(wire.read_access(body)))
+        pages, index = self._service.access(wire.read_access(body))
+        return 200, [_JSON, (_INDEX, index.encode())], wire.write_pages(pages)
 
     async def _reload(self, body: bytes, headers: Given) -> Answer:
         # Where a request comes from says nothing: behind a port forward all come from here.

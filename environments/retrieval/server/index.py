@@ -129,7 +129,7 @@ class ServedIndex:
         batch, in the index's thread."""
         self.pages = pages
         self.info = dict(info or {})
-        self._identity = str(self.info.get("identity", ""))
+        self.identity = str(self.info.get("identity", ""))
         corpus = getattr(retriever, "corpus", None)
         self.size = len(corpus) if corpus is not None else None
         self._cache = AnswerCache(cache_bytes)
@@ -151,7 +151,7 @@ class ServedIndex:
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
-            return Answer(results, cached=len(queries), index=self._identity)
+            return Answer(results, cached=len(queries), index=self.identity)
         call = self.coalesced.submit([queries[place] for place in places], top_k, client)
         loop = call.loop
         if self._looking is not loop:
@@ -167,7 +167,7 @@ class ServedIndex:
             self._cache.put((queries[place], top_k), hits)
         cached = len(queries) - len(places)
         waited, searched = call.waited_s, call.searched_s
-        return Answer(results, waited, searched, cached, call.shared, self._identity)
+        return Answer(results, waited, searched, cached, call.shared, self.identity)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Ends what is overdue: with a timer for each, a tenth fewer requests are answered."""

@@ -91,15 +91,11 @@ def describe(
 ) -> dict[str, Any]:
     """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that
     answer alike, wherever their files lie."""
-    index = getattr(retriever, "index", retriever)
-    encoder = getattr(index, "encoder", None)
-    searched = getattr(index, "searched", {})  # how far: what an approximate index finds
     contents: dict[str, Any] = {
         "corpus": {"sha256": corpus.sha256, "passages": len(corpus)}
         if corpus is not None
         else None,
-        "index": {**_index_contents(source.retriever), **searched},
-        "encoder": _without_places(encoder.description) if encoder is not None else None,
+        **_searched_contents(source.retriever, getattr(retriever, "index", retriever)),
     }
     if pages is not None:
         contents["pages"] = {"sha256": pages.sha256, "pages": len(pages)}
@@ -111,6 +107,19 @@ def describe(
         **contents,
         "corpus_path": source.corpus,
         "identity": _hash(contents),
+    }
+
+
+def _searched_contents(component: Mapping[str, Any], index: Any) -> dict[str, Any]:
+    """{index, encoder}: what an index holds, and each part of a hybrid one, by hash."""
+    encoder = getattr(index, "encoder", None)
+    searched = getattr(index, "searched", {})  # how far: what an approximate index finds
+    parts = {
+        key: _searched_contents(*part) for key, part in getattr(index, "parts", {}).items()
+    }
+    return {
+        "index": {**_index_contents(component), **searched, **parts},
+        "encoder": _without_places(encoder.description) if encoder is not None else None,
     }
 
 

@@ -177,11 +177,12 @@ class SearchService:
             self.query_log.write(trace, request.queries, top_k, answer, seconds)
         return answer
 
-    def access(self, urls: list[str]) -> list[bytes | None]:
-        """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises
-        Unavailable."""
-        pages = self._ready().pages
-        return [None if pages is None else pages.page(url) for url in urls]
+    def access(self, urls: list[str]) -> tuple[list[bytes | None], str]:
+        """The page of each URL, None for an unknown one; all None where no pages are loaded; and
+        the index's identity. Raises Unavailable."""
+        index = self._ready()
+        pages = index.pages
+        return [None if pages is None else pages.page(url) for url in urls], index.identity
 
     def _ready(self) -> ServedIndex:
         if self.index is None:

@@ -105,7 +105,13 @@ def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
     for item in values:
         if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float))):
             raise BadRow(f"'{path}': expected text or a list of texts, found {kind_of(item)}")
-    golds = [str(item) for item in values if item is not None and str(item).strip()]
+    # Floats are whole numbers beside a missing one (NaN) in a column of parquet or pandas
+    values = [
+        int(item) if isinstance(item, float) and item.is_integer() else item
+        for item in values
+        if item is not None and item == item
+    ]
+    golds = [str(item) for item in values if str(item).strip()]
     if not golds:
         raise BadRow(f"no gold answer ('{path}' is missing or empty)")
     return path, golds

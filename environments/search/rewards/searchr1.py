@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.tool_calls import TextCall, read_calls
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 
@@ -75,11 +76,14 @@ def searchr1_em_format(
 def searchr1_f1_plus(
     transcript: Transcript, *, no_search: float = 0.1, no_answer: float = 0.1
 ) -> float:
-    """F1 of the last answer's words, less a penalty where the policy never searched and one where
-    it never answered: F1+ of Search-R1++, arXiv 2602.19526. From -0.2 to 1."""
+    """F1 of the last answer's words, less a penalty where the policy never searched, by tag or tool
+    call, and one where it never answered: F1+ of Search-R1++, arXiv 2602.19526. From -0.2 to 1."""
     text = transcript.model_text
     answer = scoring.extract_answer(text)
-    penalties = no_search * (not blocks("search", text)) + no_answer * (answer is None)
+    calls = [call for response in transcript.responses for call in read_calls(response)]
+    called = any(isinstance(call, TextCall) and call.name == "search" for call in calls)
+    searched = called or blocks("search", text)
+    penalties = no_search * (not searched) + no_answer * (answer is None)
     return scoring.f1(answer, transcript.golds) - penalties
 
 

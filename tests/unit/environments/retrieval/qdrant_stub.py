@@ -32,6 +32,8 @@ class QdrantStub:
             return 404, {"status": {"error": "Not found: Collection doesn't exist!"}, "time": 0.0}
         if path.endswith("/points/query/batch"):
             return 200, [{"points": self.nearest(search)} for search in body["searches"]]
+        if path.endswith("/points/count"):
+            return 200, {"count": len(self.payloads)}
         if path.endswith("/points/scroll"):
             rows = range(min(body["limit"], len(self.payloads)))
             return 200, {"points": [self.point(row, vector=True) for row in rows], "next_page_offset": None}

@@ -90,6 +90,25 @@ def test_records_of_another_index_are_refused(tmp_path):
             client(url, cache={"directory": str(tmp_path), "mode": "replay"}).search(["new"], 2)
 
 
+def test_an_index_that_changes_behind_the_address_is_found_by_its_answers(tmp_path):
+    server = Scripted(identity="index-1", headers=[(b"x-index", b"index-1")])
+    with serving(server) as url:
+        retriever = recorded(url, tmp_path, "a")
+        server.headers = [(b"x-index", b"index-2")]
+        with pytest.raises(ConfigError, match="recorded from the index index-1, the server has index-2"):
+            retriever.search(["b"], 2)
+    assert len(list(tmp_path.glob("??/*.json"))) == 1
+
+
+def test_replay_answers_nothing_in_place_of_another_index(tmp_path):
+    with serving(Scripted(identity="index-1")) as url:
+        recorded(url, tmp_path)
+    replaying = {"cache": {"directory": str(tmp_path), "mode": "replay"}}
+    with serving(Scripted(identity="index-2")) as url, pytest.raises(ConfigError, match="the server has index-2"):
+        client(url, **replaying).search(["a"], 2)
+    assert client("http://127.0.0.1:9", **replaying).search(["a"], 2)[0][0].id == "s/a"
+
+
 def test_a_server_that_does_not_tell_its_index_needs_a_name_for_it(tmp_path):
     with serving(Scripted(identity=None)) as url:
         with pytest.raises(ConfigError, match="identity: my-index"):

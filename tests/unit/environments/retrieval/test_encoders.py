@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from rlflow.errors import ConfigError, ModelError
 from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus
 from rlflow_environments.retrieval.encoders import encoder_family, make_encoder
-from rlflow_environments.retrieval.encoders.rules import FAMILIES
+from rlflow_environments.retrieval.encoders.rules import FAMILIES, encoder_rules
 from rlflow_environments.retrieval.encoders.transformer import pool
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
@@ -113,6 +113,34 @@ def test_a_family_may_leave_vectors_as_they_are(folder):
     )
 
 
+def test_a_dpr_encoder_of_passages_is_read_as_one(folder, tmp_path):
+    from transformers import DPRConfig, DPRContextEncoder
+
+    torch.manual_seed(0)
+    config = DPRConfig(**AutoConfig.from_pretrained(folder).to_dict())
+    model = DPRContextEncoder(config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "dpr-ctx_encoder")
+    with torch.no_grad():
+        expected = model(**tokenizer("river town", return_tensors="pt")).pooler_output
+    found = make_encoder(str(tmp_path / "dpr-ctx_encoder")).encode_passages([Passage("1", "", "river town", "")])
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_a_file_that_lacks_weights_is_refused_but_for_the_pooler(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = write_bert(tmp_path / "e5-half") / "model.safetensors"
+    for left_out in ("pooler.", "encoder.layer.1."):
+        held = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(left_out)}
+        save_file(held, file, metadata={"format": "pt"})
+        if left_out == "pooler.":
+            make_encoder(str(file.parent))
+    with pytest.raises(ModelError, match=r"expected all weights of a BertModel, found none for 16 .*layer\.1\."):
+        make_encoder(str(file.parent))
+
+
 @pytest.mark.parametrize(
     ("name", "family"),
     [
@@ -129,6 +157,9 @@ def test_a_family_may_leave_vectors_as_they_are(folder):
         ("facebook/contriever", "contriever"),
         ("sentence-transformers/all-MiniLM-L6-v2", "sentence-transformers"),
         ("/home/re5earch/my-model", "sentence-transformers"),
+        ("models/stage5-encoder", "sentence-transformers"),
+        ("BAAI/bge-m3", "bge-m3"),
+        ("hub/models--BAAI--bge-base-zh-v1.5/snapshots/1c4f", "bge-zh"),
     ],
 )
 def test_one_function_decides_the_family(name, family):
@@ -250,6 +281,28 @@ def test_a_sentence_transformers_folder_says_how_it_pools(config, pooling, tmp_p
         pooled = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[pooling]
         assert np.abs(vector - (pooled / pooled.norm()).numpy()).max() < 1e-5
     assert not np.allclose(encoder.encode_passages(PASSAGES[:1]), encoder.encode_queries(TEXTS[:1]))
+
+
+LAST, MEAN, NONE = {"pooling_mode": "lasttoken"}, {"pooling_mode": "mean"}, {"query": "", "document": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "prompts", "rules"),
+    [
+        ("e5-mistral-7b-instruct", LAST, {"web_search_query": "Query: ", "sts_query": "s"}, ("last", "Query: ", "")),
+        ("my-e5", LAST, {"query": "q: ", "document": "d: "}, ("last", "q: ", "d: ")),
+        ("multilingual-e5-base", MEAN, None, ("mean", "query: ", "passage: ")),
+        ("e5-base-v2", MEAN, NONE, ("mean", "query: ", "passage: ")),
+        ("bge-m3", {"pooling_mode": "cls"}, None, ("cls", "", "")),
+    ],
+)
+def test_what_a_folder_states_holds_over_its_name(name, pooling, prompts, rules, tmp_path):
+    (model := tmp_path / name).mkdir()
+    write_modules(model, pooling=pooling, normalize=False, prompts=prompts)
+    found = encoder_rules(model, name)
+    assert (found.pooling, found.query_prefix, found.passage_prefix) == rules
+    assert (found.normalize, found.max_length) == (False, 256)
+    assert encoder_rules(model, name, family="e5") == FAMILIES["e5"]
 
 
 def test_pooling_by_hand():

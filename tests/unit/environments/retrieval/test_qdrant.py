@@ -20,6 +20,7 @@ from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever, qdrant
 from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever, connect, fill
+from rlflow_environments.retrieval.server.loading import ServedSource, describe
 from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.qdrant_stub import QdrantStub, serving
 from tests.unit.environments.retrieval.search_corpora import brute_force, passages
@@ -185,6 +186,17 @@ def test_faults_of_the_server_are_tried_again_up_to_tries(stub):
     with pytest.raises(RetrievalError, match="no answer after 3 tries"):
         retriever.search(QUERIES, 3)
     assert len(stub.requests) == before + 3
+
+
+def test_the_identity_of_an_index_tells_what_its_collection_holds(stub):
+    def identity():
+        component = {"name": "qdrant", "url": stub.url, "collection": "wiki", "encoder": "my-encoder"}
+        return describe(ServedSource(component), remote(stub), None, None)["identity"]
+
+    before = identity()
+    assert identity() == before
+    stub.payloads[5] = {**stub.payloads[5], "title": "another"}
+    assert identity() != before
 
 
 def test_a_request_that_is_wrong_is_not_tried_again(stub):

@@ -103,7 +103,7 @@ def test_fusion_is_the_sum_of_reciprocal_ranks():
         def rank(self, queries, top_k):
             return [[(row, 0.0) for row in self.rows[:top_k]] for _ in queries]
 
-    fused = HybridIndex([Fixed([4, 2, 9]), Fixed([2, 7])]).rank(["q"], 3)[0]
+    fused = HybridIndex({"a": ({}, Fixed([4, 2, 9])), "b": ({}, Fixed([2, 7]))}).rank(["q"], 3)[0]
     assert fused == [(2, 1 / 62 + 1 / 61), (4, 1 / 61), (7, 1 / 62)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from rlflow.errors import DataError
 from rlflow_environments.retrieval import records
+from rlflow_environments.retrieval.building import BuildRequest, build_index
+from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
@@ -120,7 +123,9 @@ def test_other_methods_are_refused(served):
 def test_pages_are_aligned_with_the_urls(served):
     known, form = "https://w/index.php?title=Alder_0", "https://w/index.php/Elm_4"
     urls = [known, "https://nowhere", form, known, "", "https://w/wiki/Alder_0", known.upper()]
-    pages = post(served, "/access", urls=urls).json()["result"]
+    answer = post(served, "/access", urls=urls)
+    assert answer.headers["x-index"] == get(served + "/info").json()["identity"]
+    pages = answer.json()["result"]
     assert [page and page["n"] for page in pages] == [0, None, 4, 0, None, None, None]
     assert pages[0] == {"url": known, "contents": "page 0", "n": 0}
 
@@ -244,6 +249,17 @@ def test_info_names_the_contents_not_the_place(tmp_path):
         source = ServedSource({"name": "bm25"}, infos[0]["corpus_path"], str(pages))
         infos.append(source.load({}, lambda *_: None, lambda *_: None).info)
     assert len({info["identity"] for info in infos}) == 3 and infos[-1]["pages"]["pages"] == 1
+
+
+def test_info_names_what_the_parts_of_a_hybrid_hold(tmp_path):
+    corpus, identities = Corpus(write_corpus(tmp_path, 20)), []
+    for name, dimensions in (("here", 64), ("there", 64), ("here", 32)):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        build_index(corpus, tmp_path / name, BuildRequest("Flat", {"name": "hashed", "dimensions": dimensions}), lambda *_: None)
+        source = ServedSource({"name": "hybrid", "dense": {"path": str(tmp_path / name)}}, str(corpus.path))
+        identities.append(source.load({}, lambda *_: None, lambda *_: None).info["identity"])
+    here, there, other = identities
+    assert here == there != other
 
 
 # ---------------------------------------------------------------- records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,13 @@ def test_a_dockerfile_is_followed_in_its_order(tmp_path: Path) -> None:
     lines = (
         "FROM --platform=linux/amd64 ubuntu:24.04 AS base", "WORKDIR /app", "RUN touch old && \\", "", "  rm -f /app/log.txt",
         "COPY log.txt /app", "COPY helper.sh /app/.", "COPY log.txt /opt/new/", "COPY log.txt /opt/new", 'RUN ["touch", "a b"]',
-        "RUN --mount=type=cache,target=/x mv log.txt x.txt", "COPY log.txt other.txt",
+        "RUN --mount=type=cache,target=/x mv log.txt x.txt", "COPY log.txt other.txt", "ARG NAME=a OTHER", "ARG NAME",
+        "RUN echo $NAME > said", "COPY --chmod=755 helper.sh run", "RUN test -x run && ! test -x helper.sh",
     )  # fmt: skip
     environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path, **{'environment/Dockerfile': chr(10).join(lines)})}")
-    (step,) = played(environment, called("bash", command="ls /app /opt/new"))
-    assert step.observation[0]["content"] == "/app:\na b\nhelper.sh\nold\nother.txt\nx.txt\n\n/opt/new:\nlog.txt\n"
+    (step,) = played(environment, called("bash", command="ls /app /opt/new; cat said; echo $NAME"))
+    listed = "/app:\na b\nhelper.sh\nold\nother.txt\nrun\nsaid\nx.txt\n\n/opt/new:\nlog.txt\n"
+    assert step.observation[0]["content"] == f"{listed}a\n\n"
 
 
 @needs_bubblewrap
@@ -185,6 +188,9 @@ def test_folders_keep_the_contract_and_many_play_at_once(tmp_path: Path) -> None
         ("environment/Dockerfile", "FROM ubuntu\nENV A='x\n", "Dockerfile:2: .*No closing quotation"),
         ("environment/Dockerfile", "FROM ubuntu\nWORKDIR $HOME/app\n", "Dockerfile:2: .*WORKDIR"),
         ("environment/Dockerfile", "FROM\n", "Dockerfile:1: expected the image"),
+        ("environment/Dockerfile", "FROM ubuntu\nARG A=$B\n", "Dockerfile:2: .*ARG A"),
+        ("environment/Dockerfile", "FROM ubuntu\nCOPY --parents data/deep /app/\n", "Dockerfile:2: .*--parents"),
+        ("environment/.dockerignore", "solution\n", ".dockerignore: the task needs an image"),
         ("environment/docker-compose.yaml", "services: {}\n", "docker-compose.yaml: the task needs services"),
         ("task.toml", "[environment]\ndocker_image = 'a/b:1'\n", r"task.toml: the task needs an image \(docker_image\)"),
         ("task.toml", "[[steps]]\nname = 'one'\n", "several steps"),
@@ -212,6 +218,11 @@ def test_what_is_no_task_or_leads_out_of_it_is_refused(tmp_path: Path) -> None:
     (made / "environment" / "Dockerfile").write_text("FROM ubuntu\nCOPY linked /app/\n")
     (made / "environment" / "linked").symlink_to(tmp_path)
     with pytest.raises(DataError, match="Dockerfile:2: linked: expected a file of the task"):
+        read_folders(str(made), False, True)
+    (made / "environment" / "Dockerfile").write_text("FROM ubuntu\nADD data.tgz /app/\n")
+    with tarfile.open(made / "environment" / "data.tgz", "w:gz") as archive:
+        archive.add(made / "task.toml", "x")
+    with pytest.raises(DataError, match=r"Dockerfile:2: the task needs an image \(ADD data.tgz /app/: an archive"):
         read_folders(str(made), False, True)
     old = tmp_path / "old"
     old.mkdir()

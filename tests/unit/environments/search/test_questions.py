@@ -45,8 +45,9 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
         (FLASHRAG, "test_5", ["Ann Lee"], "Question: Who?\n"),
         (RLINF, "train-0", ["Ann Lee"], "already templated: who?\n"),
         ({"question": "Who?", "answers": ["Ann Lee"]}, "train-0", ["Ann Lee"], "Question: Who?\n"),
+        ({"question": "Who?", "answers": [1969.0, float("nan"), 2.5, 3]}, "train-0", ["1969", "2.5", "3"], "Question: Who?\n"),
     ],
-    ids=["searchr1", "skyrl", "asearcher-base", "asearcher-lrm", "flashrag", "rlinf", "plain"],
+    ids=["searchr1", "skyrl", "asearcher-base", "asearcher-lrm", "flashrag", "rlinf", "plain", "numbers"],
 )
 def test_every_release_is_recognised_by_its_rows(tmp_path, row, task_id, golds, prompt):
     (task,) = read_tasks(write_rows(tmp_path / "anything.txt", [row]), "train", "short")

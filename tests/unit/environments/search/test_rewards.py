@@ -19,6 +19,7 @@ from rlflow_environments.search.rewards.searchr1 import (
 
 THOUGHT = "<think>t</think>"
 ASKED = f"{THOUGHT}<search>q</search>"
+CALLED = '<tool_call>{{"name": "{}", "arguments": {{"query_list": ["q"]}}}}</tool_call>'
 SHOWN = "\n\n<information>Doc 1(Title: P) Paris lies there.</information>\n\n"
 
 
@@ -107,6 +108,8 @@ def test_substring_match_reads_the_gold_in_the_answer_and_not_the_other_way():
         ((_answered("old Paris town"),), ("Paris Texas",), 0.4 - 0.1),  # 2 * 1 / (3 + 2)
         ((ASKED, SHOWN, "Paris"), ("Paris",), -0.1),
         (("Paris",), ("Paris",), -0.2),
+        ((CALLED.format("search"), SHOWN, _answered("Paris")), ("Paris",), 1.0),
+        ((CALLED.format("access"), SHOWN, _answered("Paris")), ("Paris",), 0.9),
     ],
 )
 def test_f1_less_a_penalty_for_no_search_and_one_for_no_answer(texts, golds, reward):
