@@ -152,7 +152,7 @@ class RouterShape:
     scaling: float
 
 
-def routing_of(config: dict[str, Any]) -> RouterShape | None:
+def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
     """The entries of DeepSeek and GLM; None for other families."""
     family = config.get("model_type")
     if family not in (*SIGMOID, "deepseek_v2"):
