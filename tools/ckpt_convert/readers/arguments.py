@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture
-from rlflow.models.entries import SIGMOID, rope_kind, rope_of, routing_of
+from rlflow.models.entries import SIGMOID, rope_kind, rope_of, routing_of, window_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -137,13 +137,6 @@ def _window_contradictions(
     elif used and "window_size" in args:
         less = f"less than the {length} tokens it was trained with"
         yield "window_size", found, f"sliding_window {window}, {less}"
-
-
-def window_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens that attention looks back on; None where it looks at all."""
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
-    return window if used and isinstance(window, int) else None
 
 
 def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
