@@ -67,10 +67,33 @@ def test_a_merge_keeps_the_routers_biases_and_computes_what_transformers_does(fa
     write_adapter(tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=targets)
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     saved, out = checkpoint(tmp_path / "saved", base, factors), tmp_path / "out"
-    assert main(["to-hf", str(saved), str(out), "--hf", str(base)]) == 0
+    assert main(["to-hf", str(saved), str(out), "--hf", str(base), "--num-layers", "2", "--shard-size", "20KB"]) == 0
+    assert len(list(out.glob("*.safetensors"))) > 2
     assert digest(iterate_weights(out)) == digest(iterate_weights(tmp_path / "merged"))
     before, after = WeightFiles(base), WeightFiles(out)
     biases = [name for name in before if dtype_of(name, torch.bfloat16) is torch.float32]
     assert biases and all(torch.equal(before[name], after[name]) for name in biases)
     assert all(after[name].dtype is dtype_of(name, torch.bfloat16) for name in after)
     assert torch.equal(logits(out), logits(base, factors))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--num-layers", "99"], 5, "layers 99 was expected, 2 found"),
+        (["--tp", "8"], 5, "tensor parallel 8 was expected, 1 found"),
+        (["--iteration", "4"], 5, "iteration 4 was expected, 3 found"),
+        (["--verify", "full"], 10, "verified fast alone, found --verify full; leave it out"),
+        (["--verify", "logits"], 10, "verified fast alone, found --verify logits; leave it out"),
+        (["--dtype", "fp32"], 10, "leave --dtype out"),
+    ],
+)
+def test_options_that_a_merge_does_not_follow_are_one_line(
+    options: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, factors = made(tmp_path, "qwen3")
+    saved, out = checkpoint(tmp_path / "saved", base, factors), tmp_path / "out"
+    capsys.readouterr()  # transformers' progress
+    assert main(["to-hf", str(saved), str(out), "--hf", str(base), *options]) == code
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1 and not out.exists()
