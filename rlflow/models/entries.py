@@ -11,6 +11,8 @@ from rlflow.errors import ModelError
 
 SIGMOID = ("deepseek_v3", "glm4_moe")
 """Families whose routers score experts by themselves, with a bias."""
+PREDICTING = "num_nextn_predict_layers"
+"""The entry for layers of multi-token prediction."""
 _ROUTING = {"deepseek_v3": (8, 4, 2.5)}
 """n_group, topk_group and routed_scaling_factor that transformers takes where config.json does not
 say them, unlike 1 elsewhere."""
@@ -79,6 +81,14 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_kind(rope: Mapping[str, Any]) -> str:
     """How rotary embeddings are scaled: `default`, `linear`, `llama3`, `yarn`, ..."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def predicting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the names of tensors for multi-token prediction begin with: layers after the model's
+    own, which transformers passes over. Raises ModelError."""
+    count = whole(config, PREDICTING, default=0, least=0, most=MOST_LAYERS)
+    first = whole(config, "num_hidden_layers", most=MOST_LAYERS) if count else 0
+    return tuple(f"model.layers.{first + number}." for number in range(count))
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
