@@ -22,6 +22,7 @@ from rlflow.models.huggingface import (
     read_object,
     why_occupied,
 )
+from rlflow.models.tables import dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
@@ -99,12 +100,12 @@ class Adapter:
         self, base: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time;
-        all in `dtype`, or in the dtypes of the base.
+        all in `dtype`, or in the dtypes of the base; a router's bias in float32.
 
         Raises ModelError where a layer of the base has another shape."""
         for name in base:
             weight, layer = base[name], name.removesuffix(".weight")
-            weight = weight if dtype is None else weight.to(dtype)
+            weight = weight.to(dtype_of(name, dtype or weight.dtype))
             if layer in self.factors and layer != name:
                 change = self.change(layer)
                 if weight.shape != change.shape:

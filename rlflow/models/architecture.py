@@ -23,6 +23,7 @@ from rlflow.models.entries import (
     routing_of,
     short,
     whole,
+    window_of,
     yarn_of,
 )
 from rlflow.models.rules import Rule, Where
@@ -194,9 +195,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    own_window = family in ("mistral", "mixtral") and config.get("sliding_window") is not None
-    windowed = config.get("use_sliding_window", own_window)
-    kinds = config.get("layer_types") or ()
+    windowed, kinds = window_of(config) is not None, config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise refused("sliding-window attention is not supported; expected sliding_window null.")
     if model.latent is not None:

@@ -11,6 +11,11 @@ from rlflow.errors import ModelError
 
 SIGMOID = ("deepseek_v3", "glm4_moe")
 """Families whose routers score experts by themselves, with a bias."""
+PREDICTING = "num_nextn_predict_layers"
+"""The entry for layers of multi-token prediction."""
+_ROUTING = {"deepseek_v3": (8, 4, 2.5)}
+"""n_group, topk_group and routed_scaling_factor that transformers takes where config.json does not
+say them, unlike 1 elsewhere."""
 MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 """Above these, an entry is a mistake, and planning with it would take all memory."""
 
@@ -76,6 +81,23 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_kind(rope: Mapping[str, Any]) -> str:
     """How rotary embeddings are scaled: `default`, `linear`, `llama3`, `yarn`, ..."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def predicting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the names of tensors for multi-token prediction begin with: layers after the model's
+    own, which transformers passes over. Raises ModelError."""
+    count = whole(config, PREDICTING, default=0, least=0, most=MOST_LAYERS)
+    first = whole(config, "num_hidden_layers", most=MOST_LAYERS) if count else 0
+    return tuple(f"model.layers.{first + number}." for number in range(count))
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Tokens that attention looks back on; None where it looks at all. Raises ModelError."""
+    family = config.get("model_type")
+    if family not in ("mistral", "mixtral") and not config.get("use_sliding_window"):
+        return None
+    found = config.get("sliding_window", None if family == "mixtral" else 4096)  # as transformers
+    return None if found is None else whole({"sliding_window": found}, "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -152,18 +174,19 @@ class RouterShape:
     scaling: float
 
 
-def routing_of(config: dict[str, Any]) -> RouterShape | None:
+def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
     """The entries of DeepSeek and GLM; None for other families."""
     family = config.get("model_type")
     if family not in (*SIGMOID, "deepseek_v2"):
         return None
     limited = family in SIGMOID or config.get("topk_method", "greedy") != "greedy"
-    groups = whole(config, "n_group", default=1) if limited else 1
+    groups, chosen, scaling = _ROUTING.get(str(family), (1, 1, 1.0))
+    groups = whole(config, "n_group", default=groups) if limited else 1
     return RouterShape(
         sigmoid=family in SIGMOID,
         groups=groups,
-        chosen=whole(config, "topk_group", default=1, most=groups) if groups > 1 else 1,
-        scaling=number(config, "routed_scaling_factor", 1.0),
+        chosen=whole(config, "topk_group", default=chosen, most=groups) if groups > 1 else 1,
+        scaling=number(config, "routed_scaling_factor", scaling),
     )
 
 

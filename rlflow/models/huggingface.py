@@ -15,6 +15,7 @@ import xxhash
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.models.entries import PREDICTING, predicting_layers
 from rlflow.storage.integrity import EXPORT_MANIFEST
 
 if TYPE_CHECKING:
@@ -82,12 +83,13 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class WeightFiles(Mapping[str, "Tensor"]):
-    """The tensors of a model directory by HuggingFace name, each read from its file when asked for.
+    """The tensors of a model directory by HuggingFace name, each read from its file when asked for;
+    without layers for multi-token prediction, unless `everything` is asked for.
 
     Raises ModelError at once for a missing or truncated file, so that nothing expensive starts on
     half a model."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, everything: bool = False) -> None:
         self.path = Path(path)
         self._file_of = _locate(self.path)
         for name in sorted(set(self._file_of.values())):
@@ -99,6 +101,9 @@ class WeightFiles(Mapping[str, "Tensor"]):
                     f"{self.path / name}: tensor '{min(missing)}' is missing, though {INDEX_FILE} "
                     "lists it."
                 )
+        later = () if everything else predicting_layers(read_config(path))
+        for name in [name for name in self._file_of if name.startswith(later)]:
+            del self._file_of[name]
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open
@@ -170,15 +175,9 @@ def check_loadable(path: str | Path) -> None:
     expected = huggingface_shapes(model)
     extra = (*IGNORED_SUFFIXES, *(("lm_head.weight",) if model.tied else ()))
     found = WeightFiles(path).shapes()
-    _check_shapes(
-        path,
-        {
-            name: shape
-            for name, shape in found.items()
-            if name in expected or not name.endswith(extra)
-        },
-        expected,
-    )
+    for name in [name for name in found if name not in expected and name.endswith(extra)]:
+        del found[name]
+    _check_shapes(path, found, expected)
 
 
 def _check_shapes(
@@ -393,8 +392,9 @@ def companions_digest(reference: str | Path) -> str:
 
 
 def with_dtype(config: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """The config of weights of this dtype, which are not quantized; transformers 4 writes
-    torch_dtype, 5 writes dtype."""
+    """The config of weights of this dtype, neither quantized nor with layers for multi-token
+    prediction; transformers 4 writes torch_dtype, 5 writes dtype."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    plain |= {PREDICTING: 0} if PREDICTING in plain else {}
     return {**plain, key: str(dtype).removeprefix("torch.")}

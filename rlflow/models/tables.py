@@ -161,14 +161,17 @@ ROUTER_BIAS = _rule(
 )
 
 
+def is_exact(name: str) -> bool:
+    """Whether a HuggingFace tensor is in float32 whatever the model's dtype: a router's bias
+    (`Rule.exact`)."""
+    return name.endswith(ROUTER_BIAS.sources[0][0].rpartition(".")[2])
+
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a HuggingFace tensor in a model of that dtype: a router's bias stays in float32
-    (`Rule.exact`)."""
+    """Of a HuggingFace tensor in a model of that dtype."""
     import torch
 
-    exact = name.endswith(ROUTER_BIAS.sources[0][0].rpartition(".")[2])
-    return torch.float32 if exact else dtype
+    return torch.float32 if is_exact(name) else dtype
 
 
 _DIRECT_QUERY = (

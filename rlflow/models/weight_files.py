@@ -23,7 +23,7 @@ from rlflow.models.huggingface import (
     why_occupied,
     write_index,
 )
-from rlflow.models.tables import dtype_of
+from rlflow.models.tables import dtype_of, is_exact
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
 
@@ -46,9 +46,9 @@ def write_model(
     weights come from the directory `reference`.
 
     shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in
-    memory at a time. All tensors have the dtype of the first. overwrite: replaces a model directory
-    once the new one is on disk. source: what the manifest says that it was made of. texts: {name:
-    text} of files to add, in place of the reference's.
+    memory at a time. All tensors have one dtype, a router's bias float32. overwrite: replaces a
+    model directory once the new one is on disk. source: what the manifest says that it was made of.
+    texts: {name: text} of files to add, in place of the reference's.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite;
     StorageError where `path` may not be replaced or the disk is full, `path` then as it was."""
@@ -57,13 +57,15 @@ def write_model(
         raise StorageError(reason)
     config, stream = read_config(reference), iter(weights)
     model = _architecture(reference, config)
-    first = next(stream, None)
-    if first is None:
-        raise ModelError(f"{path}: there are no weights to write.")
-    dtype, shapes = first[1].dtype, huggingface_shapes(model)
+    first: list[tuple[str, Tensor]] = []
+    while not first or is_exact(first[-1][0]):  # which does not tell the others' dtype
+        if (pair := next(stream, None)) is None:
+            raise ModelError(f"{path}: there are no weights to write.")
+        first.append(pair)
+    dtype, shapes = first[-1][1].dtype, huggingface_shapes(model)
     parameters = sum(map(math.prod, shapes.values()))
-    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and what is in it
-    del first
+    stream = chain(iter(first), stream)  # iter: chain would keep a list, and what is in it
+    del first, pair
     manifest: dict[str, Any] = {
         "source": dict(source or {"format": "trainer"}),
         "reference": companions_digest(reference),

@@ -10,6 +10,7 @@ from rlflow.errors import ModelError
 
 from .dtypes import NAMED, as_tensor
 from .mapping.plan import View
+from .options import Options
 from .problems import damaged, other_model
 from .readers.source import TensorSource
 from .stream import Reader, check_records
@@ -41,7 +42,7 @@ def description(source: TensorSource) -> dict[str, Any] | None:
 
 
 def merge(
-    source: TensorSource, out: Path, reference: Path, origin: dict[str, Any], overwrite: bool
+    source: TensorSource, out: Path, reference: Path, origin: dict[str, Any], options: Options
 ) -> dict[str, Any]:
     """Writes the HuggingFace directory of the adapters and their base, the directory `reference`;
     returns its manifest.
@@ -64,7 +65,14 @@ def merge(
     try:
         adapter = Adapter.of(_factors(source), scale, str(source.path))
         weights = merged_model(adapter, reference, dtype)
-        return write_model(out, weights, reference, overwrite=overwrite, source=origin)
+        return write_model(
+            out,
+            weights,
+            reference,
+            shard_bytes=options.shard_bytes,
+            overwrite=options.overwrite,
+            source=origin,
+        )
     except ModelError as error:
         raise other_model(str(error)) from None
 

@@ -90,7 +90,13 @@ def to_huggingface(
                 f"{path}: adapters are merged in the dtype that they were trained in; leave "
                 "--dtype out."
             )
-        return adapters.merge(source, out, reference, _origin(source), options.overwrite)
+        if options.verify not in ("fast", "none"):
+            raise unsupported(
+                f"{path}: holds LoRA adapters, whose merge is verified fast alone, found --verify "
+                f"{options.verify}; leave it out."
+            )
+        check_sizes(source, architecture_of(reference), options.expected)
+        return adapters.merge(source, out, reference, _origin(source), options)
     described = Stamps(reference)
     export, config = prepare(source, reference, options), read_config(reference)
     plan, origin = export.plan, _origin(source)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.models.architecture import huggingface_shapes
+from rlflow.models.entries import predicting_layers
 from rlflow.models.huggingface import read_config
 from rlflow.models.tables import EMBEDDING
 
@@ -35,9 +36,8 @@ def prepare_import(path: str | Path, options: Options) -> tuple[Import, Checkpoi
     """The checked model, its checkpoint, and the plan of the weights in it; nothing is written.
     Raises ConversionError."""
     config, model = read_config(path), architecture_of(path)
-    predicted = int(config.get("num_nextn_predict_layers") or 0)
-    source = read_huggingface(Path(path))
-    work = make_import(source, model, options.layout, OPTIONS[options.dtype], predicted)
+    source, later = read_huggingface(Path(path)), predicting_layers(config)
+    work = make_import(source, model, options.layout, OPTIONS[options.dtype], later)
     args = namespace(arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
     if options.format == "torch":
         checkpoint = legacy_checkpoint(work, FOLDER, args)

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from rlflow.errors import ModelError
 from rlflow.models import tables
 from rlflow.models.architecture import architecture, huggingface_shapes, placed_rules, stored_architecture
-from rlflow.models.entries import rope_kind, rope_of
+from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
 from rlflow.models.tables import FAMILIES
 
@@ -92,6 +92,8 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported"),
         ("mixtral", {"sliding_window": 4096}, "sliding-window"),
         ("mistral", {"sliding_window": 4096}, "sliding-window"),
+        ("mistral", {"sliding_window": 4096, "use_sliding_window": False}, "sliding-window"),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, "sliding-window"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "biases on every projection"),
         ("llama", {"partial_rotary_factor": 0.5}, "a part of each head"),
         (
@@ -166,6 +168,8 @@ def test_malformed_entries_are_one_line_that_names_them(key: str, tmp_path: Path
         {"rope_parameters": None, "rms_norm_eps": None},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 5e5},
         {"rope_scaling": {}},
+        dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "sliding_window")),
+        {"use_sliding_window": True, "sliding_window": None},
     ],
     ids=str,
 )
@@ -176,8 +180,8 @@ def test_what_config_json_leaves_open_is_what_transformers_takes(
     config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **left_out}
     config = {key: value for key, value in config.items() if left_out.get(key, 0) is not None}
     theirs = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
-    found, expected = stored_architecture(config), stored_architecture(theirs)
-    assert (found, rope_kind(rope_of(config))) == (expected, rope_kind(rope_of(theirs)))
+    for read in (stored_architecture, routing_of, window_of, lambda config: rope_kind(rope_of(config))):
+        assert read(config) == read(theirs)
 
 
 def test_nulls_stand_for_defaults(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ModelError
-from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
+from rlflow.models.huggingface import WeightFiles, check_loadable, digest, iterate_weights, read_config
 from rlflow.models.weight_files import write_model
 
 
@@ -53,6 +54,21 @@ def test_missing_and_truncated_files_are_named_before_anything_is_read(reference
     shard.unlink()
     with pytest.raises(ModelError, match=rf"{shard.name}: missing"):
         WeightFiles(out)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction_are_passed_over_and_not_exported(family: str, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", family, tokenizer=False)
+    whole, file, config = digest(iterate_weights(model)), model / "model.safetensors", read_config(model)
+    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    check_loadable(model)
+    assert digest(iterate_weights(model)) == whole
+    write_model(tmp_path / "out", iterate_weights(model), model)
+    assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match=r"'model\.layers\.2\.eh_proj\.weight' is not part of the model"):
+        check_loadable(model)
 
 
 @pytest.mark.parametrize(

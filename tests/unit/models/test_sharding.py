@@ -124,6 +124,6 @@ def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses()
     assert {"llama", "qwen2", "qwen3"} <= set(promised)
     for family in promised:
         sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8}
-        sizes |= {"num_experts": 2, "num_experts_per_tok": 2, "norm_topk_prob": family != "deepseek_v2"}
+        sizes |= {"num_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "norm_topk_prob": family != "deepseek_v2"}
         sizes |= {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
         assert architecture({"model_type": family, "sliding_window": None, **sizes}).family == family

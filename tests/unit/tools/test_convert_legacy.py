@@ -249,6 +249,37 @@ def test_arguments_that_contradict_the_reference_are_refused(name: str, case: An
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 WINDOW = {"sliding_window": 64, "use_sliding_window": True}
 ROUTED = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GROUPED = {"routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+SINGLE = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+GROUPS = {"moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+ORDINARY = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "quick_geglu": False,
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,
+    "no_rope_freq": None,
+    "softmax_scale": None,
+    "qk_layernorm": False,
+}
+"""As Megatron-LM keeps them of a Llama."""
+OTHERS = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "quick_geglu": True,
+    "rotary_interleaved": True,
+    "apply_layernorm_1p": True,
+    "layernorm_zero_centered_gamma": True,
+    "apply_residual_connection_post_layernorm": True,
+    "no_rope_freq": [0, 1],
+    "softmax_scale": 0.5,
+    "softmax_type": "off-by-one",
+    "qk_layernorm": True,
+    "qk_l2_norm": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -272,6 +303,19 @@ ROUTED = {"num_experts_per_tok": 2, "norm_topk_prob": True}
         ("qwen3_moe", {**ROUTED, "norm_topk_prob": False}, {"moe_router_pre_softmax": False}, ["moe_router_pre_softmax"]),
         ("deepseek_v3", ROUTED, {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, []),
         ("deepseek_v3", ROUTED, {"moe_router_score_function": "softmax"}, ["moe_router_score_function"]),
+        ("llama", {}, ORDINARY, []),
+        *(("llama", {}, {name: value}, [name]) for name, value in OTHERS.items()),
+        ("qwen3", {}, {"qk_layernorm": True, "softmax_scale": 32**-0.5}, []),
+        ("qwen2", {"rope_parameters": YARN}, {"position_embedding_type": "yarn"}, []),
+        ("deepseek_v3", {"rope_parameters": YARN}, {**ORDINARY, "qk_layernorm": True, "rope_type": "yarn"}, []),
+        ("deepseek_v3", {}, {"position_embedding_type": "none", "softmax_scale": 0.5}, []),
+        ("deepseek_v3", GROUPED, GROUPS, []),
+        ("deepseek_v3", GROUPED, dict.fromkeys(GROUPS), list(GROUPS)),
+        ("deepseek_v3", SINGLE, GROUPS, list(GROUPS)),
+        ("deepseek_v3", SINGLE, dict.fromkeys(GROUPS), []),
+        ("deepseek_v3", SINGLE, dict.fromkeys(GROUPS, 1), []),
+        ("qwen3_moe", ROUTED, dict.fromkeys(GROUPS), []),
+        ("qwen3_moe", ROUTED, GROUPS, list(GROUPS)),
     ],
 )
 def test_what_contradicts(

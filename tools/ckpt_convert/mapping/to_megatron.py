@@ -86,16 +86,15 @@ def make_import(
     model: Architecture,
     layout: CheckpointLayout,
     dtype: DType | None = None,
-    predicted: int = 0,
+    later: tuple[str, ...] = (),
 ) -> Import:
-    """The checked import. predicted: layers for multi-token prediction after the model's own, which
-    are left out.
+    """The checked import. later: what the names begin with that are left out, of layers for
+    multi-token prediction.
 
     Raises ConversionError for tensors that are missing, unknown (6), or of a shape that config.json
     does not imply (7), and for a layout that does not divide the model (5)."""
     check_divides(model, layout)
-    later = tuple(f"model.layers.{model.layers + number}." for number in range(predicted))
-    left_out = tuple(name for name in source.tensors if name.startswith(later)) if later else ()
+    left_out = tuple(name for name in source.tensors if name.startswith(later))
     skipped = {name for name in source.tensors if name.endswith(IGNORED_SUFFIXES)}
     left = {
         name: stored

@@ -23,11 +23,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlflow.models.architecture import stored_architecture
-from rlflow.models.entries import refused, rope_kind, rope_of
+from rlflow.models.entries import SIGMOID, refused, rope_kind, rope_of, window_of
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
-from ..readers.arguments import SIGMOID, arguments_of, normalized, window_of
+from ..readers.arguments import arguments_of, normalized
 
 NAMES = {
     "norm_epsilon": "layernorm_epsilon",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture
-from rlflow.models.entries import rope_kind, rope_of
+from rlflow.models.entries import SIGMOID, rope_kind, rope_of, routing_of, window_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -33,8 +34,22 @@ LAYOUT = {
     "context_parallel_size": "context_parallel",
     "data_parallel_size": "data_parallel",
 }
-SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Families whose routers score experts by themselves, with a bias."""
+SAME: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "quick_geglu": False,
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+}
+"""Arguments that have one value in all families; another changes the computation and no shape."""
+UNSET = dict.fromkeys(
+    ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"), 1
+)
+"""What Megatron computes where these arguments are None."""
 
 
 def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
@@ -61,32 +76,48 @@ def contradictions(
 ) -> Iterator[tuple[str, Any, str]]:
     """(argument, its value, what config.json says instead) of what changes the computation and no
     shape."""
-    rope, given = rope_of(config), {name for name, value in args.items() if value is not None}
+    rope, given = rope_of(config), _with_unset(args)
     kind, factor = rope_kind(rope), rope.get("factor")
     scaling, by = f"rope scaling '{kind}'", f"factor {factor}"
     fits = {"vocab_size": (f"vocab_size {model.vocab}, which drops rows", _at_most(model.vocab))}
     stretches = (1, factor) if kind == "linear" else (1,)
     fits["rotary_seq_len_interpolation_factor"] = scaling, stretches.__contains__
+    same = SAME | (_with_unset(routing(config)) if model.experts is not None else {})
+    if same.get("moe_router_score_function") == "sigmoid":
+        del same["moe_router_pre_softmax"]  # which Megatron does not combine with it
+    for name, expected in same.items():
+        fits[name] = f"{expected} follows", (expected,).__contains__
+    fits["no_rope_freq"] = "every layer rotates", (0, [0] * model.layers).__contains__
+    normed = model.qk_norm or model.latent is not None
+    fits["qk_layernorm"] = "queries and keys have no norms", (False, normed).__contains__
+    positions = ["rope", kind] if kind == "yarn" else ["rope"]
+    if model.latent is not None:
+        positions.append("none")  # latent attention rotates nevertheless
+    fits["position_embedding_type"] = "rope follows", positions.__contains__
     if model.latent is None:
+        scale = model.softmax_scale
+        fits["softmax_scale"] = f"{scale:g} follows", _near(scale)
         share = model.rotary_share
         fits["rotary_percent"] = f"partial_rotary_factor {share}", (share,).__contains__
         fits["use_rope_scaling"] = scaling, ((kind == "llama3"),).__contains__
         if args.get("use_rope_scaling") and model.rope_factor is not None:
             fits["rope_scaling_factor"] = by, (model.rope_factor,).__contains__
-    elif "rope_type" in given:
+    elif given.get("rope_type") is not None:
         fits["rope_type"] = scaling, lambda found: (found == "yarn") == (kind == "yarn")
         if kind == "yarn":
             fits["rotary_scaling_factor"] = by, (factor,).__contains__
-    if model.experts is not None:
-        wanted = routing(config)
-        if wanted["moe_router_score_function"] == "sigmoid":
-            del wanted["moe_router_pre_softmax"]  # which Megatron does not combine with it
-        for name, expected in wanted.items():
-            fits[name] = f"{expected} follows", (expected,).__contains__
     for name, (present, fit) in fits.items():
-        if name in given and not fit(args[name]):
+        if given.get(name) is not None and not fit(given[name]):
             yield name, args[name], present
     yield from _window_contradictions(args, window_of(config))
+
+
+def _with_unset(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: UNSET.get(name) if value is None else value for name, value in args.items()}
+
+
+def _near(expected: float) -> Callable[[Any], bool]:
+    return lambda found: isinstance(found, float) and math.isclose(found, expected, rel_tol=1e-6)
 
 
 def _at_most(bound: int) -> Callable[[Any], bool]:
@@ -106,13 +137,6 @@ def _window_contradictions(
     elif used and "window_size" in args:
         less = f"less than the {length} tokens it was trained with"
         yield "window_size", found, f"sliding_window {window}, {less}"
-
-
-def window_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens that attention looks back on; None where it looks at all."""
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config.get("model_type") in ("mistral", "mixtral"))
-    return window if used and isinstance(window, int) else None
 
 
 def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
@@ -135,7 +159,7 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
         flags.append(f"({how}: as your version of Megatron-LM spells it)")
     if (window := window_of(config)) is not None:
         flags.append(f"--window-size '({window - 1}, 0)'")  # tokens before the current one
-    scaling = config.get("routed_scaling_factor")
+    scaling = routing(config)["moe_router_topk_scaling_factor"]
     if model.experts is not None and scaling not in (None, 1):
         flags.append(f"--moe-router-topk-scaling-factor {scaling}")
     return flags
@@ -144,12 +168,16 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
 def routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments of how tokens choose experts, as transformers computes it: softmax over
     all experts, unless the chosen are normalized afterwards, which is a softmax over the chosen."""
-    sigmoid = config.get("model_type") in SIGMOID
+    sigmoid, shape = config.get("model_type") in SIGMOID, routing_of(config)
+    limited = shape if shape is not None and shape.groups > 1 else None
     return {
         "moe_router_topk": config.get("num_experts_per_tok"),
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_pre_softmax": not sigmoid and not normalized(config),
         "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_topk_scaling_factor": shape.scaling if shape is not None else None,
+        "moe_router_num_groups": limited.groups if limited is not None else None,
+        "moe_router_group_topk": limited.chosen if limited is not None else None,
     }
 
 
@@ -165,7 +193,7 @@ def arguments_of(
     checkpoint."""
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
     found |= dict.fromkeys(EPSILON, model.norm_eps)
-    found |= _layout_arguments(layout)
+    found |= SAME | _layout_arguments(layout)
     found |= {
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
@@ -175,8 +203,6 @@ def arguments_of(
         "rotary_percent": model.rotary_share,
         "use_rope_scaling": model.rope_factor is not None,
         "rope_scaling_factor": model.rope_factor or 1.0,
-        "normalization": "RMSNorm",
-        "swiglu": True,
         "add_bias_linear": model.biases,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_norm or model.latent is not None,
@@ -216,8 +242,6 @@ def _expert_arguments(
 ) -> dict[str, Any]:
     experts = model.experts
     assert experts is not None, "asked of a dense model"
-    groups = config.get("n_group") or 1
-    scaled = not normalized(config) or config.get("model_type") in SIGMOID
     return {
         "num_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn,
@@ -225,9 +249,6 @@ def _expert_arguments(
         "moe_layer_freq": 1 if all(experts.sparse) else [int(layer) for layer in experts.sparse],
         "moe_grouped_gemm": layout.fused,
         "moe_shared_expert_gate": model.family == "qwen2_moe",
-        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor") if scaled else None,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": config.get("topk_group") if groups > 1 else None,
         **routing(config),
     }
 

@@ -37,7 +37,7 @@ def read_huggingface(path: Path) -> TensorSource:
                 f"({len(listed) - len(lacking)} of {len(listed)} files found); copy the whole "
                 "model."
             )
-        weights = WeightFiles(path)
+        weights = WeightFiles(path, everything=True)
         headers = {
             file: header(path / file) for file in {weights.file_of(name) for name in weights}
         }
