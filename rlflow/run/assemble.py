@@ -21,6 +21,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
+from rlflow.report.metrics import Metrics, save_registered
 from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
@@ -209,18 +210,24 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
 
 @contextmanager
 def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
-    """The directory of a run, open for writing, with config.yaml in it; a failed start leaves none.
+    """The directory of a run, open for writing; a failed start leaves none.
 
     Raises ConfigError as `RunDirectory.create` does."""
     modes = {"resume": config.run.resume, "overwrite": config.run.overwrite}
     with RunDirectory.create(run_path(config), **modes) as directory:
         try:
-            save_config(config, directory.config)
-            mark_own(directory.config)
             yield directory
         except BaseException:
             directory.discard_unless_begun()
             raise
+
+
+def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
+    """Writes what a run begins, or goes on, with: its configuration and the environment's
+    metrics."""
+    save_config(config, directory.config)
+    mark_own(directory.config)
+    save_registered(directory.environment_metrics, metrics)
 
 
 def make_metrics(
