@@ -223,9 +223,10 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
 
 
 def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
-    """Writes what a run begins, or goes on, with: its configuration and the environment's
-    metrics."""
-    save_config(config, directory.config)
+    """Writes what a run begins, or goes on, with: its configuration, without the step that this
+    start alone went back to, and the environment's metrics."""
+    lasting = dataclasses.replace(config.run, resume_step=None)
+    save_config(dataclasses.replace(config, run=lasting), directory.config)
     mark_own(directory.config)
     save_registered(directory.environment_metrics, metrics)
 
