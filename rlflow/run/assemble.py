@@ -224,7 +224,9 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
 
 def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
     """Writes what a run begins, or goes on, with: its configuration, without the step that this
-    start alone went back to, and the environment's metrics."""
+    start alone went back to, and the environment's metrics. A summary of before is no longer
+    true."""
+    directory.summary.unlink(missing_ok=True)
     lasting = dataclasses.replace(config.run, resume_step=None)
     save_config(dataclasses.replace(config, run=lasting), directory.config)
     mark_own(directory.config)
