@@ -15,7 +15,7 @@ from rlflow.batching import token_batch
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
-from rlflow.config.checks import environment_name
+from rlflow.config.checks import check_secrets, environment_name
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -102,6 +102,7 @@ def make_engine(
 ) -> Engine:
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
+    check_secrets({"rollout": {"engine": section.engine}})
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
@@ -121,6 +122,7 @@ def make_environment(config: RunConfig, **offered: Any) -> Environment:
     """The environment of a configuration. offered: keywords that its constructor may have. Raises
     ConfigError for what is no environment."""
     name = environment_name(config)
+    check_secrets({"environment": config.environment})
     environment_class(config)
     environment = ENVIRONMENT.build(config.environment, **offered)
     if not isinstance(environment, Environment):

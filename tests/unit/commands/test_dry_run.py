@@ -212,6 +212,13 @@ def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys
         assert problems == [f"rlflow: ConfigError: {refused.value}"]
 
 
+def test_a_start_asks_for_the_secrets_that_an_earlier_run_does_not_hold(place: Place, untouched: None) -> None:
+    teacher = "teacher: {name: server, url: 'http://***@h/v1', model: x}"
+    config = load_config(place.config, [f"algorithm={{advantage: opd, losses: [ppo_clip], {teacher}}}"])
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.url: expected a value, found \*\*\*"):
+        check_start(config)
+
+
 OWN_PARTS = """
 from rlflow.algorithms.base import Transform
 
