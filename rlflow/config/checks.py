@@ -56,7 +56,7 @@ def config_checks(
     yield lambda: _check_asynchrony(config)
     yield lambda: _check_sampling(config)
     yield lambda: _check_batch(config)
-    yield lambda: config.trainer.decaying_over(config.updates).check(
+    yield lambda: config.trainer.decaying_over(config.policy_updates).check(
         config.cluster.ranks
     )
     yield lambda: _check_critic(config)

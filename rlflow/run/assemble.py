@@ -186,7 +186,8 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
     Ray."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
+    section = config.trainer.decaying_over(config.policy_updates)
+    ranks = config.cluster.ranks
     section.check(ranks)
     options = {**dataclasses.asdict(section), "seed": config.run.seed}
     for name in ("dtype", "trust_remote_code"):
