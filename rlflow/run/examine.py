@@ -272,7 +272,7 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     teacher = config.algorithm.teacher
     path, url = teacher.get("path"), teacher.get("url")
     if isinstance(path, str):
-        config.trainer.layout.check_model(architecture(read_config(path)))
+        config.trainer.layout.check_frozen(architecture(read_config(path)))
     directory = path or teacher.get("tokenizer")
     if isinstance(directory, str) and tokenizer is not None:
         check_tokenizers(

@@ -382,6 +382,11 @@ def test_a_disk_that_is_too_small_is_told(
     assert code == 2 and len(problems) == 1 and "GiB are free. Lower checkpoint.keep" in problems[0]
 
 
+def test_a_dense_teacher_may_stand_beside_a_policy_with_experts() -> None:
+    teacher = f"algorithm.teacher={{name: model, path: '{POLICY}'}}"
+    examine._check_teacher(load_config(None, [teacher, "trainer.expert_parallel=2"]), None)
+
+
 @pytest.mark.parametrize(
     ("attributes", "buffer", "problem"),
     [
