@@ -37,6 +37,8 @@ FILLED = frozenset(
     }
 )
 """The needs of parts that the rollout, the training step and the trainers fill."""
+KINDS = "kinds"
+"""Beside the states in a checkpoint: the class of each part that has one, by its place."""
 MOST_BUDGET = 2**30
 """Tokens of an attempt, before the environment is there, which may set its own number of turns."""
 
@@ -181,22 +183,27 @@ class Algorithm:
             loss.observe(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of parts that remember something, by their place in the section."""
-        return {
-            place: state
-            for place, part in self._parts()
-            if (state := part.state_dict())
-        }
+        """The states of parts that remember something, by their place in the section, and the kinds
+        of these parts."""
+        found, kinds = dict[str, Any](), dict[str, str]()
+        for place, part in self._parts():
+            if state := part.state_dict():
+                found[place], kinds[place] = state, type(part).__name__
+        return {**found, KINDS: kinds} if found else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`. Raises CheckpointError for a part that this algorithm has not."""
-        parts = dict(self._parts())
-        for unknown in sorted(set(state) - set(parts)):
-            raise CheckpointError(
-                f"the checkpoint holds the memory of {unknown}, which this configuration does not "
-                "have; resume with the algorithm section that the run was started with."
-            )
-        for place, remembered in state.items():
+        parts, found = dict(self._parts()), dict(state)
+        kinds = found.pop(KINDS, {})  # none in an older checkpoint
+        for place, remembered in sorted(found.items()):
+            ours = type(parts[place]).__name__ if place in parts else None
+            kind = kinds.get(place, ours)
+            if ours is None or kind != ours:
+                raise CheckpointError(
+                    f"the checkpoint holds the memory of {place} ({kind or 'a part'}), which this "
+                    "configuration does not have; resume with the algorithm section that the run "
+                    "was started with."
+                )
             parts[place].load_state_dict(remembered)
 
     def report(self) -> dict[str, float]:

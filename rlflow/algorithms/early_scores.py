@@ -29,8 +29,9 @@ id of the first."""
 FIELDS = ("reference_logprobs", "teacher_logprobs")
 EXTRAS = (TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
 MOST_ROWS = 65536
-"""Rows that wait for their step; beyond, the oldest are asked about again. Groups that no step
-takes count too."""
+MOST_BYTES = 2 * 2**30
+"""Of rows that wait for their step, with their tokens; beyond, the oldest are asked about again.
+Groups that no step takes count too."""
 
 
 class EarlyScores:
@@ -45,12 +46,13 @@ class EarlyScores:
         self.rows: Counter[str] = Counter()
         self._stages = dict(stages)
         self._known: dict[Key, dict[str, Tensor]] = {}
+        self._bytes = 0
 
     def take(self, group: Group) -> None:
         """Scores the rows of a group that has ended."""
         self._score(group.usable, [group.task] * len(group.usable))
-        while len(self._known) > MOST_ROWS:
-            del self._known[next(iter(self._known))]
+        while len(self._known) > MOST_ROWS or self._bytes > MOST_BYTES:
+            self._drop(next(iter(self._known)))
 
     def fill(
         self, batch: Batch, trajectories: Sequence[Trajectory], tasks: Sequence[Task]
@@ -72,7 +74,7 @@ class EarlyScores:
         rows = [self._known[key] for own in keys for key in own]
         for own in keys:
             for key in own:
-                self._known.pop(key, None)
+                self._drop(key)
         columns = {
             name: _padded([row[name] for row in rows], batch.tokens.shape[1])
             for name in rows[0]
@@ -86,6 +88,11 @@ class EarlyScores:
     def forget(self) -> None:
         """What was said is no longer what would be said."""
         self._known.clear()
+        self._bytes = 0
+
+    def _drop(self, key: Key) -> None:
+        if (row := self._known.pop(key, None)) is not None:
+            self._bytes -= _size(key, row)
 
     def _score(self, trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> None:
         if not trajectories:
@@ -107,9 +114,11 @@ class EarlyScores:
         ]
         for row, key in enumerate(keys):
             length = int(batch.lengths[row])
+            self._drop(key)
             self._known[key] = {
                 name: values[row, :length].clone() for name, values in found.items()
             }
+            self._bytes += _size(key, self._known[key])
 
 
 def _key(one: Trajectory, part: int, segment: Segment) -> Key:
@@ -118,6 +127,10 @@ def _key(one: Trajectory, part: int, segment: Segment) -> Key:
         part,
         segment.tokens.numpy().tobytes(),
     )
+
+
+def _size(key: Key, row: Mapping[str, Tensor]) -> int:
+    return len(key[2]) + sum(one.nbytes for one in row.values())
 
 
 def _padded(rows: Sequence[Tensor], width: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from rlflow.components import (
 )
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError
+from rlflow.storage.redaction import redacted_keys
 from rlflow.values import checked, section_of, show
 
 MOST_TRAJECTORIES = 1_000_000
@@ -55,7 +56,7 @@ def config_checks(
     yield lambda: _check_asynchrony(config)
     yield lambda: _check_sampling(config)
     yield lambda: _check_batch(config)
-    yield lambda: config.trainer.decaying_over(config.updates).check(
+    yield lambda: config.trainer.decaying_over(config.policy_updates).check(
         config.cluster.ranks
     )
     yield lambda: _check_critic(config)
@@ -82,6 +83,17 @@ def check_values(config: Any, path: str = "") -> None:
             raise ConfigError(
                 f"{here}: expected a {section.__name__} object, found {show(value)}."
             )
+
+
+def check_secrets(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where sections of a configuration hold `***`, as a run's config.yaml does,
+    in place of a secret."""
+    if missing := redacted_keys(values):
+        given = " ".join(f"{key}=VALUE" for key in missing)
+        raise ConfigError(
+            f"{', '.join(missing)}: expected a value, found ***, which stands in a run's "
+            f"config.yaml for a secret; give it anew: {given}."
+        )
 
 
 def environment_name(config: RunConfig) -> str:

@@ -195,6 +195,12 @@ class RunConfig:
         )
 
     @property
+    def policy_updates(self) -> int:
+        """Those of the policy: the first ones may be the critic's alone."""
+        critic = self.algorithm.critic
+        return max(1, self.updates - critic.warmup_updates) if critic else self.updates
+
+    @property
     def asynchrony(self) -> Asynchrony:
         """The options of `rollout.asynchronous`."""
         return self.rollout.asynchronous

@@ -15,12 +15,13 @@ from rlflow.batching import token_batch
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
-from rlflow.config.checks import environment_name
+from rlflow.config.checks import check_secrets, environment_name
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
+from rlflow.report.metrics import Metrics, save_registered
 from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
@@ -101,6 +102,7 @@ def make_engine(
 ) -> Engine:
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
+    check_secrets({"rollout": {"engine": section.engine}})
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
@@ -120,6 +122,7 @@ def make_environment(config: RunConfig, **offered: Any) -> Environment:
     """The environment of a configuration. offered: keywords that its constructor may have. Raises
     ConfigError for what is no environment."""
     name = environment_name(config)
+    check_secrets({"environment": config.environment})
     environment_class(config)
     environment = ENVIRONMENT.build(config.environment, **offered)
     if not isinstance(environment, Environment):
@@ -183,7 +186,8 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
     Ray."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
+    section = config.trainer.decaying_over(config.policy_updates)
+    ranks = config.cluster.ranks
     section.check(ranks)
     options = {**dataclasses.asdict(section), "seed": config.run.seed}
     for name in ("dtype", "trust_remote_code"):
@@ -209,18 +213,27 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
 
 @contextmanager
 def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
-    """The directory of a run, open for writing, with config.yaml in it; a failed start leaves none.
+    """The directory of a run, open for writing; a failed start leaves none.
 
     Raises ConfigError as `RunDirectory.create` does."""
     modes = {"resume": config.run.resume, "overwrite": config.run.overwrite}
     with RunDirectory.create(run_path(config), **modes) as directory:
         try:
-            save_config(config, directory.config)
-            mark_own(directory.config)
             yield directory
         except BaseException:
             directory.discard_unless_begun()
             raise
+
+
+def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
+    """Writes what a run begins, or goes on, with: its configuration, without the step that this
+    start alone went back to, and the environment's metrics. A summary of before is no longer
+    true."""
+    directory.summary.unlink(missing_ok=True)
+    lasting = dataclasses.replace(config.run, resume_step=None)
+    save_config(dataclasses.replace(config, run=lasting), directory.config)
+    mark_own(directory.config)
+    save_registered(directory.environment_metrics, metrics)
 
 
 def make_metrics(

@@ -5,10 +5,11 @@ step_000050/            state.json (the run's part, sealed), state-XXH3.safetens
 step_000050.<process>.<number>.partial/
                         being written, replaced or removed (rlflow/storage/files.py)
 step_000050.aside/      newer than the checkpoint that the run was resumed from by
-                        `run.resume_step`; read by nobody"""
+                        `run.resume_step`; the next one is step_000050.2.aside; read by nobody"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -132,8 +133,11 @@ class Checkpoints:
         """Renames the checkpoints after `step`; returns their new names."""
         renamed = []
         for newer in (other for other in self.steps() if other > step):
-            aside = self.path(newer).with_name(self.path(newer).name + ".aside")
-            shutil.rmtree(aside, ignore_errors=True)
+            aside = Path(f"{self.path(newer)}.aside")
+            for number in itertools.count(2):
+                if not aside.exists():
+                    break
+                aside = Path(f"{self.path(newer)}.{number}.aside")
             os.replace(self.path(newer), aside)
             renamed.append(aside)
         return renamed

@@ -18,14 +18,13 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, StorageError, did_you_mean
 from rlflow.run.checkpoints import Checkpoints
-from rlflow.storage.files import PARTIAL, clear_partials, why_unwritable
+from rlflow.storage.files import PARTIAL, clear_partials, remove_directory, why_unwritable
 from rlflow.storage.lock import DirectoryLock
 
 if TYPE_CHECKING:
@@ -44,10 +43,10 @@ STARTED = {
 }
 """Files that a run may have written before its first metrics."""
 LAYOUT = (
-    *STARTED,
-    *("checkpoints", "export", "adapter", "trajectories", "tokens", "evaluations"),
-    *("progress.png", "report.html", "summary.json"),
+    *("summary.json", "checkpoints", "export", "adapter", "trajectories", "tokens", "evaluations"),
+    *("progress.png", "report.html", *sorted(STARTED - {"config.yaml"}), "config.yaml"),
 )
+"""In the order of removal: what is left by a kill is a run, and none that finished."""
 
 
 def run_path(config: RunConfig) -> Path:
@@ -232,7 +231,7 @@ class RunDirectory:
         for name in LAYOUT:
             entry = self.path / name
             if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
+                remove_directory(entry)
             else:
                 entry.unlink(missing_ok=True)
 

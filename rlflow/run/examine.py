@@ -35,7 +35,7 @@ from rlflow.run.assemble import (
     make_environment,
     rollout_over,
 )
-from rlflow.run.directory import run_path
+from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.estimates import checkpoint_bytes
 from rlflow.run.gpus import check_gpu_memory
 from rlflow.run.preflight import policy_architecture, start_checks
@@ -272,7 +272,7 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     teacher = config.algorithm.teacher
     path, url = teacher.get("path"), teacher.get("url")
     if isinstance(path, str):
-        config.trainer.layout.check_model(architecture(read_config(path)))
+        config.trainer.layout.check_frozen(architecture(read_config(path)))
     directory = path or teacher.get("tokenizer")
     if isinstance(directory, str) and tokenizer is not None:
         check_tokenizers(
@@ -320,7 +320,7 @@ def check_address(key: str, host: str, port: int) -> None:
 
 def _check_disk(config: RunConfig, model: Architecture) -> None:
     """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
-    and the export."""
+    and the export, in place of the checkpoints that a run replaces."""
     path = run_path(config)
     ground = next(
         folder for folder in (path, *path.absolute().parents) if folder.is_dir()
@@ -330,12 +330,15 @@ def _check_disk(config: RunConfig, model: Architecture) -> None:
     needed = each * (config.checkpoint.keep + 1) + (
         export if config.checkpoint.export else 0
     )
+    if config.run.resume or config.run.overwrite:
+        saved = RunDirectory(path).saved
+        files = (file for step in saved.steps() for file in saved.path(step).rglob("*"))
+        needed -= sum(file.stat().st_size for file in files)
     if needed > free:
         each, needed = min(each, MOST), min(needed, MOST)
         raise StorageError(
             f"run.directory: {path}: {config.checkpoint.keep} checkpoints of {each / GIB:.1f} GiB "
             "each, one more while it is "
-            f"written, and the export take {needed / GIB:.1f} GiB; {free / GIB:.1f} GiB are free. "
-            "Lower "
-            "checkpoint.keep, or choose another disk."
+            f"written, and the export take {needed / GIB:.1f} GiB more; {free / GIB:.1f} GiB are "
+            "free. Lower checkpoint.keep, or choose another disk."
         )

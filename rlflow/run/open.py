@@ -16,7 +16,6 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.report.findings import Watch
 from rlflow.report.live import LivePage
-from rlflow.report.metrics import save_registered
 from rlflow.report.recorder import Recorder
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress, RunLog
@@ -28,6 +27,7 @@ from rlflow.run.assemble import (
     make_metrics,
     make_probe,
     make_trainer,
+    note_start,
     open_directory,
     trainable,
 )
@@ -102,7 +102,6 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
     directory = _open_files(config, log, page, stack)
-    save_registered(directory.environment_metrics, metrics)
     samples = config.rollout.samples_per_prompt
     offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
     source = CURATOR.build(config.data.curator, "data.curator", **offered)
@@ -130,6 +129,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     )
     _accompany(run, stack)
     resume(run)
+    note_start(config, directory, metrics)  # only now: a refused one leaves the old ones
     evaluations = run.evaluation.made(run.saved_step)
     log_of_run = make_metrics(config, directory, run.saved_step, evaluations)
     run.metrics = stack.enter_context(log_of_run)

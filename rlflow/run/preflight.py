@@ -13,7 +13,8 @@ import torch
 
 from rlflow.algorithms.algorithm import check_parts
 from rlflow.components import ENGINE, FILTER
-from rlflow.config.checks import config_checks
+from rlflow.config.checks import check_secrets, config_checks
+from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import (
     ConfigError,
@@ -48,6 +49,7 @@ def start_checks(
 ) -> Iterator[Callable[[], object]]:
     """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they
     are there, and looked at."""
+    yield lambda: check_secrets(to_dict(config))
     yield lambda: check_parts(config)
     if model:
         yield lambda: policy_architecture(config)

@@ -149,11 +149,15 @@ def remove_directory(path: Path) -> None:
 
 
 def clear_partials(folder: Path) -> None:
-    """Clears what a kill within this module left in a folder that nobody else writes to: what was
-    being written or removed goes, a directory that was being exchanged is put back where it is
-    missing."""
+    """Clears what a kill within this module left in a folder where others make directories at most:
+    what was being written or removed goes, but for a directory that a living process fills; one
+    that was being exchanged is put back where it is missing."""
     for entry in _of_processes(folder, PARTIAL):
-        _remove(entry)
+        held = False
+        with suppress(OSError):  # gone, or a file system without locks
+            held = _is_held(entry)
+        if not held:
+            _remove(entry)
     for entry in _of_processes(folder, REPLACED):
         restore_replaced(folder / _OF_A_PROCESS.sub("", entry.name))
 
@@ -204,19 +208,25 @@ def _locked_directory(path: Path) -> Iterator[None]:
 def _clear_killed(path: Path) -> None:
     """Removes the directories that killed processes were to give the name `path`."""
     for entry in _of_processes(path.parent, PARTIAL):
-        if (
-            _OF_A_PROCESS.sub("", entry.name) != path.name
-            or entry.is_symlink()
-            or not entry.is_dir()
-        ):
+        if _OF_A_PROCESS.sub("", entry.name) != path.name or entry.is_symlink():
             continue
-        with suppress(OSError):  # locked, or gone
-            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # gone, or without locks
+            if entry.is_dir() and not _is_held(entry):
                 _remove(entry)
-            finally:
-                os.close(descriptor)
+
+
+def _is_held(entry: Path) -> bool:
+    """Whether it is a directory whose process lives."""
+    if entry.is_symlink() or not entry.is_dir():
+        return False
+    descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def why_unwritable(path: Path) -> str | None:

@@ -4,8 +4,11 @@ of its words."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
+
+from rlflow.storage.files import leaves, plain
 
 REDACTED = "***"
 
@@ -59,6 +62,17 @@ def redact(value: Any, key: str = "", hidden: bool = False) -> Any:
     if hidden and value not in (None, "") and not isinstance(value, bool):
         return REDACTED
     return redact_text(value) if isinstance(value, str) else value
+
+
+def redacted_keys(values: Any) -> list[str]:
+    """The dotted keys of the texts in which `***` stands for a secret, as `redact` left them."""
+    filled = json.loads(json.dumps(plain(values)).replace(REDACTED, "redacted"))
+    again = dict(leaves(redact(filled)))
+    return [
+        key
+        for key, value in leaves(values)
+        if isinstance(value, str) and REDACTED in value and again[key] == value
+    ]
 
 
 def redact_text(text: str) -> str:

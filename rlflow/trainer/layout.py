@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rlflow.errors import ConfigError
@@ -103,6 +103,11 @@ class ParallelLayout:
     def experts_here(self, model: Architecture) -> int:
         """Experts of a layer on each rank."""
         return model.experts.count // self.expert_parallel if model.experts is not None else 0
+
+    def check_frozen(self, model: Architecture) -> None:
+        """`check_model` of a model beside the policy: a dense one has no experts to split."""
+        parallel = self.expert_parallel if model.experts is not None else 1
+        replace(self, expert_parallel=parallel).check_model(model)
 
     def check_model(self, model: Architecture) -> None:
         """Raises ConfigError unless the model can be split so."""

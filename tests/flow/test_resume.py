@@ -153,10 +153,12 @@ def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(mode
 def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> None:
     options = ("run.steps=1", "checkpoint.export=false", "metrics.picture=false")
     train(letters_config(model, tmp_path, *options))
+    run = RunDirectory.open(tmp_path / "letters")
+    noted = run.config.read_text()
     other = write_letters_model(tmp_path / "other", hidden_size=48)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         train(letters_config(other, tmp_path, *options, "run.steps=2", "run.resume=true"))
-    assert RunDirectory.open(tmp_path / "letters").saved.steps() == [1]
+    assert run.saved.steps() == [1] and run.config.read_text() == noted
 
 
 # ---------------------------------------------------------------- real processes and signals

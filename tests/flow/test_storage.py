@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError, DamagedCheckpointError, StorageError
 from rlflow.loop import train
 from rlflow.run.directory import RunDirectory
@@ -77,6 +77,7 @@ def test_a_run_can_go_back_to_a_checkpoint_that_is_there(model: Path, run: RunDi
         train(resumed(model, run, "run.resume_step=77"))
     train(resumed(model, run, "run.resume_step=4"))
     assert_equal_runs(run, whole, evaluations=False)
+    assert load_config(run.config).run.resume_step is None  # the next start goes on from the newest
 
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,8 +36,7 @@ class FrozenModel:
         it, ModelError."""
         model = architecture(read_config(path))
         try:
-            parallel = world.layout.expert_parallel if model.experts is not None else 1
-            replace(world.layout, expert_parallel=parallel).check_model(model)
+            world.layout.check_frozen(model)
         except ConfigError as problem:
             raise ConfigError(f"{path}: it is split as the policy is: {problem}") from None
         chunks = build_model(model, world, dtype, chunk_bytes)

@@ -86,12 +86,14 @@ def test_what_parts_remember_is_restored_by_its_place():
     made = algorithm(filters=[Counting()])
     made.admit([group("a", 1.0)])
     state = made.state_dict()
-    assert state == {"filters.0": {"seen": 1}}  # parts without memory are left out
-    again = algorithm(filters=[Counting()])
-    again.load_state_dict(state)
-    assert again.filters[0].seen == 1
-    with pytest.raises(CheckpointError, match=r"filters\.0.*does not have"):
-        algorithm().load_state_dict(state)
+    assert state == {"filters.0": {"seen": 1}, "kinds": {"filters.0": "Counting"}}  # parts without memory are left out
+    for saved in (state, {"filters.0": {"seen": 1}}):  # as checkpoints were before
+        again = algorithm(filters=[Counting()])
+        again.load_state_dict(saved)
+        assert again.filters[0].seen == 1
+    for others in ([], [as_part(kept_first), Counting()]):
+        with pytest.raises(CheckpointError, match=r"filters\.0 \(Counting\).*does not have"):
+            algorithm(filters=others).load_state_dict(state)
 
 
 def kept_first(groups: list[Group], count: int = 1) -> list[Group]:

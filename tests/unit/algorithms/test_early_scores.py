@@ -10,6 +10,7 @@ import pytest
 import torch
 from fixtures import tiny_model
 
+from rlflow.algorithms import early_scores
 from rlflow.algorithms.early_scores import EarlyScores
 from rlflow.batching import make_batch
 from rlflow.trainer import Trainer
@@ -71,6 +72,18 @@ def test_an_attempt_that_was_sampled_again_under_its_id_is_asked_about_anew() ->
     early.forget()  # another reference from now on
     filled(early, [again])
     assert early.rows["reference"] == 8
+
+
+def test_rows_that_no_step_takes_are_dropped_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = EarlyScores({"reference": lambda batch, tasks: batch.replace(reference_logprobs=batch.tokens.float())})
+    monkeypatch.setattr(early_scores, "MOST_BYTES", 40 * (8 + 4))  # 40 tokens with a score each
+    for name in "abcd":
+        early.take(group(name, [[18]]))
+        filled(early, [group("taken", [[18]])])
+    filled(early, [group("d", [[18]]), group("c", [[18]])])
+    assert early.rows["reference"] == 8
+    filled(early, [group("b", [[18]])])
+    assert early.rows["reference"] == 9
 
 
 def test_several_stages_fill_their_own_columns_of_the_same_rows() -> None:

@@ -18,8 +18,9 @@ import torch
 from rlflow import errors
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, StorageError
 from rlflow.run import examine, preflight
+from rlflow.run.estimates import checkpoint_bytes
 from rlflow.run.preflight import check_start
 from tests.fixtures import tiny_model
 from tests.unit.rollout.chat_templates import QWEN3
@@ -212,6 +213,13 @@ def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys
         assert problems == [f"rlflow: ConfigError: {refused.value}"]
 
 
+def test_a_start_asks_for_the_secrets_that_an_earlier_run_does_not_hold(place: Place, untouched: None) -> None:
+    teacher = "teacher: {name: server, url: 'http://***@h/v1', model: x}"
+    config = load_config(place.config, [f"algorithm={{advantage: opd, losses: [ppo_clip], {teacher}}}"])
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.url: expected a value, found \*\*\*"):
+        check_start(config)
+
+
 OWN_PARTS = """
 from rlflow.algorithms.base import Transform
 
@@ -373,6 +381,31 @@ def test_a_disk_that_is_too_small_is_told(
     monkeypatch.setattr(examine.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     code, _, problems = dry(place, capsys)
     assert code == 2 and len(problems) == 1 and "GiB are free. Lower checkpoint.keep" in problems[0]
+
+
+def test_checkpoints_that_a_run_replaces_are_room_for_it(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    options = [f"run.directory={tmp_path}", "checkpoint.keep=2", "checkpoint.export=false"]
+    config = load_config(place.config, options)
+    model = preflight.policy_architecture(config)
+    each, _ = checkpoint_bytes(config, model)
+    for step in (1, 2):
+        path = tmp_path / "checkpoints" / f"step_{step:06d}"
+        path.mkdir(parents=True)
+        with open(path / "weights", "wb") as file:
+            file.truncate(each)
+    monkeypatch.setattr(examine.shutil, "disk_usage", lambda path: usage._replace(free=each))
+    for flag in ("run.resume=true", "run.overwrite=true"):
+        examine._check_disk(load_config(place.config, [*options, flag]), model)
+    with pytest.raises(StorageError, match="GiB are free"):
+        examine._check_disk(config, model)
+
+
+def test_a_dense_teacher_may_stand_beside_a_policy_with_experts() -> None:
+    teacher = f"algorithm.teacher={{name: model, path: '{POLICY}'}}"
+    examine._check_teacher(load_config(None, [teacher, "trainer.expert_parallel=2"]), None)
 
 
 @pytest.mark.parametrize(

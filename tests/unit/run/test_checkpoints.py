@@ -152,7 +152,7 @@ def test_going_back_sets_newer_checkpoints_aside_and_nothing_mistakes_them(check
     write(checkpoints, 2, keep=1)
     assert checkpoints.steps() == [2]
     checkpoints.set_aside_after(1)
-    assert names(checkpoints) == ["step_000002.aside", "step_000003.aside"]
+    assert names(checkpoints) == ["step_000002.2.aside", "step_000002.aside", "step_000003.aside"]
 
 
 def test_what_was_converted_goes_with_its_checkpoint(checkpoints: Checkpoints) -> None:

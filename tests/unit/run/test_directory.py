@@ -13,6 +13,7 @@ import torch
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.report.records import read_trajectories, write_trajectories
+from rlflow.run import directory
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.resume import finished_summary
 from rlflow.storage.files import read_json, write_json, write_text
@@ -54,6 +55,22 @@ def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_n
     (tmp_path / "run" / "notes.md").write_text("mine")
     RunDirectory.create(tmp_path / "run", overwrite=True).close()
     assert (tmp_path / "run" / "notes.md").exists() and (tmp_path / "home" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("removed", range(1, len(directory.LAYOUT)))
+def test_a_kill_while_a_run_is_thrown_away_leaves_a_run_that_did_not_finish(
+    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_run(tmp_path / "run", (1,)) as run:
+        for name in directory.LAYOUT:
+            if not (run.path / name).exists():
+                write_text(run.path / name, "{}")
+    with monkeypatch.context() as killed:
+        killed.setattr(directory, "LAYOUT", directory.LAYOUT[:removed])
+        RunDirectory.create(tmp_path / "run", overwrite=True).close()
+    assert not run.summary.exists()
+    for flags in ({"resume": True}, {"overwrite": True}):
+        RunDirectory.create(tmp_path / "run", **flags).close()
 
 
 @pytest.mark.parametrize("pattern", ["{name.x}", "{name[x]}", "{0}", "{"])

@@ -8,13 +8,16 @@ import pytest
 
 from rlflow.commands.cli import main, parse
 from rlflow.commands.eval import evaluation_config, new_directory
-from rlflow.config.loading import save_config
+from rlflow.config.checks import check_secrets
+from rlflow.config.loading import save_config, to_dict
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metric
 from rlflow.report.reductions import interval95
 from rlflow.rollout import Rollout
+from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.run import evaluate as evaluation
+from rlflow.run.assemble import make_engine, make_environment
 from rlflow.run.evaluate import evaluate, means_over_sets, metrics_by_set
 from rlflow.run.origin import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
@@ -114,6 +117,20 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path
     with model_directory(tmp_path / "export", None, print) as model:
         assert config_of(model).rollout.max_turns == 7
         assert (model.path, model.name) == (tmp_path / "export", tmp_path.name)
+
+
+def test_a_secret_that_a_run_does_not_hold_is_asked_for(tmp_path: Path) -> None:
+    known = "environment={name: mathematics, headers: {X-A: s3cret}, url: 'http://me:pw@h/x?key=s3cret', mark: '***'}"
+    save_config(load_config(None, [known, "rollout.engine={name: embedded, api_key: s3cret}"]), tmp_path / "config.yaml")
+    given = ["environment.headers.X-A=a", "environment.url=http://h", "rollout.engine.api_key=b"]
+    keys = r"environment\.headers\.X-A, environment\.url: .*found \*\*\*.* environment\.headers\.X-A=VALUE environment\.url="
+    with pytest.raises(ConfigError, match=keys):
+        make_environment(load_config(tmp_path / "config.yaml"))
+    config = load_config(tmp_path / "config.yaml", given[:2])
+    check_secrets({"environment": config.environment})  # and `mark` is no secret
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.api_key: expected a value"):
+        make_engine(config, Tokenizer.from_pretrained(write_letters_model(tmp_path / "model")))
+    check_secrets(to_dict(load_config(tmp_path / "config.yaml", given)))
 
 
 @pytest.mark.parametrize(

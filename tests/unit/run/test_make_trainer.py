@@ -22,6 +22,16 @@ def test_every_option_of_the_cluster_reaches_its_ranks(monkeypatch: pytest.Monke
     assert found["ranks"] == 2 and {name: found[name] for name in given} == given
 
 
+def test_schedules_end_with_the_updates_that_each_model_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr("rlflow.run.assemble.RayTrainer", lambda path, **given: found.update(given))
+    critic = "algorithm.critic={warmup_updates: 3, schedule: {name: linear}}"
+    overrides = ["run.steps=5", "algorithm.minibatches_per_step=2", "trainer.schedule=linear", "cluster.ranks=1", critic]
+    make_trainer(load_config(None, overrides))
+    assert found["schedule"] == {"name": "linear", "decay_steps": 7}  # the critic's first three are not the policy's
+    assert found["critic"]["schedule"] == {"name": "linear", "decay_steps": 10}
+
+
 def test_a_tracker_gets_no_secret_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr("rlflow.run.assemble.make_sinks", lambda path, sinks, **given: found.update(given) or [])

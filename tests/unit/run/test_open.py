@@ -15,6 +15,8 @@ from rlflow.models import tables
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
 from rlflow.run.preflight import _check_router_replay
+from rlflow.run.resume import finished_summary
+from rlflow.storage.files import write_json
 from tests import fixtures
 from tests.flow.letters import letters_config, write_letters_model
 
@@ -65,6 +67,20 @@ def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(config: R
 def test_a_full_disk_in_the_middle_is_a_storage_error(config: RunConfig) -> None:
     with pytest.raises(StorageError, match="there is no checkpoint yet"), open_run(config):
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+
+def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(config: RunConfig, tmp_path: Path) -> None:
+    """A kill in the last evaluation of a run that went back would else leave the old branch's results."""
+    config.run.steps = 1
+    with open_run(config) as run:
+        run.step = 1
+        run.save()
+        write_json(run.directory.summary, {"status": "finished", "steps": 1})
+    config.run.resume = True
+    assert finished_summary(config) is not None
+    with open_run(config):
+        pass
+    assert finished_summary(config) is None
 
 
 def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ def test_a_kill_while_writing_leaves_the_old_content_and_what_can_be_cleared(tmp
     assert names(tmp_path) == ["content", "resumed.partial", "v1.5.index.3fa1.partial"]
 
 
+def test_what_a_living_process_fills_is_not_cleared(tmp_path: Path) -> None:
+    """As a run's next save does beside an evaluation that converts one of its checkpoints."""
+    with replacing_directory(tmp_path / "content") as aside:
+        (aside / "new").write_text("")
+        clear_partials(tmp_path)
+    assert names(tmp_path / "content") == ["new"]
+
+
 def test_threads_that_write_one_file_never_mix(tmp_path: Path) -> None:
     contents = [str(number) * 100_000 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:

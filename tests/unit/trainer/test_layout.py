@@ -72,6 +72,7 @@ def test_layouts_that_experts_do_not_allow_are_refused(sizes: dict[str, Any], wo
     ParallelLayout(tensor_parallel=2, sequence_parallel=True, expert_parallel=4).check_model(model(**experts))
     with pytest.raises(ConfigError, match="expert_parallel=2: the model has no experts"):
         ParallelLayout(expert_parallel=2).check_model(model())
+    ParallelLayout(expert_parallel=2).check_frozen(model())
 
 
 def test_experts_are_dealt_out_over_the_ranks_of_a_stage() -> None:
