@@ -79,8 +79,9 @@ def _value(space: Any, value: Any) -> Any:
     numbers = np.asarray(value)
     if numbers.dtype.kind not in ("iuf" if kind == "Box" else "iu"):
         raise ValueError("not whole numbers")
-    made = numbers.astype(space.dtype)
-    if made.dtype.kind in "iu" and not np.array_equal(made, numbers):
+    with np.errstate(over="ignore"):
+        made = numbers.astype(space.dtype)
+    if not np.isfinite(made).all() or (made.dtype.kind in "iu" and (made != numbers).any()):
         raise ValueError("not of the space's type")  # 257 would become 1
     return made
 

@@ -81,9 +81,10 @@ class GymnasiumEnvironment(Environment):
         state = episode.scratch
         try:
             action = (self._read or self._plain)(response.strip())
+            known = action is not None and self._space.contains(action)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-            action = None
-        if action is None or not self._space.contains(action):
+            known = False
+        if not known:
             state["invalid"] += 1
             metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
             return Step(f"Not an action; one of: {self._actions}.\n", metrics=metrics)

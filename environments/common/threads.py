@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 LONG_TEXT = 50_000  # characters: as long to normalize as a change of threads may take
@@ -14,7 +16,16 @@ T = TypeVar("T")
 
 async def beside_the_loop(characters: int, work: Callable[[], T]) -> T:
     """What `work`, on so many characters, returns: in a thread where they are many."""
-    return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+    if characters <= LONG_TEXT:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), work)
+
+
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """The threads of this process, as a fork has none. They are not asyncio's, where agents may
+    wait, and few, as they all compete with the loop."""
+    return ThreadPoolExecutor(thread_name_prefix="long-texts")
 
 
 class EpisodePlaces:

@@ -124,9 +124,8 @@ class AgentTask:
         try:
             self.returned = await self._function(task, client)
             self.output = "" if self.returned is None else str(self.returned)
-        except asyncio.CancelledError:
-            raise
         except BaseException as problem:  # noqa: BLE001 -- SystemExit would end the loop
+            # A cancellation too: after one from outside nobody reads this
             self.failure = f"{described(problem)} ({raised_at(problem, OURS)})"
 
     def last_lines(self) -> str:

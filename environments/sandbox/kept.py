@@ -7,20 +7,23 @@ in a notebook, the value of a last expression is printed."""
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import traceback
+import types
 
 
 def run_cell(source: str, names: dict[str, object]) -> bool:
     """Runs the text; an exception is printed without the frames of this file. True where there was
     none."""
+    compiled = functools.partial(compile, filename="<cell>", dont_inherit=True)  # of our __future__
     try:
         tree = ast.parse(source, "<cell>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "<cell>", "exec"), names)
+        exec(compiled(tree, mode="exec"), names)
         if last is not None:
-            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)  # noqa: S307
+            value = eval(compiled(ast.Expression(last.value), mode="eval"), names)  # noqa: S307
             if value is not None:
                 print(repr(value))  # noqa: T201
         return True
@@ -31,14 +34,17 @@ def run_cell(source: str, names: dict[str, object]) -> bool:
 
 
 def main() -> None:
-    names: dict[str, object] = {"__name__": "__main__"}
+    module = sys.modules["__main__"] = types.ModuleType("__main__")  # where pickle looks
+    process = os.getpid()
     cells, marks = os.fdopen(os.dup(3), "rb"), os.dup(4)  # which programs do not inherit
     os.close(3)
     os.close(4)
     while size := int.from_bytes(cells.read(8), "big"):
-        succeeded = run_cell(cells.read(size).decode(), names)
+        succeeded = run_cell(cells.read(size).decode(), vars(module))
         sys.stdout.flush()
         sys.stderr.flush()
+        if os.getpid() != process:
+            os._exit(0)  # a fork that the cell left behind
         os.write(marks, b"\n" if succeeded else b"!")
 
 

@@ -7,11 +7,11 @@ the machine's instructions are of linux/bpf_common.h and linux/seccomp.h."""
 from __future__ import annotations
 
 DENIED = """
-    shmget 29, ptrace 101, syslog 103, pivot_root 155, chroot 161, acct 163, mount 165, umount2
-    166, swapon 167, reboot 169, init_module 175, delete_module 176, quotactl 179, mq_open 240,
-    kexec_load 246, add_key 248, request_key 249, keyctl 250, unshare 272, perf_event_open 298,
-    name_to_handle_at 303, open_by_handle_at 304, setns 308, process_vm_readv 310,
-    process_vm_writev 311, finit_module 313, memfd_create 319, kexec_file_load 320, bpf 321,
+    shmget 29, semget 64, msgget 68, ptrace 101, syslog 103, pivot_root 155, chroot 161, acct 163,
+    mount 165, umount2 166, swapon 167, reboot 169, init_module 175, delete_module 176, quotactl
+    179, mq_open 240, kexec_load 246, add_key 248, request_key 249, keyctl 250, unshare 272,
+    perf_event_open 298, name_to_handle_at 303, open_by_handle_at 304, setns 308, process_vm_readv
+    310, process_vm_writev 311, finit_module 313, memfd_create 319, kexec_file_load 320, bpf 321,
     userfaultfd 323, io_uring_setup 425, io_uring_enter 426, io_uring_register 427, open_tree 428,
     move_mount 429, fsopen 430, fsconfig 431, fsmount 432, fspick 433, mount_setattr 442,
     memfd_secret 447

@@ -176,7 +176,7 @@ class AgentSession:
             self._refuse_all(TURNS)
         reply = self._reply(asked.request, episode, response)
         said = reply.message()
-        stopped = assistant(reply.content + (reply.stop_string or ""), ())
+        stopped = assistant(reply.content + (reply.stop_string or ""), reply.calls)
         forms = (said, stopped, assistant(response, ()))
         self._history.record(asked.continuation.place, self._turns, response, forms)
         self._turns += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THOUGHT = "</think>"  # what stands in front is no call, as inference servers have it
 ARGUMENTS = ("arguments", "parameters")  # the latter: Llama 3.1
 
 
@@ -39,14 +40,14 @@ class ReadResponse:
 
 
 def read_response(text: str) -> ReadResponse:
-    """The calls of a response: `<tool_call>` blocks (Qwen, Hermes), or a response that is one JSON
-    object (Llama). Without arguments they are {}."""
+    """The calls of a response: `<tool_call>` blocks behind its thinking (Qwen, Hermes), or a
+    response that is one JSON object (Llama). Without arguments they are {}."""
     bare = text.strip()
     if bare.startswith("{") and bare.endswith("}") and '"name"' in bare:
         return _read_bare(text, bare)
-    kept: list[str] = []
+    start = text.find(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
+    kept = [text[:start]]
     found: list[TextCall | None] = []
-    start = 0
     while (opened := text.find(OPENING, start)) >= 0:
         closed = text.find(CLOSING, opened)
         if closed < 0:
@@ -81,9 +82,9 @@ def _call(block: str) -> TextCall | None:
             arguments = _load(arguments)
     except (ValueError, TypeError, KeyError, RecursionError):  # the last: a thousand brackets
         return None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
         return None
-    return TextCall(name, arguments if isinstance(arguments, dict) else {})
+    return TextCall(name, arguments or {})
 
 
 def _load(text: str) -> Any:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.calls import CallThreads, call, deadline
 from rlflow.environment import (
@@ -33,12 +33,13 @@ from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text, token_texts
 from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Generate = Callable[[Sequence[int], Sampling, str], Awaitable[Completion]]
 CALL_S, EPISODE_S = 600.0, 7200.0
 """Default deadlines of a call of the environment and of an episode."""
 LONG_TEXT = 50_000
-"""Observations above so many characters, some 20 ms of work, are tokenized in a thread."""
+"""Texts above so many characters, some 20 ms of work, are tokenized in a thread."""
 SHOWN = 80  # characters of a response in the message about a failed step
 COUNTED = ("response_tokens", "observation_tokens", "observations_cut", "responses_cut")
 COUNTED_OF_MESSAGES = ("forks", "refed_tokens")
@@ -182,19 +183,27 @@ class EpisodePlayer:
         """Appends the prompt or observation; False if the policy cannot answer it."""
         episode.unshown = None
         try:
-            return await self._observe(state, step) if state.turns else self._begin(state, step)
+            return await (self._observe if state.turns else self._begin)(state, step)
         except (EnvironmentContractError, ModelError, RolloutError) as problem:
             if isinstance(problem, ModelError) and step.tools is None:
                 raise
             episode.unshown = problem
             return False
 
-    def _begin(self, state: EpisodeState, step: Step) -> bool:
+    async def _begin(self, state: EpisodeState, step: Step) -> bool:
         """Puts down the prompt; False if it leaves no room for a response."""
         state.prompt = _as_text(step.observation)
-        tokens, state.here = self._prompt(step.observation, step.tools)
+        prompt = functools.partial(self._prompt, step.observation, step.tools)
+        tokens, state.here = await self._beside(len(state.prompt), prompt)
         state.spans = [TokenSpan(tokens)]
         return len(tokens) < self._limits.max_total_tokens
+
+    async def _beside(self, characters: int, work: Callable[[], T]) -> T:
+        """What the work on so many characters returns: out of a thread where they are many, as
+        the other episodes need the loop. Not out of asyncio's, where agents may wait."""
+        if characters <= LONG_TEXT:
+            return work()
+        return await self._threads.run(work, self._limits.call_s, "tokenizing", "tokenizing")
 
     def _prompt(
         self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
@@ -268,10 +277,8 @@ class EpisodePlayer:
             characters += 4 * state.length  # about: a fork encodes all of them
         last = len(state.places) - 1
         after = last if step.after is None else step.after
-        if characters > LONG_TEXT:  # the other episodes need the loop
-            turn, place = await asyncio.to_thread(self._next_turn, state, step, after)
-        else:
-            turn, place = self._next_turn(state, step, after)
+        next_turn = functools.partial(self._next_turn, state, step, after)
+        turn, place = await self._beside(characters, next_turn)
         seen = place.spans[: place.count] if turn.again is None else []
         length = sum(len(span.tokens) for span in seen)
         if length + len(turn.tokens) >= self._limits.max_total_tokens:

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from rlflow.errors import RolloutError
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CANCEL_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
+MOST_THREADS = 4096
+"""Of `asyncio.to_thread`: agents may wait there for responses, one per episode."""
 
 
 class Running(Generic[T]):
@@ -82,6 +84,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, name))
         self._closed = False
         self._forked = False
         self.on_wait: Callable[[], object] = lambda: None

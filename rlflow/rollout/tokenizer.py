@@ -229,10 +229,10 @@ class Tokenizer:
         end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
         known = after[len(before) :] if after.startswith(before) else None
         if known is not None and known.startswith(end):
-            return NextTurn(self.encode(known.removeprefix(end)))
+            return NextTurn(self._encode_rest(known, end, closing))
         rest = self._rest(history, answer, before + after)
         if rest and (exact or rest == known):  # the latter: ended by another token than its own
-            return NextTurn(self.encode(rest.removeprefix(end)))
+            return NextTurn(self._encode_rest(rest, end, closing))
         problem = self.history_problem
         if exact:
             problem = "it does not show the environment's messages behind the response"
@@ -244,6 +244,13 @@ class Tokenizer:
             )
         tokens = self.encode(after)
         return NextTurn(tokens, max(0, len(tokens) - len(self.encode(rest))))
+
+    def _encode_rest(self, rest: str, end: str, closing: int | None) -> list[int]:
+        """The ids of what stands behind a response and its end. Encoded alone, it may get a blank
+        in front, or keep blanks that the end's token takes."""
+        rest = rest.removeprefix(end)
+        tokens = self.encode(end + rest) if end else []
+        return tokens[1:] if tokens[:1] == [closing] else self._encode_behind(rest)
 
     def _rest(self, history: Sequence[Message], answer: Sequence[Message], taken: str) -> str:
         """What the template puts behind an assistant's turn that is one word, answer and generation

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib
 import inspect
+import json
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -84,6 +85,8 @@ class McpSession:
         called wrongly; McpError."""
         result = await self._ask(self._client.call_tool(name, arguments), f"answer of '{name}'")
         text = "\n".join(_text(block) for block in result.content)
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolCallError(text if text.startswith("Error") else f"Error: {text}")
         return text

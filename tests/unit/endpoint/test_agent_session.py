@@ -169,6 +169,22 @@ def test_calls_are_recognised_however_their_numbers_and_arguments_are_written() 
         assert history.find(ModelRequest(messages)).after == 0, json.dumps(arguments)
 
 
+def test_a_response_whose_call_the_agent_removed_reads_as_the_agent_has_it() -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        kept = {"role": "assistant", "content": "Sure."}
+        for messages in ([USER], [USER, kept, USER]):
+            request = ModelRequest(messages, tools=tools)
+            reply = asyncio.ensure_future(session.ask(request, "name", False, here()))
+            await asyncio.sleep(0)
+            step = await session.next(ended)
+            assert step is not None and step.observation == messages and step.after == -1
+            told(session, 'Sure. <tool_call>{"name": "look"}</tool_call>')
+            assert (await reply).content == "Sure."
+
+    in_a_loop(scenario)
+
+
 def test_instructions_are_no_part_of_what_a_response_hands_on() -> None:
     before: dict[str, list[dict[str, Any]]] = {}
 

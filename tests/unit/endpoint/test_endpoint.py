@@ -324,6 +324,7 @@ CLOSES = """BEGUN.append(1)
         ("return 1e19", 0.0, r"expected a number to 1e\+18"),
         ("return 10**400", 0.0, r"expected a number to 1e\+18"),
         ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:6 in agent"),
+        ("raise asyncio.CancelledError  # of a tool's task", 0.0, "agent CancelledError"),
     ],
 )
 def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path) -> None:

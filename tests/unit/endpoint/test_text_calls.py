@@ -25,6 +25,20 @@ def test_what_cannot_be_read_stays_and_is_counted() -> None:
     assert read_response(cut).failed == 1 and read_response('{"name": }').failed == 1
 
 
+def test_thinking_holds_no_call() -> None:
+    call, thought = '<tool_call>{"name": "b"}</tool_call>', "<think>maybe <tool_call> as in "
+    ended = f"{thought}{call}? no.</think>"
+    assert read_response(f"{ended} I will not.") == ReadResponse(f"{ended} I will not.")
+    assert read_response(f"{ended}{call}") == ReadResponse(ended, (TextCall("b", {}),))
+
+
+@pytest.mark.parametrize("arguments", ["[1, 2]", "0", '"[1, 2]"'])
+def test_arguments_that_are_no_object_make_no_call(arguments: str) -> None:
+    text = f'{{"name": "a", "arguments": {arguments}}}'
+    assert read_response(text) == ReadResponse(text, (None,))
+    assert read_response('{"name": "a", "arguments": null}').calls == [TextCall("a", {})]
+
+
 def test_an_answer_that_holds_a_name_is_no_call() -> None:
     answer = '{"name": "Marie", "born": 1867}'
     assert read_response(answer) == ReadResponse(answer)

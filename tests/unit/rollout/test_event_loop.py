@@ -28,6 +28,16 @@ def test_it_returns_results_and_raises_errors_inside_a_running_loop_too() -> Non
     thread.close()
 
 
+def test_as_many_plain_functions_wait_in_it_at_once_as_there_are_agents() -> None:
+    thread, all_there = LoopThread("test"), threading.Barrier(64)
+
+    async def wait_for_others() -> None:
+        await asyncio.gather(*(asyncio.to_thread(all_there.wait, 5.0) for _ in range(64)))
+
+    thread.run(wait_for_others())
+    thread.close()
+
+
 def test_an_interrupt_cancels_what_runs_and_waits_for_its_clean_up() -> None:
     thread = LoopThread("test")
     closed: list[str] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from hypothesis import strategies as st
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.chat_engine import PiecedText, messages_of
-from rlflow.types import Episode, Message, Step, StopReason
+from rlflow.rollout.episodes import LONG_TEXT
+from rlflow.types import Episode, Message, Step, StopReason, Task
 from tests.unit.rollout.chat_templates import (
     DEEPSEEK_R1,
     GPT_OSS,
@@ -143,6 +147,34 @@ def test_the_note_for_the_start_says_what_becomes_of_thinking(directory: Path) -
     assert notes[QWEN25] == notes[LLAMA31] == ""
     assert "rollout/forks" in notes[QWEN3] and "rollout/forks" in notes[DEEPSEEK_R1]
     assert "need rollout.history=exact" in notes[GPT_OSS]
+
+
+def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(directory: Path) -> None:
+    threads: list[threading.Thread] = []
+    released = threading.Event()
+
+    class Watched(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            if len(text) > LONG_TEXT:
+                threads.append(threading.current_thread())
+            return super().encode(text)
+
+    class Held(Talk):
+        async def reset(self, task: Task) -> Episode:
+            pool = ThreadPoolExecutor(1)
+            asyncio.get_running_loop().set_default_executor(pool)
+            pool.submit(released.wait)
+            return Episode(task)
+
+        async def close(self, episode: Episode) -> None:
+            released.set()
+
+    tokenizer = Watched(dressed(directory, QWEN25).inner)
+    long = [user("a" * (LONG_TEXT + 1))]
+    limits = {"max_total_tokens": 300_000, "episode_s": 20.0}
+    one, _ = played(tokenizer, long, ended(tokenizer, PLAIN), Held([long, long]), **limits)
+    assert one.usable and len(one.turns) == 3
+    assert len(threads) >= 3 and threading.main_thread() not in threads
 
 
 def test_an_unknown_history_is_a_mistake(directory: Path) -> None:

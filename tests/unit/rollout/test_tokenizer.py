@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import tiny_tokenizer
+from transformers import AddedToken
 
 from rlflow.errors import ModelError, RolloutError
 from rlflow.rollout.tokenizer import Tokenizer, token_texts
@@ -178,6 +179,20 @@ def test_what_follows_other_text_begins_with_no_blank_of_its_own() -> None:
     for text in ("<i>no</i>", "no", " no", "\nno", ""):
         assert tokenizer.decode(said + tokenizer.encode_text(text)) == f"q{text}"
     assert tokenizer.encode_text("no", follows=False) == tokenizer.encode("no")
+
+
+@pytest.mark.parametrize("end", ["</s>", "<|end|>", ""])
+def test_what_follows_a_response_has_the_ids_of_the_whole_conversation(end: str) -> None:
+    inner = metaspace()
+    taking = AddedToken("<|end|>", rstrip=True, normalized=False)  # the blanks behind it, as Phi-3's
+    inner.add_tokens([taking], special_tokens=True)
+    inner.chat_template = "{% for message in messages %}{{ message.content + 'END\n' }}{% endfor %}".replace("END", end)
+    tokenizer = Tokenizer(inner)
+    closing = inner.convert_tokens_to_ids(end) if end else None
+    turn = tokenizer.encode_turn([USER], "q", [TOOL], closing)
+    whole = tokenizer.encode(tokenizer.render([USER, {"role": "assistant", "content": "q"}, TOOL]))
+    seen = tokenizer.encode(tokenizer.render([USER])) + tokenizer.encode("\nq")[2:] + ([closing] if end else [])
+    assert seen + turn.tokens == whole
 
 
 def test_a_template_that_refuses_messages_is_told_in_a_line() -> None:

@@ -11,6 +11,7 @@ import time
 import anyio
 import uvicorn
 from mcp.server import MCPServer
+from mcp.types import CallToolResult
 
 server = MCPServer("sums")
 numbers: list[float] = []
@@ -50,6 +51,12 @@ def fail(how: str) -> str:
             os.write(1, b"no message\n" * 100)
     time.sleep(60)
     return "late"
+
+
+@server.tool()
+def structure() -> CallToolResult:
+    """A result without a text."""
+    return CallToolResult(content=[], structured_content={"né": 3})
 
 
 @server.tool()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlflow import check_environment, train
@@ -183,7 +184,8 @@ def echo(tmp_path: Path) -> str:
           '{"move": [2, 0.5], "say": "hi", "by": [0, 0.5]}', '{"move": [2, [1]], "say": 3, "by": []}')),
         ("MultiDiscrete", "[0 to 2, 0 to 1] as JSON", "[2, 1]", ("2 1", "[1.0, 1]", "[true, true]", "[2]", "9" * 9_999)),
         ("MultiBinary", "[(2,) of 0 and 1] as JSON", "[1, 0]", ("[1, 2]", "null")),
-        ("Tuple", "[0 to 2, text] as JSON", '[1, "a"]', ('[3, "a"]', '[1]', '{"0": 1, "1": "a"}', '[true, "a"]')),
+        ("Tuple", "[0 to 2, text] as JSON", '[1, "a"]', ('[3, "a"]', '[1]', '{"0": 1, "1": "a"}', '[true, "a"]',
+         f'[{10**20}, "a"]')),
     ],
 )  # fmt: skip
 def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, wrong: tuple[str, ...], echo: str) -> None:
@@ -199,9 +201,10 @@ def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, 
 
 def test_numbers_beyond_a_spaces_type_do_not_wrap() -> None:
     spaces = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium").spaces
-    pixels = spaces.Box(0, 255, (2,), "uint8")
+    pixels, free = spaces.Box(0, 255, (2,), "uint8"), spaces.Box(-np.inf, np.inf, (2,))
     for space, said in ((spaces.MultiBinary(2), "[256, 257]"), (spaces.MultiDiscrete([3, 3], "int8"), "[257, 2]"),
-                        (pixels, "[256, 3]"), (pixels, "[3.9, 3]"), (pixels, '["1", 3]')):  # fmt: skip
+                        (pixels, "[256, 3]"), (pixels, "[3.9, 3]"), (pixels, '["1", 3]'),
+                        (free, "[1e400, 1]"), (free, "[1e39, 1]")):  # fmt: skip
         with pytest.raises(ValueError, match="not"):
             action_of(space, said)
     assert pixels.contains(action_of(pixels, "[255, 3.0]"))

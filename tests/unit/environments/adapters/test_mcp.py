@@ -79,11 +79,13 @@ def plays_whole(environment: Environment) -> None:
         steps = await play(environment, adds, remembers, "<answer>3</answer>")
         assert texts(steps[0]) == ["5.0"] and texts(steps[1])[1].endswith("4, 5")
         assert (steps[2].reward, steps[2].terminated, steps[2].metrics["tool_calls"]) == (1.0, True, 3.0)
-        calls = (called("add", a="x", b=3), called("nope"), called("fail", how="raise"), called("fail", how="long"))
+        calls = (called("add", a="x", b=3), called("nope"), called("fail", how="raise"), called("fail", how="long"),
+                 called("structure"))  # fmt: skip
         wrong = await play(environment, *calls, "no")
         assert "valid number" in texts(wrong[0])[0] and "the tools are add" in texts(wrong[1])[0]
         assert "Error executing tool fail" in texts(wrong[2])[0] and "characters left out" in texts(wrong[3])[0]
-        assert (wrong[4].reward, wrong[4].metrics["tool_errors"]) == (0.0, 3.0)
+        assert texts(wrong[4]) == ['{"né": 3}']
+        assert (wrong[5].reward, wrong[5].metrics["tool_errors"]) == (0.0, 3.0)
 
     asyncio.run(two())
 

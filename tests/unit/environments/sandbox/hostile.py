@@ -92,8 +92,9 @@ PROGRAMS = [
     Hostile("address space", "try: bytearray(1 << 40)\nexcept MemoryError: print('refused')", "refused"),
     Hostile(
         "memory of no process",
-        "refused(numbered, 319, b'x', 0)\nrefused(numbered, 29, 1, 1 << 30, 0o1777)",
-        "refused\nrefused",
+        "refused(numbered, 319, b'x', 0)\nrefused(numbered, 29, 1, 1 << 30, 0o1777)\n"
+        "refused(numbered, 64, 0, 32000, 0o1600)\nrefused(numbered, 68, 0, 0o1600)",
+        "refused\n" * 4,
     ),
     Hostile("disk", "refused(lambda: open('f', 'wb').write(bytes(1 << 30)))", "refused"),
     Hostile("disk of shared memory", "refused(lambda: open('/dev/shm/f', 'wb').write(bytes(1 << 26)))", "refused"),

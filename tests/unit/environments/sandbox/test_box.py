@@ -101,6 +101,17 @@ def test_names_stay_from_cell_to_cell_until_a_limit(kind: Confinement) -> None:
     within(kind, play)
 
 
+def test_a_cell_is_the_main_module_of_a_program_of_its_own(kind: Confinement) -> None:
+    async def play(box: Sandbox) -> None:
+        pooled = "from multiprocessing import Pool\ndef twice(x): return 2 * x\nwith Pool(2) as pool: print(pool.map(twice, [2]))"
+        assert (await box.cell(pooled)).stdout == "[4]\n"
+        assert (await box.cell("def f(x: int): pass\nf.__annotations__")).stdout == "{'x': <class 'int'>}\n"
+        assert (await box.cell("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)")).code == 0
+        assert (await box.cell("print('second')")).stdout == "second\n"
+
+    within(kind, play)
+
+
 def test_nothing_grows_or_computes_between_two_cells(kind: Confinement) -> None:
     burn = """import threading, time
 def burn():
