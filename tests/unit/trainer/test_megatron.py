@@ -128,6 +128,17 @@ def test_an_empty_batch_is_one_clear_error(make: Any, backend: str) -> None:
         make(backend=backend).update(make_batch().select([]), policy_gradient)
 
 
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_own_loop_that_forgets_the_weights_is_told_so(make: Any, backend: str) -> None:
+    """A training step's batch may come without any: a transform took them all."""
+    batch = make_batch()
+    batch, trainer = batch.replace(weights=torch.zeros(batch.tokens.shape)), make(backend=backend)
+    with pytest.raises(RLFlowError, match="weights is 0 everywhere"):
+        trainer.update(batch, policy_gradient)
+    of_step = batch.replace(trainer_version=torch.zeros_like(batch.lengths))
+    assert trainer.update(of_step, policy_gradient)["updates_skipped"] == 1
+
+
 def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(make: Any) -> None:
     """Observation tokens are never trained: exchanging a trailing one moves nothing."""
     batch = make_batch()
