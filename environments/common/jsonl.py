@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError
+from rlflow.types import Task
 from rlflow_environments.common.text import load_json
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,14 @@ def refuse(
             f"{path}: expected the {what}, one JSON object per line, found {found}."
         )
     logger.debug("%s: %d rows of the %s", path, good, what)
+
+
+def held_out(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """Every tenth task for validation; all of them for both where they are fewer than ten."""
+    if len(tasks) < 10:
+        return {"train": list(tasks), "val": list(tasks)}
+    training = [task for number, task in enumerate(tasks) if number % 10]
+    return {"train": training, "val": list(tasks[::10])}
 
 
 def parse_object(record: bytes) -> dict[str, Any]:
