@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.models.hub import is_hub_name
+from rlflow.models.huggingface import check_directory
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -54,10 +56,12 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-        """The tokenizer of a model directory. Raises ModelError where there is none that
-        transformers can read."""
+        """The tokenizer of a model directory, or by its name on the hub. Raises ModelError where
+        there is none that transformers can read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        if not is_hub_name(str(path)):
+            check_directory(path)
         try:
             if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
                 # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2
@@ -173,8 +177,11 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
-            told = "it has no chat template, but a prompt or observation consists of messages"
-            raise ModelError(f"tokenizer: {told}.")
+            raise ModelError(
+                "tokenizer: it has no chat template, but rollout.chat_template is true, or a prompt "
+                "or observation consists of messages; leave the option out, or let the environment "
+                "give text (environment.messages=text where it has that option)."
+            )
         quoted = [
             {key: one if key == "role" else self._quoted(one) for key, one in message.items()}
             for message in messages
