@@ -50,6 +50,13 @@ def check_batch(batch: Batch) -> None:
             "update: the batch has no rows; every trajectory of the step was aborted or "
             "filtered out."
         )
+    for name in ("advantages", "weights"):
+        found = getattr(batch, name).shape
+        if found != batch.tokens.shape:
+            raise RLFlowError(
+                f"update: Batch.{name}: expected (rows, tokens) = {tuple(batch.tokens.shape)}, "
+                f"found {tuple(found)}; spread one of each row: {name}[:, None] * batch.loss_mask."
+            )
     # Transforms may set all weights to 0; `trainer_version` is the training step's mark
     own = batch.trainer_version is None
     if own and bool(batch.loss_mask.any()) and not bool(batch.weights.any()):

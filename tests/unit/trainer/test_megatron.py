@@ -14,6 +14,7 @@ from fixtures import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlflow.algorithms import PPOClipLoss
 from rlflow.errors import ConfigError, DataError, MissingPackageError, ModelError, RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.weight_files import write_model
@@ -135,6 +136,11 @@ def test_an_own_loop_that_forgets_the_weights_is_told_so(make: Any, backend: str
     batch, trainer = batch.replace(weights=torch.zeros(batch.tokens.shape)), make(backend=backend)
     with pytest.raises(RLFlowError, match="weights is 0 everywhere"):
         trainer.update(batch, policy_gradient)
+    with pytest.raises(RLFlowError, match=r"Batch\.advantages: expected \(rows, tokens\) = \(6, 20\), found \(6,\)"):
+        trainer.update(batch.replace(advantages=torch.ones(6)), policy_gradient)
+    for wrong in ("ppo_clip", PPOClipLoss):
+        with pytest.raises(ConfigError, match="expected a loss, as PPOClipLoss"):
+            trainer.update(make_batch(), wrong)
     of_step = batch.replace(trainer_version=torch.zeros_like(batch.lengths))
     assert trainer.update(of_step, policy_gradient)["updates_skipped"] == 1
 
