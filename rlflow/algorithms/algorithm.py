@@ -145,7 +145,7 @@ class Algorithm:
     def credit(self, batch: Batch) -> Batch:
         """The step's batch with advantages, (B, T) float32, a critic's returns, and rewards."""
         batch = self._changed(batch, "rewards")
-        found = self.advantage(batch)
+        found: Any = self.advantage(batch)
         two = isinstance(found, tuple) and len(found) == 2
         advantages, returns = found if two else (found, batch.returns)
         shape = tuple(batch.tokens.shape)
