@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError
-from rlflow.types import Task
 from rlflow_environments.common.text import load_json
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ def refuse(
     logger.debug("%s: %d rows of the %s", path, good, what)
 
 
-def held_out(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+def held_out(tasks: Sequence[Any]) -> dict[str, list[Any]]:
     """Every tenth task for validation; all of them for both where they are fewer than ten."""
     if len(tasks) < 10:
         return {"train": list(tasks), "val": list(tasks)}

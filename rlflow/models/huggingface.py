@@ -43,20 +43,15 @@ TEMPLATES = "additional_chat_templates"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
-def check_directory(path: str | Path) -> None:
-    """Raises ModelError where there is none."""
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a model directory. Raises ModelError where there is none or it is
+    not a JSON object."""
+    file = Path(path) / "config.json"
     if not Path(path).is_dir():
         raise ModelError(
             f"{path}: no such model directory; expected config.json, *.safetensors and a "
             "tokenizer there."
         )
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a model directory. Raises ModelError where there is none or it is
-    not a JSON object."""
-    file = Path(path) / "config.json"
-    check_directory(path)
     if not file.is_file():
         refuse_adapter(path)
         raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")

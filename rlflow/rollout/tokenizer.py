@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
-from rlflow.models.hub import is_hub_name
-from rlflow.models.huggingface import check_directory
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -60,8 +58,8 @@ class Tokenizer:
         there is none that transformers can read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        if not is_hub_name(str(path)):
-            check_directory(path)
+        if not Path(path).is_dir() and str(path).count("/") != 1:  # no OWNER/NAME of the hub
+            raise ModelError(f"{path}: no such model directory; expected a tokenizer there.")
         try:
             if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
                 # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2
@@ -178,9 +176,9 @@ class Tokenizer:
 
         if not self.inner.chat_template:
             raise ModelError(
-                "tokenizer: it has no chat template, but rollout.chat_template is true, or a prompt "
-                "or observation consists of messages; leave the option out, or let the environment "
-                "give text (environment.messages=text where it has that option)."
+                "tokenizer: it has no chat template, but rollout.chat_template is true, or a "
+                "prompt or observation consists of messages; leave the option out, or let the "
+                "environment give text (environment.messages=text where it has that option)."
             )
         quoted = [
             {key: one if key == "role" else self._quoted(one) for key, one in message.items()}
