@@ -35,6 +35,12 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     Position 0 is never trained: no token precedes it, so the policy has no probability for it.
     Rewards and their statistics are float64, for differences of large ones to survive. Raises
     DataError for a source that is not one of SOURCES, and for a segment without tokens."""
+    for other in trajectories:
+        if not isinstance(other, Trajectory):
+            raise DataError(
+                f"make_batch: expected trajectories, found {other!r:.80}; of groups give "
+                "[one for group in groups for one in group.usable]."
+            )
     rows = [
         (index, part, segment)
         for index, trajectory in enumerate(trajectories)

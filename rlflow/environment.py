@@ -159,7 +159,10 @@ def stop_problem(stop: Any) -> str:
 
 
 def check_stop(environment: Environment) -> None:
-    """Raises ConfigError where its stop strings are none."""
+    """Raises ConfigError where it is no environment, or its stop strings are none."""
+    if not isinstance(environment, Environment):
+        told = f"expected an Environment, found {environment!r:.80}"
+        raise ConfigError(f"{told}; of a class make one.")
     if problem := stop_problem(environment.stop):
         raise ConfigError(f"environment {type(environment).__name__}: {problem}.")
 

@@ -3,12 +3,11 @@ Task -> Episode -> Trajectory -> Group -> Batch -> loss -> optimizer -> weights 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Union
 
 import torch
@@ -289,14 +288,13 @@ class Batch:
                 return {name: change(tensor) for name, tensor in value.items()}
             return None if value is None else change(value)
 
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{key: changed(one) for key, one in values.items()})
+        return replace(self, **{key: changed(one) for key, one in vars(self).items()})
 
     def replace(self, **changes: Any) -> Batch:
         """A copy with fields exchanged; `metrics` and `extras` are merged into the present ones."""
         for name in ("metrics", "extras"):
             changes[name] = {**getattr(self, name), **changes.get(name, {})}
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
 
 _FILLED = {
@@ -385,6 +383,8 @@ class FunctionLoss(Loss):
 
 def as_loss(loss: Loss | Callable[[PolicyOutput, Batch], LossResult]) -> Loss:
     """The loss, wrapped if it is a function. Raises ConfigError as `check_needs` does."""
+    if isinstance(loss, type) or not callable(loss):
+        raise ConfigError(f"expected a loss, as PPOClipLoss(), or a function, found {loss!r:.80}.")
     made = loss if isinstance(loss, Loss) else FunctionLoss(loss)
     check_needs(made)
     return made

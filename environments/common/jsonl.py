@@ -91,6 +91,14 @@ def refuse(
     logger.debug("%s: %d rows of the %s", path, good, what)
 
 
+def held_out(tasks: Sequence[Any]) -> dict[str, list[Any]]:
+    """Every tenth task for validation; all of them for both where they are fewer than ten."""
+    if len(tasks) < 10:
+        return {"train": list(tasks), "val": list(tasks)}
+    training = [task for number, task in enumerate(tasks) if number % 10]
+    return {"train": training, "val": list(tasks[::10])}
+
+
 def parse_object(record: bytes) -> dict[str, Any]:
     """The JSON object of a record. Raises BadRow."""
     try:

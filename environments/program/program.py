@@ -19,7 +19,14 @@ from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
-from rlflow_environments.common.jsonl import BadRow, existing, parse_object, records, refuse
+from rlflow_environments.common.jsonl import (
+    BadRow,
+    existing,
+    held_out,
+    parse_object,
+    records,
+    refuse,
+)
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
@@ -37,9 +44,10 @@ PROMPTS = ("prompt", "question", "instruction", "problem")
 
 class ProgramEnvironment(AgentEnvironment):
     """agent: a command, started for each episode, or `file.py:function` of this process; a row may
-    have an `agent` of its own. train, val: files of JSON rows. reward: `file.py:function`.
-    reward_command: a command; its last line is a number, or its exit code says whether the episode
-    went well. Without either the agent posts its reward, or returns it.
+    have an `agent` of its own. train, val: files of JSON rows; without val every tenth of train's.
+    reward: `file.py:function`. reward_command: a command; its last line is a number, or its exit
+    code says whether the episode went well. Without either the agent posts its reward, or returns
+    it.
 
     messages: `text` where the model has no chat template. sampling: what becomes of parameters that
     training cannot honour. timeout_s: between two requests, and of a reward. variables: for the
@@ -75,7 +83,8 @@ class ProgramEnvironment(AgentEnvironment):
                 "environment program: expected agent=COMMAND or agent=file.py:function, and "
                 "train=ROWS.jsonl or val=ROWS.jsonl of tasks."
             )
-        self._tasks = {split: self._made(split, own) for split, own in rows.items()}
+        tasks = {split: self._made(split, own) for split, own in rows.items()}
+        self._tasks = tasks if "val" in tasks else held_out(tasks["train"])
         agents = {row.get("agent", agent or "") for own in rows.values() for row in own}
         self._functions = {
             name: _function(name) for name in agents if _is_code(name, "environment.agent")

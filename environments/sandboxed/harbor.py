@@ -13,6 +13,7 @@ from rlflow.errors import RLFlowError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.common.jsonl import held_out
 from rlflow_environments.common.tool_calls import TextCall
 from rlflow_environments.sandbox import Confines, Limits, Sandbox, make_limits
 from rlflow_environments.sandbox.bubblewrap import FOLDER, command
@@ -29,7 +30,6 @@ from rlflow_environments.tool_use.environment import (
     RuleScore,
     ToolEnvironment,
     as_messages,
-    held_out,
 )
 
 REWARDS = "/logs/verifier"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
-from rlflow.types import Episode, Message, Step, Task
+from rlflow.types import Episode, Message, Step
 from rlflow_environments.common.text import well_formed
 from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message
 
@@ -122,11 +122,3 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
     """A prompt for the chat template, behind the system's message."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [*([{"role": "system", "content": system}] if system else []), *asked]
-
-
-def held_out(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Every tenth task for validation; all of them for both where they are fewer than ten."""
-    if len(tasks) < 10:
-        return {"train": list(tasks), "val": list(tasks)}
-    training = [task for number, task in enumerate(tasks) if number % 10]
-    return {"train": training, "val": list(tasks[::10])}

@@ -16,13 +16,14 @@ from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.jsonl import (
     BadRow,
     existing,
+    held_out,
     kind_of,
     parse_object,
     records,
     refuse,
     text_of,
 )
-from rlflow_environments.tool_use.environment import as_messages, held_out
+from rlflow_environments.tool_use.environment import as_messages
 
 BUILT_IN = {"match": "rlflow_environments.tool_use.rows:match"}
 TASK_REWARD = Kind("task_reward", "rlflow_environments.tool_use.rows", call=2)

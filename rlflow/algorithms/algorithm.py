@@ -25,7 +25,13 @@ from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.algorithms.teachers.base import Teacher, check_teacher
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
-from rlflow.errors import CheckpointError, ConfigError, RolloutError, did_you_mean
+from rlflow.errors import (
+    CheckpointError,
+    ConfigError,
+    RLFlowError,
+    RolloutError,
+    did_you_mean,
+)
 from rlflow.trainer.options import CriticOptions
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss, as_loss
@@ -141,10 +147,21 @@ class Algorithm:
     def credit(self, batch: Batch) -> Batch:
         """The step's batch with advantages, (B, T) float32, a critic's returns, and rewards."""
         batch = self._changed(batch, "rewards")
-        found = self.advantage(batch)
-        advantages, returns = (
-            found if isinstance(found, tuple) else (found, batch.returns)
-        )
+        found: Any = self.advantage(batch)
+        two = isinstance(found, tuple) and len(found) == 2
+        advantages, returns = found if two else (found, batch.returns)
+        shape = tuple(batch.tokens.shape)
+        told: Any = type(advantages).__name__
+        if isinstance(advantages, Tensor):
+            told = tuple(advantages.shape)
+        if told not in (shape[:1], shape):
+            part = getattr(self.advantage, "function", self.advantage)
+            part = getattr(part, "func", part)  # of a partial: with its options
+            name = getattr(part, "__name__", type(part).__name__)
+            raise RLFlowError(
+                f"algorithm.advantage: {name}: expected a tensor of (rows,) or (rows, tokens) = "
+                f"{shape}, found {told}."
+            )
         spread = (
             advantages[:, None] * batch.loss_mask
             if advantages.dim() == 1

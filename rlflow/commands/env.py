@@ -287,14 +287,11 @@ def _shut_down(environment: Environment) -> Iterator[None]:
 def _environment(
     name: str, config_file: str | None = None, overrides: list[str] | None = None
 ) -> Environment:
-    from rlflow.components import ENVIRONMENT
     from rlflow.config.schema import load_config
+    from rlflow.run.assemble import make_environment
 
-    config = load_config(
-        config_file, [f"environment.name={quoted(name)}", *(overrides or [])]
-    )
-    environment: Environment = ENVIRONMENT.build(config.environment)
-    return environment
+    overrides = [f"environment.name={quoted(name)}", *(overrides or [])]
+    return make_environment(load_config(config_file, overrides))
 
 
 def _make_policy(

@@ -40,7 +40,7 @@ class RunFiles:
     def open(cls, path: str | Path) -> RunFiles:
         """The files there. Raises ConfigError where it is none of the three."""
         path = Path(path)
-        if path.is_file():
+        if path.is_file() and path.suffix == ".jsonl":
             return cls(path, path.stem, registered_beside(path), {}, {0: path})
         name, episodes = path.resolve().name, path / EVALUATED
         if _is_evaluation(path):

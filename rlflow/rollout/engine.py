@@ -225,7 +225,7 @@ def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_sizes(where: str, least: int = 1, **values: int | None) -> None:
+def check_sizes(where: str, least: int = 1, **values: float | None) -> None:
     """Raises ConfigError for an option of `where` below `least`; None passes."""
     for name, value in values.items():
         if value is not None and value < least:

@@ -303,9 +303,11 @@ class Groups:
         )
         logger.warning("%d of %d episodes aborted; first: %s", len(aborted), len(attempts), first)
         if len(aborted) > share * len(attempts):
+            some = len(aborted) < len(attempts)  # an evaluation bears all but these
+            limit = f", more than max_aborted_share={share}" if some else ""
             raise RolloutError(
-                f"rollout: {len(aborted)} of {len(attempts)} episodes were aborted, more than "
-                f"max_aborted_share={share}; first: {first}"
+                f"rollout: {len(aborted)} of {len(attempts)} episodes were aborted{limit}; first: "
+                f"{first}"
             )
 
     def _in_flight(self) -> Iterator[IssuedAttempt]:

@@ -82,8 +82,7 @@ class Rollout:
         self.environment = environment
         self.tokenizer = tokenizer.with_tools(environment.tools) if environment.tools else tokenizer
         max_turns = max_turns if environment.max_turns is None else environment.max_turns
-        self.samples_per_prompt = samples_per_prompt
-        self.max_aborted_share = max_aborted_share
+        self.samples_per_prompt, self.max_aborted_share = samples_per_prompt, max_aborted_share
         self.seed, self.deterministic = seed, deterministic
         self.verify_weights, self.weight_sync = verify_weights, weight_sync
         self.call_s, self.version = call_s, 0
@@ -94,6 +93,7 @@ class Rollout:
         )
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
+        check_sizes("rollout", least=0, temperature=temperature)
         check_stop(environment)
         check_frame(environment.frame, tokenizer, max_observation_tokens)
         environment.sampled_at(temperature)

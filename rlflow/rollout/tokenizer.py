@@ -54,10 +54,12 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-        """The tokenizer of a model directory. Raises ModelError where there is none that
-        transformers can read."""
+        """The tokenizer of a model directory, or by its name on the hub. Raises ModelError where
+        there is none that transformers can read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        if not Path(path).is_dir() and str(path).count("/") != 1:  # no OWNER/NAME of the hub
+            raise ModelError(f"{path}: no such model directory; expected a tokenizer there.")
         try:
             if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
                 # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2
@@ -173,8 +175,11 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
-            told = "it has no chat template, but a prompt or observation consists of messages"
-            raise ModelError(f"tokenizer: {told}.")
+            raise ModelError(
+                "tokenizer: it has no chat template, but rollout.chat_template is true, or a "
+                "prompt or observation consists of messages; leave the option out, or let the "
+                "environment give text (environment.messages=text where it has that option)."
+            )
         quoted = [
             {key: one if key == "role" else self._quoted(one) for key, one in message.items()}
             for message in messages

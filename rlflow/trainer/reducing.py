@@ -43,6 +43,29 @@ def finish_metrics(
     }
 
 
+def check_batch(batch: Batch) -> None:
+    """Raises RLFlowError for a batch that no update can be made of."""
+    if len(batch) == 0:
+        raise RLFlowError(
+            "update: the batch has no rows; every trajectory of the step was aborted or "
+            "filtered out."
+        )
+    for name in ("advantages", "weights"):
+        found = getattr(batch, name).shape
+        if found != batch.tokens.shape:
+            raise RLFlowError(
+                f"update: Batch.{name}: expected (rows, tokens) = {tuple(batch.tokens.shape)}, "
+                f"found {tuple(found)}; spread one of each row: {name}[:, None] * batch.loss_mask."
+            )
+    # Transforms may set all weights to 0; `trainer_version` is the training step's mark
+    own = batch.trainer_version is None
+    if own and bool(batch.loss_mask.any()) and not bool(batch.weights.any()):
+        raise RLFlowError(
+            "update: Batch.weights is 0 everywhere, so nothing would be trained; fill it: "
+            "batch.replace(weights=token_weights(batch))."
+        )
+
+
 def check_loss(loss: float, updates: int) -> None:
     """Raises RLFlowError where the loss of an update is not finite: its gradients may be, and mean
     nothing then."""

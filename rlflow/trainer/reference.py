@@ -38,7 +38,14 @@ from rlflow.storage.integrity import (
 from rlflow.trainer import lora
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
-from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
+from rlflow.trainer.reducing import (
+    check_batch,
+    check_loss,
+    combine,
+    finish_metrics,
+    reduce_tokens,
+    skipped,
+)
 from rlflow.trainer.reference_model import Critic, at_tokens, load_model, policy_output
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
@@ -160,11 +167,7 @@ class ReferenceTrainer(Trainer):
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
         loss = as_loss(loss)
-        if len(batch) == 0:
-            raise RLFlowError(
-                "update: the batch has no rows; every trajectory of the step was aborted or "
-                "filtered out."
-            )
+        check_batch(batch)
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
         microbatches = self._microbatches(batch)

@@ -60,6 +60,11 @@ def test_named_rewards_and_their_statistics_travel_with_the_rows():
     assert batch.select([2, 1]).extras["reward/style"].tolist() == [0.0, 0.5]
 
 
+def test_groups_in_place_of_trajectories_are_refused():
+    with pytest.raises(DataError, match="expected trajectories, found Group"):
+        make_batch([Group("g", Task("t", "t"), [trajectory(segment(4))])])
+
+
 def test_a_segment_without_tokens_is_refused_by_name():
     with pytest.raises(DataError, match="task 't', attempt 0: segment 1 has no tokens, expected one or more"):
         make_batch([trajectory(segment(4), segment(0))])

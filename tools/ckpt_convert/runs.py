@@ -9,6 +9,7 @@ from rlflow.errors import described
 from rlflow.run.checkpoints import Checkpoints
 
 from .problems import missing
+from .readers.formats import locate
 
 
 def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
@@ -35,6 +36,7 @@ def reference_of(checkpoint: Path) -> Path:
     known = [folder / "config.yaml" for folder in checkpoint.resolve().parents[:3]]
     file = next((file for file in known if file.is_file()), None)
     if file is None:
+        locate(checkpoint)  # says itself where none is there
         raise missing(
             f"{checkpoint}: is of no run of rlflow, which would say what it began from; pass --hf "
             "with the model directory."

@@ -110,7 +110,13 @@ def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _corpus_of(path: Path) -> str | None:
-    """Where the corpus of an index folder was when it was built, if it is still there."""
+    """Where the corpus of an index folder was when it was built, if it is still there.
+    Raises ConfigError where there is no index."""
+    if not path.exists():
+        raise ConfigError(
+            f"--index: {path}: nothing there; expected a folder of `rlflow search build` with a "
+            "meta.json, or a faiss file."
+        )
     found = read_meta(path).corpus["path"] if path.is_dir() else None
     return found if found is not None and Path(found).is_file() else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import ROUTES
-from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
+from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
@@ -41,7 +41,7 @@ from rlflow.trainer.megatron.model import (
 )
 from rlflow.trainer.megatron.model_weights import gather_weights, load_weights
 from rlflow.trainer.options import TrainerOptions, torch_dtype
-from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
+from rlflow.trainer.reducing import check_batch, check_loss, finish_metrics, skipped
 from rlflow.trainer.routing import balance_of
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
@@ -135,11 +135,7 @@ class MegatronTrainer(Trainer):
         """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics:
         `tokens` (without padding) of the batch and `microbatches` per rank. Raises RLFlowError
         where loss or gradients are not finite; the weights stay."""
-        if len(batch) == 0:
-            raise RLFlowError(
-                "update: the batch has no rows; every trajectory of the step was aborted or "
-                "filtered out."
-            )
+        check_batch(batch)
         self._check(batch)
         if self._replays:
             router_replay.check_routes(batch, self._architecture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Filter, Transform, as_part
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
-from rlflow.errors import CheckpointError, ConfigError, RolloutError
+from rlflow.errors import CheckpointError, ConfigError, RLFlowError, RolloutError
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
 
@@ -173,3 +174,18 @@ def test_filters_of_whole_steps_that_leave_nothing_are_named():
     made = algorithm(filters=[Nothing(least=2.0), Others()])
     with pytest.raises(RolloutError, match="Nothing left none of the step's 1 groups"):
         made.complete([group("a", 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(torch.ones(3), r"\(3,\)"), (torch.ones(2, 1), r"\(2, 1\)"), ([1.0, 2.0], "list"), ((1, 2, 3), "tuple"), (None, "NoneType")],
+)
+def test_an_advantage_of_another_shape_or_type_is_one_clear_error(value: Any, found: str) -> None:
+    def mine(batch: Batch, scale: float = 1.0) -> Any:
+        return value
+
+    batch = make_batch([attempt for one in (group("a", 0.0), group("b", 1.0)) for attempt in one.trajectories])
+    made = algorithm()
+    made.advantage = as_part(functools.partial(mine, scale=2.0))
+    with pytest.raises(RLFlowError, match=rf"advantage: mine: expected .* = \(2, 3\), found {found}\."):
+        made.credit(batch)

@@ -240,6 +240,13 @@ def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.Ca
     assert "PROBLEM: step: expected an rlflow.Step, found float" in capsys.readouterr().out
 
 
+def test_env_check_of_what_is_no_environment_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("class Mine: pass\ndef made(): return 3\n")
+    for name, told in (("Mine", "expected an rlflow.Environment, found a class"), ("made", "it returned int")):
+        assert cli.main(["env", "check", f"{tmp_path / 'mine.py'}:{name}"]) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})

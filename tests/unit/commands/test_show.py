@@ -75,3 +75,9 @@ def test_a_time_says_what_it_counts(run: Path, tmp_path: Path, capsys: pytest.Ca
     write_frame(tmp_path, [{"step": 1, "time/evaluate_s": 70.0}])
     told = "10:14 from start to end, 1:10 of it in evaluations"
     assert told in shown(capsys, str(tmp_path), "--trajectories", "0")
+
+
+def test_a_configuration_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
+    assert cli.main(["show", str(tmp_path / "mine.yaml")]) == 2
+    assert "mine.yaml: no run here; expected a directory" in capsys.readouterr().err

@@ -53,7 +53,8 @@ def test_64_trajectories_and_their_gradient_are_the_native_environments(
     files = world_files({"directory": str(tmp_path)})
     monkeypatch.setenv("CORPUS", str(files["corpus"]))
     native = collected(SearchEnvironment(files["corpus"], files["train"]))
-    ours = collected(ProgramEnvironment(f"{AGENT}:agent", files["train"], reward=f"{AGENT}:reward", messages="text"))
+    options = {"reward": f"{AGENT}:reward", "messages": "text"}
+    ours = collected(ProgramEnvironment(f"{AGENT}:agent", files["train"], files["val"], **options))
     assert len(ours) == len(native) == 64 and all(one.usable for one in ours)
     for one, other in zip(ours, native, strict=True):
         assert (one.task_id, one.reward, one.stop) == (other.task_id, other.reward, other.stop)

@@ -72,6 +72,11 @@ def test_the_flags_of_the_faiss_servers(launch):
     assert read_source(args) == ({"name": "faiss", "path": "e5.index", "encoder": encoder, "gpu": True}, "c.jsonl")
 
 
+def test_an_index_that_is_not_there_is_no_missing_corpus(tmp_path):
+    with pytest.raises(ConfigError, match=r"--index: .*absent: nothing there; expected a folder"):
+        read_source(parsed(["--index", str(tmp_path / "absent")]))
+
+
 def test_astraflows_variables_and_data_folder(launch, tmp_path):
     data = wiki(tmp_path)
     variables = {"PORT": "7001", "RETRIEVER_PATH": "m", "TOPK": "4", "RAG_SERVER_ADDR_DIR": "addr"}

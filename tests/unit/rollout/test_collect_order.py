@@ -197,5 +197,9 @@ def test_no_tasks_give_no_groups_and_wrong_options_are_named(qwen: Path, tokeniz
         assert rollout.collect([]) == []
     with pytest.raises(ConfigError, match=r"rollout\.max_turns: expected at least 1, found 0"):
         make(qwen, tokenizer, Asking(), max_turns=0)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: expected at least 0, found -1"):
+        make(qwen, tokenizer, Asking(), temperature=-1)
+    with pytest.raises(ConfigError, match=r"expected an Environment, found <class .*; of a class make one"):
+        make(qwen, tokenizer, Asking)
     with pytest.raises(ConfigError, match="engine: unknown name 'vlm'"):
         Rollout.from_pretrained(qwen, Asking(), engine={"name": "vlm"})

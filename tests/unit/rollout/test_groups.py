@@ -355,7 +355,7 @@ def test_too_many_aborted_attempts_stop_the_run_and_the_first_error_is_named(tok
     with over(tokenizer, Failing()) as rollout:
         ahead = ahead_of(rollout, Counting(), Pacing(2, 1, 1))
         with pytest.raises(
-            RolloutError, match=r"4 of 4 episodes were aborted, more than max_aborted_share=0\.0.*the tool broke"
+            RolloutError, match=r"4 of 4 episodes were aborted; first: .*the tool broke"
         ):
             ahead.step(0, list)
         ahead.close()

@@ -101,8 +101,10 @@ def test_a_template_that_rewrites_earlier_turns_shows_all_of_them_anew(
 
 def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.inner.chat_template = None
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError, match=r"no chat template, but rollout.chat_template is true, or a prompt"):
         tokenizer.encode_prompt([USER])
+    with pytest.raises(ModelError, match="nope: no such model directory"):
+        Tokenizer.from_pretrained("nope")  # the hub is not asked
     with pytest.raises(ModelError, match="no tokenizer that transformers can read"):
         Tokenizer.from_pretrained(tmp_path)
 

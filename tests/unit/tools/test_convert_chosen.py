@@ -58,6 +58,7 @@ def test_a_run_is_its_newest_checkpoint_with_the_model_that_it_began_from(made: 
 def test_what_is_missing_is_one_line(made: Path, tmp_path: Path, capsys: Any) -> None:
     for place, words in (
         (made / "save" / "iter_0000005", "pass --hf"),
+        (made / "absent", "no such checkpoint directory"),
         (tmp_path / "new", "this run has no checkpoint yet"),
         (tmp_path / "moved", "model.path is no model directory here"),
     ):

@@ -14,6 +14,7 @@ from fixtures import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlflow.algorithms import PPOClipLoss
 from rlflow.errors import ConfigError, DataError, MissingPackageError, ModelError, RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.weight_files import write_model
@@ -126,6 +127,22 @@ def test_metrics_are_means_whatever_the_weights_sum_to(make: Any, backend: str) 
 def test_an_empty_batch_is_one_clear_error(make: Any, backend: str) -> None:
     with pytest.raises(RLFlowError, match="the batch has no rows"):
         make(backend=backend).update(make_batch().select([]), policy_gradient)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_own_loop_that_forgets_the_weights_is_told_so(make: Any, backend: str) -> None:
+    """A training step's batch may come without any: a transform took them all."""
+    batch = make_batch()
+    batch, trainer = batch.replace(weights=torch.zeros(batch.tokens.shape)), make(backend=backend)
+    with pytest.raises(RLFlowError, match="weights is 0 everywhere"):
+        trainer.update(batch, policy_gradient)
+    with pytest.raises(RLFlowError, match=r"Batch\.advantages: expected \(rows, tokens\) = \(6, 20\), found \(6,\)"):
+        trainer.update(batch.replace(advantages=torch.ones(6)), policy_gradient)
+    for wrong in ("ppo_clip", PPOClipLoss):
+        with pytest.raises(ConfigError, match="expected a loss, as PPOClipLoss"):
+            trainer.update(make_batch(), wrong)
+    of_step = batch.replace(trainer_version=torch.zeros_like(batch.lengths))
+    assert trainer.update(of_step, policy_gradient)["updates_skipped"] == 1
 
 
 def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(make: Any) -> None:

@@ -150,6 +150,13 @@ def test_messages_as_text_for_models_without_a_chat_template(tokenizer: Tokenize
     assert tokenizer.decode(one.segments[0].tokens.tolist(), False) == "Question: x\n<b>1</b>\nfound\n<b>1</b>"
 
 
+def test_every_tenth_row_is_for_validation_where_no_file_is(tmp_path: Path) -> None:
+    tasks = rows(tmp_path / "tasks.jsonl", *({"id": str(number), "prompt": "x"} for number in range(20)))
+    for files, counts in (((tasks,), (18, 2)), ((tasks, tasks), (20, 20)), ((None, tasks), (0, 20))):
+        made = ProgramEnvironment("true", *files)
+        assert (len(made.tasks("train")), len(made.tasks("val"))) == counts
+
+
 def test_bad_options_are_one_clear_error(tmp_path: Path) -> None:
     tasks = rows(tmp_path / "tasks.jsonl", {"prompt": "x"})
     with pytest.raises(ConfigError, match="expected agent=COMMAND"):
