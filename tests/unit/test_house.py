@@ -20,9 +20,9 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 271_621,
-    "environments": 128_708,
-    "tools": 29_981,
+    "rlflow": 273_640,
+    "environments": 129_619,
+    "tools": 30_210,
     "recipes": 5_530,
 }
 MOST = {

@@ -173,7 +173,6 @@ def test_vtrace_corrects_for_stale_samples_itself():
         (OnPolicyDistillation(), True),
         (OnPolicyDistillation(anchor="proximal"), False),
     ],
-    ids=str,
 )
 def test_attempts_without_log_probs_are_refused_to_every_part_that_reads_them(part, refused):
     losses = [PPOClipLoss(anchor="proximal"), *([part] if isinstance(part, Loss) else [])]
