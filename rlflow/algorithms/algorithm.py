@@ -151,9 +151,8 @@ class Algorithm:
         two = isinstance(found, tuple) and len(found) == 2
         advantages, returns = found if two else (found, batch.returns)
         shape = tuple(batch.tokens.shape)
-        told: Any = type(advantages).__name__
-        if isinstance(advantages, Tensor):
-            told = tuple(advantages.shape)
+        is_tensor = isinstance(advantages, Tensor)
+        told = tuple(advantages.shape) if is_tensor else type(advantages).__name__
         if told not in (shape[:1], shape):
             part = getattr(self.advantage, "function", self.advantage)
             part = getattr(part, "func", part)  # of a partial: with its options

@@ -55,17 +55,11 @@ def write_model(
     path, reference = Path(path), Path(reference)
     if (reason := why_occupied(path, overwrite, reference=reference)) is not None:
         raise StorageError(reason)
-    config, stream = read_config(reference), iter(weights)
+    config = read_config(reference)
     model = _architecture(reference, config)
-    first: list[tuple[str, Tensor]] = []
-    while not first or is_exact(first[-1][0]):  # which does not tell the others' dtype
-        if (pair := next(stream, None)) is None:
-            raise ModelError(f"{path}: there are no weights to write.")
-        first.append(pair)
-    dtype, shapes = first[-1][1].dtype, huggingface_shapes(model)
+    dtype, stream = _with_dtype(iter(weights), path)
+    shapes = huggingface_shapes(model)
     parameters = sum(map(math.prod, shapes.values()))
-    stream = chain(iter(first), stream)  # iter: chain would keep a list, and what is in it
-    del first, pair
     manifest: dict[str, Any] = {
         "source": dict(source or {"format": "trainer"}),
         "reference": companions_digest(reference),
@@ -95,6 +89,19 @@ def write_model(
         ) from error
 
 
+def _with_dtype(
+    weights: Iterator[tuple[str, Tensor]], path: Path
+) -> tuple[torch.dtype, Iterator[tuple[str, Tensor]]]:
+    """The dtype of the first of the weights that has the model's, and all of them."""
+    first: list[tuple[str, Tensor]] = []
+    for pair in weights:
+        first.append(pair)
+        if not is_exact(pair[0]):
+            # iter: chain would keep a list, and what is in it
+            return pair[1].dtype, chain(iter(first), weights)
+    raise ModelError(f"{path}: there are no weights to write.")
+
+
 def _architecture(reference: Path, config: dict[str, Any]) -> Architecture:
     try:
         return stored_architecture(config)
@@ -121,8 +128,8 @@ def _checked(
             )
         if tensor.dtype is not dtype_of(name, dtype):
             raise ModelError(
-                f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first "
-                "tensor."
+                f"{path}: '{name}' has dtype {tensor.dtype}, {dtype_of(name, dtype)} expected: all "
+                "have the first one's, a router's bias float32."
             )
         if not torch.stack(tensor.aminmax()).isfinite().all():  # NaN included; no temporary tensor
             raise ModelError(f"{path}: '{name}' holds NaN or Inf as {dtype}.")

@@ -59,7 +59,7 @@ def check_batch(batch: Batch) -> None:
             )
     # Transforms may set all weights to 0; `trainer_version` is the training step's mark
     own = batch.trainer_version is None
-    if own and bool(batch.loss_mask.any()) and not bool(batch.weights.any()):
+    if own and batch.loss_mask.any() and not batch.weights.any():
         raise RLFlowError(
             "update: Batch.weights is 0 everywhere, so nothing would be trained; fill it: "
             "batch.replace(weights=token_weights(batch))."

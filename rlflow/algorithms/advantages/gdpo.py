@@ -59,15 +59,21 @@ class GDPO(Advantage):
         total = torch.zeros(len(batch), dtype=torch.float64)
         for name, weight in weights.items():
             if name in rewards:
-                found = named_moments(batch, name, "advantage gdpo")
-                total += weight * standardized(rewards[name], found, self._std, self._eps)
+                total += weight * standardized(
+                    rewards[name],
+                    named_moments(batch, name, "advantage gdpo"),
+                    self._std,
+                    self._eps
+                )
             elif not self._seen:
                 logger.warning(
                     "algorithm.advantage.weights: the environment gave no reward '%s' in this "
                     "step, only %s; it counts as 0.%s",
-                    *(name, ", ".join(sorted(rewards)) or "none", did_you_mean(name, rewards)),
+                    name,
+                    ", ".join(sorted(rewards)) or "none",
+                    did_you_mean(name, rewards),
                 )
-        self._seen = self._seen or bool(rewards)
+        self._seen |= bool(rewards)
         if self._whiten:
             first, place = first_rows(batch)
             total = whitened(total[first], torch.ones(len(first)))[place]
