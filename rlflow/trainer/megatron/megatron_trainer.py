@@ -310,6 +310,7 @@ class MegatronTrainer(Trainer):
             self._unchanged.discard(name)
 
     def _state(self, step: int) -> checkpoint.TrainerState:
+        world.check_joined(self._world)
         return checkpoint.TrainerState(
             world=self._world,
             architecture=self._architecture,
@@ -327,6 +328,7 @@ class MegatronTrainer(Trainer):
             chunk.train(training)
 
     def _check(self, batch: Batch) -> None:
+        world.check_joined(self._world)
         lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
         vocab = self._architecture.vocab
         if lowest < 0 or highest >= vocab:

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
@@ -162,6 +162,12 @@ def _check_groups(layout: ParallelLayout) -> None:
             f"trainer: this process already trains at {found.name}, so {layout.name} is not "
             "possible beside it; close() the other trainer first."
         )
+
+
+def check_joined(world: World) -> None:
+    """Raises RLFlowError for a world that was left: its groups may be gone."""
+    if world not in _GROUPS.worlds:
+        raise RLFlowError("trainer: it is closed; make a new one.")
 
 
 def leave(world: World) -> None:

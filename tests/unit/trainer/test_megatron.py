@@ -368,3 +368,18 @@ def test_trainers_of_one_process_share_the_groups_until_the_last_is_closed(make:
     assert trainers[1 - first_closed].update(make_batch(), policy_gradient)["gradient_norm"] > 0
     trainers[1 - first_closed].close()
     assert not torch.distributed.is_initialized()
+
+
+def test_a_closed_trainer_says_so(make: Any, tmp_path: Path) -> None:
+    """Megatron's assertion is about its groups."""
+    trainer = make()
+    trainer.close()
+    uses = (
+        lambda: trainer.update(make_batch(), policy_gradient),
+        lambda: trainer.score(make_batch()),
+        lambda: trainer.save(tmp_path, 1),
+        lambda: trainer.load(tmp_path),
+    )
+    for use in uses:
+        with pytest.raises(RLFlowError, match=r"^trainer: it is closed; make a new one\.$"):
+            use()
