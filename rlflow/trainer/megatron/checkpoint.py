@@ -15,7 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
@@ -248,6 +253,20 @@ def _entries(state: TrainerState) -> ShardedStateDict:
     return whole if state.lora is None else adapters.entries(state.modules, whole)
 
 
+def _merging_in_place(entry: Any) -> Any:
+    """Megatron loads gate and up of an MLP apart, into views of the whole, and then copies both
+    into a new one: half a copy of everything."""
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        storage = entry.data.untyped_storage().data_ptr()
+        loaded = all(part.untyped_storage().data_ptr() == storage for part in parts)
+        return entry.data if loaded else entry.merge_fn(parts)
+
+    if not isinstance(entry, ShardedTensorFactory):
+        return entry
+    return dataclasses.replace(entry, merge_fn=merge)
+
+
 def _sharded(state: TrainerState) -> ShardedStateDict:
     """What this rank has to save. A collective where the optimizer's state is split over
     data-parallel ranks."""
@@ -257,12 +276,13 @@ def _sharded(state: TrainerState) -> ShardedStateDict:
 
 def _requested(state: TrainerState, with_rng: bool) -> ShardedStateDict:
     """What this rank has to load."""
-    optimizer = adam_state.requested_state(state.optimizer, _entries(state))
-    return {
+    content = {
         **_sharded_model(state),
-        "optimizer": optimizer,
+        "optimizer": adam_state.requested_state(state.optimizer, _entries(state)),
         **({"rng": _sharded_rng(state.world)} if with_rng else {}),
     }
+    dict_list_map_inplace(_merging_in_place, content)
+    return content
 
 
 def _sharded_model(state: TrainerState) -> ShardedStateDict:

@@ -121,7 +121,7 @@ def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(make: Any, backen
 class Copies(TorchDispatchMode):
     """`most`: copies of a tensor of this shape and type that were there at the same time, of those made inside."""
 
-    MAKING = (torch.ops.aten.clone.default, torch.ops.aten.empty_like.default)
+    MAKING = (torch.ops.aten.clone.default, torch.ops.aten.empty_like.default, torch.ops.aten.cat.default)
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
@@ -153,6 +153,16 @@ def test_a_snapshot_made_or_loaded_anew_is_never_there_twice(make: Any, tmp_path
     for one in (trainer, resumed):
         one.update(batch, policy_gradient)  # a snapshot shares nothing with the weights
         assert torch.equal(one.score(batch, "reference")["logprobs"], moved)
+
+
+def test_gate_and_up_are_loaded_into_one_tensor_without_a_copy(make: Any, tmp_path: Path) -> None:
+    """Megatron loads the halves apart; put together in new tensors they are half a copy of weights and moments."""
+    trainer = make(dtype="bfloat16")
+    trainer.save(tmp_path, 1)
+    copies = [Copies((2 * 48, 32), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    with copies[0], copies[1]:
+        trainer.load(tmp_path)
+    assert [one.most for one in copies] == [0, 0]
 
 
 def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> None:
