@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import megatron.core
@@ -32,6 +33,11 @@ from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.context import held_positions
 
 _Result = TypeVar("_Result")
+ROTARY = (
+    (rope_utils, "fused_apply_rotary_pos_emb", layers.rotate),
+    (rope_utils, "fused_apply_rotary_pos_emb_thd", layers.rotate_packed),
+)
+"""In place of kernels of Transformer Engine, which needs CUDA."""
 
 
 def device() -> torch.device:
@@ -78,6 +84,19 @@ def _quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside, attributes (owner, name, value) have other values."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def _without_cuda() -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -93,27 +112,11 @@ def _without_cuda() -> Iterator[None]:
             "_set_cuda_rng_state",
             lambda state, *_, **__: torch.set_rng_state(state),
         ),
-        # Kernels of Transformer Engine, which needs CUDA.
-        (rope_utils, "fused_apply_rotary_pos_emb", layers.rotate),
-        (rope_utils, "fused_apply_rotary_pos_emb_thd", layers.rotate_packed),
+        *ROTARY,
         # Brings counts of tokens to the host, on a stream of its own
         (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
         (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_on_host),
     ]
-    _check_replaced(replacements)
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, value in replacements:
-            setattr(owner, name, value)
-        with _CudaIsCpu():
-            yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
-
-
-def _check_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> None:
-    """Raises MissingPackageError where this megatron-core lacks what is replaced."""
     for owner, name, _ in replacements:
         if not hasattr(owner, name):
             raise MissingPackageError(
@@ -121,28 +124,17 @@ def _check_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> None:
                 "is replaced where there is no CUDA; expected a version from 0.16 to 0.19: "
                 "pip install 'megatron-core>=0.16,<0.20'"
             )
+    with _replaced(*replacements), _CudaIsCpu():
+        yield
 
 
-@contextlib.contextmanager
-def _rotary_kernels() -> Iterator[None]:
+def _rotary_kernels() -> AbstractContextManager[None]:
     """Inside, Megatron finds rotary kernels on a GPU without Transformer Engine too: its own code
     for packed rows makes the host wait four times per layer."""
-    names = {
-        "fused_apply_rotary_pos_emb": layers.rotate,
-        "fused_apply_rotary_pos_emb_thd": layers.rotate_packed,
-    }
-    missing = [name for name in names if getattr(rope_utils, name) is None]
-    for name in missing:
-        setattr(rope_utils, name, names[name])
-    try:
-        yield
-    finally:
-        for name in missing:
-            setattr(rope_utils, name, None)
+    return _replaced(*(one for one in ROTARY if getattr(rope_utils, one[1]) is None))
 
 
-@contextlib.contextmanager
-def _without_transformer_engine() -> Iterator[None]:
+def _without_transformer_engine() -> AbstractContextManager[None]:
     """Inside, megatron-core builds routers and latent attention where Transformer Engine is not
     installed.
 
@@ -154,24 +146,17 @@ def _without_transformer_engine() -> Iterator[None]:
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
-    before = latent.HAVE_TE, latent.TELinear
-    latent.HAVE_TE = HAVE_TE
-    latent.TELinear = latent.TELinear if HAVE_TE else layers.WholeLinear
-    try:
-        yield
-    finally:
-        latent.HAVE_TE, latent.TELinear = before
+    linear = latent.TELinear if HAVE_TE else layers.WholeLinear
+    return _replaced((latent, "HAVE_TE", HAVE_TE), (latent, "TELinear", linear))
 
 
-@contextlib.contextmanager
-def sharing_groups() -> Iterator[None]:
+def sharing_groups() -> AbstractContextManager[None]:
     """Inside, Megatron's groups of one and the same rank are one group.
 
     Megatron makes some twenty groups, and gloo runs a thread for each that wakes 70 times a second:
     in one process they took 7% of a training step on busy cores."""
     if torch.cuda.is_available():
-        yield
-        return
+        return contextlib.nullcontext()
     create, made = parallel_state.create_group, {}
 
     def create_or_share(ranks: list[int], **options: Any) -> Any:
@@ -181,11 +166,7 @@ def sharing_groups() -> Iterator[None]:
             made[ranks[0]] = create(ranks, **options)
         return made[ranks[0]]
 
-    parallel_state.create_group = create_or_share
-    try:
-        yield
-    finally:
-        parallel_state.create_group = create
+    return _replaced((parallel_state, "create_group", create_or_share))
 
 
 def _counts_on_host(
