@@ -9,42 +9,40 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+from rlflow.models.architecture import Architecture, architecture
 
 MIB = 2**20
 Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Shape:
+def qwen2(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: int) -> Architecture:
     """A Qwen2 model with tied embeddings."""
-
-    experts: ClassVar[None] = None
-    latent: ClassVar[None] = None
-    hidden: int
-    layers: int
-    heads: int
-    groups: int
-    ffn: int
-    vocab: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+    }
+    return architecture(config)
 
 
 SHAPES = {
-    "tiny": Shape(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
-    "8M": Shape(hidden=384, layers=4, heads=6, groups=2, ffn=1024, vocab=4096),
-    "18M": Shape(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
-    "93M": Shape(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
-    "0.5B": Shape(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
-    "1.5B": Shape(hidden=1536, layers=28, heads=12, groups=2, ffn=8960, vocab=151936),  # Qwen2.5-1.5B
-    "3B": Shape(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocab=151936),  # Qwen2.5-3B
+    "tiny": qwen2(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
+    "8M": qwen2(hidden=384, layers=4, heads=6, groups=2, ffn=1024, vocab=4096),
+    "18M": qwen2(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
+    "93M": qwen2(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
+    "0.5B": qwen2(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
+    "1.5B": qwen2(hidden=1536, layers=28, heads=12, groups=2, ffn=8960, vocab=151936),  # Qwen2.5-1.5B
+    "3B": qwen2(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocab=151936),  # Qwen2.5-3B
 }
 
 
@@ -54,13 +52,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Of Qwen3-MoE models, by their parameters: 11M and 48M are used for a token."""
 SHAPES |= {
-    "36M": Shape(hidden=384, layers=6, heads=6, groups=2, ffn=1024, vocab=18432),
-    "171M": Shape(hidden=768, layers=4, heads=12, groups=4, ffn=2048, vocab=22528),
+    "36M": qwen2(hidden=384, layers=6, heads=6, groups=2, ffn=1024, vocab=18432),
+    "171M": qwen2(hidden=768, layers=4, heads=12, groups=4, ffn=2048, vocab=22528),
 }
 
 
 def write_random_model(
-    path: Path, shape: Shape, dtype: str = "float32", device: str = "cpu", family: str = "qwen2", **config: Any
+    path: Path, shape: Architecture, dtype: str = "float32", device: str = "cpu", family: str = "qwen2", **config: Any
 ) -> int:
     """A HuggingFace directory with random weights (seed 0), drawn on `device`; returns its number of parameters.
     config: of the family's."""

@@ -41,12 +41,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from common import MIB, SHAPES, Shape, versions
+from common import MIB, SHAPES, versions
 from torch import Tensor
 
 from rlflow.cluster.object_store import put, room_for
 from rlflow.cluster.session import connect
 from rlflow.matmul import processor_name
+from rlflow.models.architecture import Architecture
 from rlflow.models.huggingface import digest
 from rlflow.rollout.engine import Engine, each_weight
 from rlflow.rollout.event_loop import LoopThread
@@ -98,7 +99,7 @@ class Source:
     """Weights of a shape: views of one stretch of random values, so that they take the memory of the
     largest tensor."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Architecture) -> None:
         self.shapes = tensor_shapes(shape)
         self.largest = 2 * max(math.prod(sizes) for _, sizes in self.shapes)
         self._pool = np.random.default_rng(0).integers(0, 2**16, self.largest // 2 + 1024, np.uint16)
@@ -119,7 +120,7 @@ class Source:
             yield name, torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(sizes)
 
 
-def tensor_shapes(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(shape: Architecture) -> list[tuple[str, tuple[int, ...]]]:
     """Of a Qwen2 model with tied embeddings, under its HuggingFace names."""
     hidden, groups = shape.hidden, shape.groups * shape.head_dim
     layer = {

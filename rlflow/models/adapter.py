@@ -96,26 +96,6 @@ class Adapter:
         a, b = self.factors[layer]
         return self.scale * (b.float() @ a.float())
 
-    def merged(
-        self, base: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time;
-        all in `dtype`, or in the dtypes of the base; a router's bias in float32.
-
-        Raises ModelError where a layer of the base has another shape."""
-        for name in base:
-            weight, layer = base[name], name.removesuffix(".weight")
-            weight = weight.to(dtype_of(name, dtype or weight.dtype))
-            if layer in self.factors and layer != name:
-                change = self.change(layer)
-                if weight.shape != change.shape:
-                    raise ModelError(
-                        f"{where}: '{name}' is {tuple(weight.shape)}, the adapter's "
-                        f"{tuple(change.shape)}; it belongs to another base."
-                    )
-                weight = (weight.float() + change).to(weight.dtype)
-            yield name, weight
-
 
 def write_adapter(
     path: str | Path,
@@ -248,15 +228,30 @@ def merge_adapter(
 def merged_model(
     adapter: Adapter, base: str | Path, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory with the adapter in them, in `dtype` or as they are there.
-    Raises ModelError."""
-    # Files of a tied model may repeat the embedding.
+    """The weights of a model directory with the adapter added in float32, one tensor at a time; all
+    in `dtype`, or in the dtypes of the base; a router's bias in float32. Raises ModelError where a
+    layer of the base has another shape."""
     known = huggingface_shapes(stored_architecture(read_config(base)))
-    for layer in adapter.factors:
-        if f"{layer}.weight" not in known:
+    for layer, (a, b) in adapter.factors.items():
+        found, expected = (len(b), a.shape[1]), known.get(f"{layer}.weight")
+        if expected is None:
             raise ModelError(
                 f"{base}: has no '{layer}.weight' of its own, which the adapter changes; it "
                 "belongs to another base, or one whose lm_head is tied to its embedding."
             )
-    pairs = adapter.merged(WeightFiles(base), str(base), dtype)
-    return (pair for pair in pairs if pair[0] in known)
+        if found != expected:
+            raise ModelError(
+                f"{base}: '{layer}.weight' is {expected}, the adapter's {found}; it belongs to "
+                "another base."
+            )
+    weights = WeightFiles(base)
+
+    def merged(name: str) -> tuple[str, Tensor]:
+        weight, layer = weights[name], name.removesuffix(".weight")
+        weight = weight.to(dtype_of(name, dtype or weight.dtype))
+        if layer in adapter.factors:
+            weight = (weight.float() + adapter.change(layer)).to(weight.dtype)
+        return name, weight
+
+    # Files of a tied model may repeat the embedding.
+    return (merged(name) for name in weights if name in known)

@@ -177,22 +177,15 @@ def architecture(config: dict[str, Any]) -> Architecture:
     """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
-    family = str(config.get("model_type"))[:100]
-    if family not in FAMILIES:
-        raise refused(
-            f"model family '{family}' cannot be trained or sampled from here; "
-            f"possible: {', '.join(sorted(FAMILIES))}.{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
-        )
     model = stored_architecture(config)
-    if config.get("quantization_config"):
-        raise refused("weights in fp8 can be converted, but not trained or sampled from here.")
-    if model.biases or (model.rotary_share != 1 and family not in PARTLY_ROTARY):
-        what = (
-            "biases on every projection"
-            if model.biases
-            else "rotary embedding of a part of each head"
-        )
-        raise refused(f"{what} can be converted, but not trained or sampled from here.")
+    part_rotates = model.rotary_share != 1 and model.family not in PARTLY_ROTARY
+    for what, found in (
+        ("weights in fp8", config.get("quantization_config")),
+        ("biases on every projection", model.biases),
+        ("rotary embedding of a part of each head", part_rotates),
+    ):
+        if found:
+            raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
     windowed, kinds = window_of(config) is not None, config.get("layer_types") or ()

@@ -45,10 +45,9 @@ def whole(
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Raises ModelError unless the entry is a finite number above 0."""
-    found = default if config.get(key) is None else config[key]
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise refused(f"'{key}' is {short(found)}; expected a number above 0.")
-    if not 0 < found < MOST_FLOAT:
+    found: Any = default if config.get(key) is None else config[key]
+    numeric = isinstance(found, int | float) and not isinstance(found, bool)
+    if not numeric or not 0 < found < MOST_FLOAT:
         raise refused(f"'{key}' is {short(found)}; expected a number above 0.")
     return float(found)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
-from rlflow.models.architecture import Architecture
+from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.tables import EMBEDDING, OUTPUT
 
 
 def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
@@ -16,36 +19,24 @@ def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> i
     query and a key that it sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each
     head; per scored token 2 for each weight of the output layer. Norms, activations, the embedding
     look-up and padding count nothing."""
-    per_token = 2 * (shape.layers * _attention_weights(shape) + _mlp_weights(shape))
+    per_token = 2 * _weights(shape)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    latent = shape.latent
-    both = 2 * shape.head_dim if latent is None else latent.plain + latent.rotating + latent.value
-    per_pair = 2 * shape.layers * shape.heads * both
+    per_pair = 2 * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
     return per_token * sum(lengths) + per_pair * pairs + 2 * shape.hidden * shape.vocab * scored
 
 
-def _attention_weights(shape: Architecture) -> int:
-    """Of a layer."""
-    hidden, latent = shape.hidden, shape.latent
-    if latent is None:
-        query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-        return hidden * (query + 2 * key) + query * hidden
-    query, rank = shape.size("latent_query"), latent.query_rank
-    queries = hidden * query if rank is None else (hidden + query) * rank
-    keys_values = hidden * shape.size("latent") + latent.key_rank * shape.size("latent_key_value")
-    return queries + keys_values + shape.size("value") * hidden
-
-
-def _mlp_weights(shape: Architecture) -> int:
-    """Those of all layers that a token is multiplied by: MLPs, or routers, the experts chosen and
-    what stands beside them."""
-    dense, experts = 3 * shape.hidden * shape.ffn, shape.experts
-    if experts is None:
-        return shape.layers * dense
-    gate = shape.hidden if shape.shared_gate else 0
-    chosen = experts.top_k * experts.ffn + experts.shared_ffn
-    sparse = shape.hidden * experts.count + 3 * shape.hidden * chosen + gate
-    return sum(sparse if here else dense for here in experts.sparse)
+@functools.cache
+def _weights(shape: Architecture) -> int:
+    """Those in matrices of all layers that a token is multiplied by; of experts, those of as many
+    as it chooses."""
+    chosen = shape.experts.top_k if shape.experts is not None else 0
+    return sum(
+        math.prod(matrix)
+        for rule, _ in placed_rules(shape)
+        if rule not in (EMBEDDING, OUTPUT) and (rule.expert is None or rule.expert < chosen)
+        for matrix in rule.shapes(shape)
+        if len(matrix) == 2
+    )
 
 
 def training_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:

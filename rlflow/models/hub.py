@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlflow.errors import ModelError
 from rlflow.models.huggingface import COPIED_FILES, INDEX_FILE, weight_files
@@ -69,21 +67,11 @@ def local_model(
 
 
 def _fetched(key: str, name: str, revision: str | None, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        _reached(
-            key, name, lambda: snapshot_download(name, revision=revision, allow_patterns=files)
-        )
-    )
-
-
-def _reached(key: str, name: str, ask: Callable[[], Any]) -> Any:
-    """What the hub answers. Raises ModelError in one line, with the ways out."""
-    from huggingface_hub import constants, errors
+    """The model's folder in the cache. Raises ModelError in one line, with the ways out."""
+    from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        return ask()
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (errors.GatedRepoError, errors.RepositoryNotFoundError) as problem:
         gated = isinstance(problem, errors.GatedRepoError)
         why = (

@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlflow.models.architecture import Architecture
 
 
 class Split(enum.Enum):
@@ -34,12 +37,6 @@ class Where(enum.Enum):
     BIASES = "models with a bias on every projection of attention and MLP"
     QKV_BIAS = "models with a bias on queries, keys and values alone"
     QK_NORM = "models that normalize queries and keys of each head"
-
-
-class Sizes(Protocol):
-    """What turns a symbol of a table into a number."""
-
-    def size(self, symbol: str) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Rule:
         `merge` returns."""
         return [name.format(i=layer) for name, _ in self.sources]
 
-    def shapes(self, model: Sizes) -> list[tuple[int, ...]]:
+    def shapes(self, model: Architecture) -> list[tuple[int, ...]]:
         """The HuggingFace shapes of the sources."""
         return [tuple(model.size(symbol) for symbol in shape.split()) for _, shape in self.sources]
 

@@ -79,13 +79,17 @@ QKV_BIAS = _rule(
     "attn.k_proj.bias key",
     "attn.v_proj.bias key",
 )
-_BIASES = (
-    QKV_BIAS,
-    _rule("attn.linear_proj.bias", Split.REPLICATED, "attn.o_proj.bias hidden"),
-    _rule("mlp.linear_fc1.bias", Split.GATE_UP, "mlp.gate_proj.bias ffn", "mlp.up_proj.bias ffn"),
-    _rule("mlp.linear_fc2.bias", Split.REPLICATED, "mlp.down_proj.bias hidden"),
+BIASES = tuple(
+    dataclasses.replace(rule, where=Where.BIASES)
+    for rule in (
+        QKV_BIAS,
+        _rule("attn.linear_proj.bias", Split.REPLICATED, "attn.o_proj.bias hidden"),
+        _rule(
+            "mlp.linear_fc1.bias", Split.GATE_UP, "mlp.gate_proj.bias ffn", "mlp.up_proj.bias ffn"
+        ),
+        _rule("mlp.linear_fc2.bias", Split.REPLICATED, "mlp.down_proj.bias hidden"),
+    )
 )
-BIASES = tuple(dataclasses.replace(rule, where=Where.BIASES) for rule in _BIASES)
 """Megatron has all of them (`add_bias_linear`) or none of the last three."""
 Q_NORM = _rule("attn.q_layernorm.weight", Split.REPLICATED, "attn.q_norm.weight head")
 K_NORM = _rule("attn.k_layernorm.weight", Split.REPLICATED, "attn.k_norm.weight head")
@@ -174,25 +178,33 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_exact(name) else dtype
 
 
-_DIRECT_QUERY = (
-    _rule("attn.linear_q_proj.weight", Split.COLUMN, "attn.q_proj.weight latent_query hidden"),
-)
-_COMPRESSED_QUERY = (
-    _rule("attn.linear_q_down_proj.weight", Split.LATENT, "attn.q_a_proj.weight query_rank hidden"),
+LATENT_ATTENTION = (
+    dataclasses.replace(ATTENTION[0], fused=""),
+    _rule(
+        "attn.linear_q_proj.weight",
+        Split.COLUMN,
+        "attn.q_proj.weight latent_query hidden",
+        where=Where.NO_QUERY_RANK,
+    ),
+    _rule(
+        "attn.linear_q_down_proj.weight",
+        Split.LATENT,
+        "attn.q_a_proj.weight query_rank hidden",
+        where=Where.QUERY_RANK,
+    ),
     _rule(
         "attn.q_layernorm.weight",
         Split.REPLICATED,
         "attn.q_a_layernorm.weight query_rank",
         fused="attn.linear_q_up_proj.layer_norm_weight",
+        where=Where.QUERY_RANK,
     ),
     _rule(
-        "attn.linear_q_up_proj.weight", Split.COLUMN, "attn.q_b_proj.weight latent_query query_rank"
+        "attn.linear_q_up_proj.weight",
+        Split.COLUMN,
+        "attn.q_b_proj.weight latent_query query_rank",
+        where=Where.QUERY_RANK,
     ),
-)
-LATENT_ATTENTION = (
-    dataclasses.replace(ATTENTION[0], fused=""),
-    *(dataclasses.replace(rule, where=Where.NO_QUERY_RANK) for rule in _DIRECT_QUERY),
-    *(dataclasses.replace(rule, where=Where.QUERY_RANK) for rule in _COMPRESSED_QUERY),
     _rule(
         "attn.linear_kv_down_proj.weight",
         Split.LATENT,

@@ -10,10 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
-from common import SHAPES, Shape
+from common import SHAPES, qwen2
 from flops import forward_flops, peak_flops, training_flops
 
-SMALL = Shape(hidden=4, layers=1, heads=2, groups=1, ffn=3, vocab=5)
+SMALL = qwen2(hidden=4, layers=1, heads=2, groups=1, ffn=3, vocab=5)
 
 
 def test_forward_flops_of_two_tokens_are_those_counted_by_hand() -> None:

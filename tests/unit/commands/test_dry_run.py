@@ -145,7 +145,7 @@ FAULTS = {
     "a model without a tokenizer": ("model.path={path}/no_tokenizer", "no tokenizer"),
     "weights that lack a tensor": ("model.path={path}/half", "tensor 'model.norm.weight' is missing, which config.json implies"),
     "a family that cannot be trained": (
-        "model.path={path}/other_family", "'gpt2' cannot be trained or sampled from here; possible: "),
+        "model.path={path}/other_family", "'gpt2' is not supported; supported: "),
     "a misspelt retriever": ("environment.retriever=bm52", "environment.retriever: unknown name 'bm52'. Did you mean 'bm25'?"),
     "an unknown option of a retriever": ("environment.retriever={name: bm25, k2: 1}", "unknown keyword 'k2'"),
     "an index that is not there": (

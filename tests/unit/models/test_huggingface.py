@@ -44,12 +44,10 @@ def test_missing_and_truncated_files_are_named_before_anything_is_read(reference
     shard = sorted(out.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
-    with pytest.raises(
-        ModelError, match=rf"{shard.name}: truncated, {len(content) - 10} bytes found, {len(content)} exp"
-    ):
+    with pytest.raises(ModelError, match=rf"{shard.name}: truncated, .*; {len(content) - 10} bytes found"):
         WeightFiles(out)
     shard.write_bytes(content[:4])
-    with pytest.raises(ModelError, match="truncated or not a safetensors file"):
+    with pytest.raises(ModelError, match="truncated, or its safetensors header is damaged"):
         WeightFiles(out)
     shard.unlink()
     with pytest.raises(ModelError, match=rf"{shard.name}: missing"):
@@ -106,7 +104,7 @@ def test_damaged_and_unreadable_tables_are_one_line(tmp_path: Path) -> None:
     for text in (deep, "[]", '{"a": 1}', '{"a": {}}', '{"a": {"data_offsets": [0]}}', '{"a": {"data_offsets": [0, "b"]}}'):
         content = text.encode()
         (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
-        with pytest.raises(ModelError, match="the safetensors header is damaged"):
+        with pytest.raises(ModelError, match="its safetensors header is damaged"):
             WeightFiles(tmp_path)
 
 
@@ -132,7 +130,7 @@ def test_a_file_whose_tensors_do_not_cover_it_is_refused_as_by_safetensors(range
     file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(12))
     with pytest.raises(SafetensorError), safe_open(str(file), "pt"):
         pass
-    with pytest.raises(ModelError, match="do not cover the file"):
+    with pytest.raises(ModelError, match="its safetensors header is damaged"):
         WeightFiles(tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen"}, "'qwen' cannot be trained or sampled from here; possible: .*qwen3_moe. Did you mean 'qwen"),
+        ({"model_type": "qwen"}, "'qwen' is not supported; supported: .*qwen3_moe. Did you mean 'qwen"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
