@@ -134,7 +134,7 @@ def rank_parts(
 def adapter_parameters(config: RunConfig, model: Architecture) -> int:
     """Parameters of low-rank adapters on a rank: A (rank, in) and B (out, rank) of each target, one
     of the two split over the tensor-parallel ranks; 0 where all weights are trained."""
-    lora = config.trainer.adapters
+    lora = config.trainer.lora
     if lora is None:
         return 0
     query, key = model.heads * model.head_dim, model.groups * model.head_dim

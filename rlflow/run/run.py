@@ -328,7 +328,7 @@ class Run:
             export_gap = export_policy(
                 self.trainer, self.directory.export, model.path, model.dtype, texts
             )
-            adapters = self.config.trainer.adapters
+            adapters = self.config.trainer.lora
             if adapters is not None:
                 written = self.directory.adapter, self.directory.export
                 export_adapter(self.trainer, *written, model.path, adapters, model.dtype)

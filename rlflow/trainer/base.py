@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.components import TRAINER
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
-from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions
+from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions, section
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
 CRITIC = "critic"
@@ -49,7 +49,7 @@ class Trainer(ABC):
         make = TRAINER.resolve(backend, "trainer.backend")
         if critic is None:
             return make(path, **options)
-        own = CriticOptions.of(critic)
+        own = section(CriticOptions, critic, "algorithm.critic")
         policy = make(path, **options)
         try:
             values = make(path, **{**options, "lr": own.lr, "schedule": own.schedule}, values=True)
@@ -201,13 +201,10 @@ class ActorCritic(Trainer):
             self.critic_updates += 1
         if of_policy is not None and not warming:
             metrics = self.policy.update(batch, of_policy)
-        own = {
-            f"critic_{name}": values.pop(name)
-            for name in ("loss", "gradient_norm", "lr")
-            if name in values
-        }
         values.pop("updates_skipped", None)
-        return {**values, **own, **metrics}
+        own = ("loss", "gradient_norm", "lr")
+        named = {f"critic_{name}" if name in own else name: value for name, value in values.items()}
+        return {**named, **metrics}
 
     def snapshot(self, name: str) -> None:
         self.policy.snapshot(name)
@@ -237,8 +234,7 @@ class ActorCritic(Trainer):
         if not (Path(path) / CRITIC).is_dir():
             raise CheckpointError(
                 f"{path}: expected a critic in it, found none: it was written without "
-                "algorithm.critic. Begin a new run from its "
-                "export, or resume without a critic."
+                "algorithm.critic. Begin a new run from its export, or resume without a critic."
             )
         step = self.policy.load(path)
         self.critic_updates = self.critic.load(Path(path) / CRITIC)

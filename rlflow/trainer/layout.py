@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules
@@ -31,33 +30,21 @@ class ParallelLayout:
     expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "tensor_parallel",
-            "pipeline_parallel",
-            "context_parallel",
-            "virtual_pipeline",
-            "expert_parallel",
-        ):
-            checked(PositiveInt, getattr(self, name), f"trainer.{name}")
+        for name, size in vars(self).items():
+            if name != "sequence_parallel":
+                checked(PositiveInt, size, f"trainer.{name}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "trainer.sequence_parallel: splits tokens over the tensor-parallel ranks; expected "
-                "trainer.tensor_parallel "
-                "of at least 2, found 1. Raise it, or set trainer.sequence_parallel=false."
+                "trainer.tensor_parallel of at least 2, found 1. Raise it, or set "
+                "trainer.sequence_parallel=false."
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 f"trainer.virtual_pipeline={self.virtual_pipeline}: interleaves the model chunks "
-                "of pipeline ranks; expected "
-                "trainer.pipeline_parallel of at least 2, found 1. Raise it, or set "
-                "trainer.virtual_pipeline=1."
+                "of pipeline ranks; expected trainer.pipeline_parallel of at least 2, found 1. "
+                "Raise it, or set trainer.virtual_pipeline=1."
             )
-
-    @classmethod
-    def of(cls, section: Any) -> ParallelLayout:
-        """The layout that an object with attributes of these names asks for, such as the `trainer`
-        section."""
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @property
     def model_ranks(self) -> int:
@@ -82,23 +69,23 @@ class ParallelLayout:
     def data_parallel(self, ranks: int) -> int:
         """How often `ranks` processes hold the model (0 ranks: this process alone). Raises
         ConfigError for a remainder."""
-        if max(ranks, 1) % self.model_ranks:
+        processes = max(ranks, 1)
+        if processes % self.model_ranks:
             sizes = f"{self.tensor_parallel} x {self.pipeline_parallel} x {self.context_parallel}"
             raise ConfigError(
                 "cluster.ranks: expected a multiple of trainer.tensor_parallel x pipeline_parallel "
-                "x context_parallel = "
-                f"{sizes} = {self.model_ranks}, found "
+                f"x context_parallel = {sizes} = {self.model_ranks}, found "
                 f"{ranks}{' (one process)' if ranks == 0 else ''}; "
-                f"set cluster.ranks={-(-max(ranks, 1) // self.model_ranks) * self.model_ranks}, or "
+                f"set cluster.ranks={-(-processes // self.model_ranks) * self.model_ranks}, or "
                 "make the sizes smaller."
             )
-        of_stage = max(ranks, 1) // self.pipeline_parallel
+        of_stage = processes // self.pipeline_parallel
         if of_stage % self.expert_parallel:
             raise ConfigError(
                 "trainer.expert_parallel: expected a divisor of the ranks of a pipeline stage, "
                 f"{of_stage}, found {self.expert_parallel}."
             )
-        return max(ranks, 1) // self.model_ranks
+        return processes // self.model_ranks
 
     def experts_here(self, model: Architecture) -> int:
         """Experts of a layer on each rank."""

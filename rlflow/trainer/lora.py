@@ -40,8 +40,7 @@ def check_layers(options: LoraOptions | None, model: Architecture) -> None:
     if model.latent is not None:
         raise ConfigError(
             f"trainer.lora: latent attention (model family '{model.family}') gets no adapters; "
-            "leave "
-            "trainer.lora out."
+            "leave trainer.lora out."
         )
     possible = ("q_proj", "k_proj", "v_proj", "o_proj")
     if not set(options.targets) <= set(possible):
@@ -94,8 +93,7 @@ def check_identity(
     elif present is not None:
         raise CheckpointError(
             f"{path}: holds whole weights, and trainer.lora is set, under which these stay as they "
-            "are in model.path; leave "
-            "trainer.lora out, or begin a new run from an export."
+            "are in model.path; leave trainer.lora out, or begin a new run from an export."
         )
 
 

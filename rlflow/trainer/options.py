@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -25,6 +25,7 @@ from rlflow.values import (
 )
 
 DType = Literal["float32", "bfloat16"]
+T = TypeVar("T")
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of a transformer's layer, by their HuggingFace names."""
 Module = Literal["core_attn", "mlp"]
@@ -49,12 +50,6 @@ class CriticOptions:
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     warmup_updates: NonNegativeInt = 0  # of the critic alone, before the policy's first
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> CriticOptions:
-        """Raises ConfigError for an unknown key, and for a value of another type or out of
-        range."""
-        return cls(**check_options(options, cls, where="algorithm.critic"))
-
     def decaying_over(self, updates: int) -> CriticOptions:
         """As `TrainerOptions.decaying_over`."""
         return dataclasses.replace(
@@ -76,22 +71,16 @@ class LoraOptions:
     alpha: PositiveFloat = 32.0  # the product is scaled by alpha / rank
     targets: Sequence[Projection] = get_args(Projection)  # layers that get an adapter
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> LoraOptions:
-        """Raises ConfigError for an unknown key or target, no target, and a value of another type
-        or out of range."""
-        return cls(**check_options(options, cls, where="trainer.lora")).ordered()
-
-    def ordered(self) -> LoraOptions:
-        """The same, with the targets in the order of a layer. Raises ConfigError for no target."""
+    def __post_init__(self) -> None:
+        """Puts the targets in the order of a layer. Raises ConfigError for no target."""
         known = get_args(Projection)
         if not self.targets:
             raise ConfigError(
                 f"trainer.lora.targets: expected at least one of {', '.join(known)}, found none; "
                 "leave it out for all."
             )
-        targets = tuple(name for name in known if name in self.targets)
-        return dataclasses.replace(self, targets=targets)
+        ordered = tuple(name for name in known if name in self.targets)
+        object.__setattr__(self, "targets", ordered)
 
     @property
     def scale(self) -> float:
@@ -108,11 +97,6 @@ class BalanceOptions:
     aux_loss: NonNegativeFloat = 0.0  # coefficient of transformers' load-balancing loss
     z_loss: NonNegativeFloat = 0.0  # coefficient of the routers' squared log-sum-exp
     bias_rate: NonNegativeFloat = 0.0  # by how much an update moves a router's bias
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> BalanceOptions:
-        """Raises ConfigError for an unknown key and for a value of another type or out of range."""
-        return cls(**check_options(options, cls, where="trainer.balance"))
 
 
 @dataclass(frozen=True)
@@ -147,18 +131,17 @@ class TrainerOptions:
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
         """From keywords. Raises ConfigError for an unknown one and for a value of another type or
         out of range."""
-        lora = options.get("lora")
-        if lora is not None and not isinstance(lora, LoraOptions):
-            options = {**options, "lora": LoraOptions.of(lora)}
-        balance = options.get("balance")
-        if balance is not None and not isinstance(balance, BalanceOptions):
-            options = {**options, "balance": BalanceOptions.of(balance)}
-        return cls(**check_options(options, cls, where="trainer"))
+        for name, kind in (("lora", LoraOptions), ("balance", BalanceOptions)):
+            given = options.get(name)
+            if given is not None and not isinstance(given, kind):
+                options = {**options, name: section(kind, given, f"trainer.{name}")}
+        return section(cls, options, "trainer")
 
     @property
     def layout(self) -> ParallelLayout:
         """Raises ConfigError for sizes that contradict each other."""
-        return ParallelLayout.of(self)
+        names = (size.name for size in dataclasses.fields(ParallelLayout))
+        return ParallelLayout(**{name: getattr(self, name) for name in names})
 
     @property
     def recomputed(self) -> frozenset[str]:
@@ -182,20 +165,13 @@ class TrainerOptions:
             )
         return made
 
-    @property
-    def adapters(self) -> LoraOptions | None:
-        """Those that are trained in place of the weights; None: the weights are. Raises
-        ConfigError."""
-        return None if self.lora is None else self.lora.ordered()
-
     def check_without_gpu(self) -> None:
         """Raises ConfigError for what spares GPU memory, of a trainer that has no GPU."""
-        asked = {
-            "optimizer.offload": self.adamw.offload,
-            "offload_snapshots": self.offload_snapshots,
-        }
-        for name, value in asked.items():
-            if value:
+        for name, asked in (
+            ("optimizer.offload", self.adamw.offload),
+            ("offload_snapshots", self.offload_snapshots),
+        ):
+            if asked:
                 raise ConfigError(
                     f"trainer.{name}: found true, but the trainer has no GPU whose memory it could "
                     "spare; set it to false."
@@ -221,16 +197,21 @@ class TrainerOptions:
         self.layout.data_parallel(ranks)
         self.learning_rate()
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
-        if self.adapters is not None and self.fp8 != "none":
+        if self.lora is not None and self.fp8 != "none":
             raise ConfigError(
                 f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside "
-                "megatron-core's own layers, which have no "
-                "fp8; set one of the two to none."
+                "megatron-core's own layers, which have no fp8; set one of the two to none."
             )
         if (
             self.backend != TrainerOptions.backend
         ):  # the default does everything, and takes seconds to import
             TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
+
+
+def section(kind: type[T], options: Mapping[str, Any], where: str) -> T:
+    """The options of a section, checked. Raises ConfigError for an unknown key, and for a value of
+    another type or out of range."""
+    return kind(**check_options(options, kind, where=where))
 
 
 def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:

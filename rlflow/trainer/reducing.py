@@ -66,14 +66,14 @@ def check_batch(batch: Batch) -> None:
         )
 
 
-def check_loss(loss: float, updates: int) -> None:
-    """Raises RLFlowError where the loss of an update is not finite: its gradients may be, and mean
-    nothing then."""
-    if not math.isfinite(loss):
+def check_finite(what: str, found: float, updates: int) -> None:
+    """Raises RLFlowError where the loss of an update or its gradient norm is not finite. (Where
+    only the loss is not, the gradients mean nothing.)"""
+    if not math.isfinite(found):
         raise RLFlowError(
-            f"update {updates}: the loss is {loss}, expected a finite number; the weights were not "
-            "changed. Look for non-finite advantages, log-probs or weights in the batch, or lower "
-            "trainer.lr."
+            f"update {updates}: the {what} is {found}, expected a finite number; the weights were "
+            "not changed. Look for non-finite advantages, log-probs or weights in the batch, or "
+            "lower trainer.lr."
         )
 
 

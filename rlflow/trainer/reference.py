@@ -20,9 +20,7 @@ from rlflow.errors import (
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
-    RLFlowError,
     StorageError,
-    did_you_mean,
 )
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.tables import dtype_of
@@ -40,14 +38,14 @@ from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import (
     check_batch,
-    check_loss,
+    check_finite,
     combine,
     finish_metrics,
     reduce_tokens,
     skipped,
 )
 from rlflow.trainer.reference_model import Critic, at_tokens, load_model, policy_output
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
+from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, unknown_model
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
@@ -96,7 +94,7 @@ class ReferenceTrainer(Trainer):
         self.values = values
         policy = load_model(path, trust_remote_code)
         self.model = (Critic(policy) if values else policy).to(self.device)
-        self.lora = given.adapters
+        self.lora = given.lora
         self.adapters = {} if self.lora is None else lora.attach(self.model, self.lora, seed)
         self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
         parameters = list(self._trained().values())
@@ -173,15 +171,15 @@ class ReferenceTrainer(Trainer):
         microbatches = self._microbatches(batch)
         for rows in microbatches:
             part = batch.select(rows).to(self.device)
-            output = self._forward(part, "policy", loss.needs, wanted=part.trained)
+            head = self._head(part, "policy")
+            output = self._described(head, part, loss.needs, part.trained)
             values, metrics = loss(output, part)
-            total = (part.weights * values).sum()
-            total.backward()
+            (part.weights * values).sum().backward()
             for name, value in {**metrics, "loss": values.detach()}.items():
                 found = reduce_tokens(value, part, loss.reductions.get(name, "mean"))
                 totals[name] = combine(totals.get(name), found, loss.reductions.get(name, "mean"))
         totals = finish_metrics(totals, loss.reductions, batch)
-        check_loss(totals["loss"], self.updates)
+        check_finite("loss", totals["loss"], self.updates)
         rate = self.learning_rate(self.updates)
         norm = self._step(rate)
         counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
@@ -296,14 +294,6 @@ class ReferenceTrainer(Trainer):
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
         return [rows for rows in plan if rows]
 
-    def _forward(
-        self, batch: Batch, model: str, want: frozenset[str], wanted: Tensor | None = None
-    ) -> PolicyOutput:
-        """Log-probs of every real token (of those wanted) but the first, at the row's temperature.
-        Rows are right-padded and attention is causal, so padding cannot reach a real token and
-        needs no attention mask."""
-        return self._described(self._head(batch, model), batch, want, wanted)
-
     def _described(
         self, found: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
     ) -> PolicyOutput:
@@ -314,37 +304,26 @@ class ReferenceTrainer(Trainer):
         return policy_output(found, batch, want, wanted)
 
     def _head(self, batch: Batch, model: str) -> Tensor:
-        """(B, T, V) logits; (B, T) values of a critic."""
+        """(B, T, V) logits; (B, T) values of a critic. Rows are right-padded and attention is
+        causal, so padding cannot reach a real token and needs no attention mask."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         halved = self.dtype is torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
             if model == "policy" or model in self.frozen:
                 output = self.frozen.get(model, self.model)(**arguments)
-            else:
-                weights = self._snapshot(model)
+            elif model in self.snapshots:
+                weights = self.snapshots[model]
                 output = torch.func.functional_call(self.model, weights, (), arguments)
+            else:
+                raise unknown_model(model, [*self.snapshots, *self.frozen])
         return output if self.values else output.logits
-
-    def _snapshot(self, name: str) -> dict[str, Tensor]:
-        if name not in self.snapshots:
-            known = ["policy", *self.snapshots, *self.frozen]
-            raise ConfigError(
-                f"trainer.score: there is no model '{name}', only {', '.join(known)}; call "
-                f"snapshot('{name}') first.{did_you_mean(name, known)}"
-            )
-        return self.snapshots[name]
 
     def _step(self, rate: float) -> float:
         """Clips, steps and returns the gradient norm before clipping; max_gradient_norm 0 clips
         nothing."""
         limit = self.max_gradient_norm if self.max_gradient_norm > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        if not torch.isfinite(torch.tensor(norm)):
-            raise RLFlowError(
-                f"trainer: the gradient norm of update {self.updates} is {norm}, the weights were "
-                "left as they are; look at the batch's advantages and log-probs, or lower "
-                "trainer.lr"
-            )
+        check_finite("gradient norm", norm, self.updates)
         if norm == 0:  # the moments alone would move the weights, and nothing asked for that
             return norm
         for group in self.optimizer.param_groups:

@@ -141,17 +141,16 @@ def check_agreement(
                 f"batch: row {rows[row]}, token {token}: its routes name an expert twice, as zeros "
                 "do that stand for routes which an engine has not."
             )
-    load = _load(own, known, experts)
-    whole = Agreement(given, own, known, load)
-    by_row, by_layer = whole.along(0), whole.along(2)
-    if bool((by_row >= LEAST).all()) and bool((by_layer >= LEAST).all()):
+    load, same = _load(own, known, experts), _same(given, own)
+    by_row, by_layer = (_kappa(same, given, known, load, dim) for dim in (0, 2))
+    lowest = min(float(by_row.min()), float(by_layer.min()))
+    if lowest >= LEAST:
         return
     where = (
         f"row {rows[int(by_row.argmin())]}"
-        if float(by_row.min()) <= float(by_layer.min())
+        if float(by_row.min()) == lowest
         else f"layer {int(by_layer.argmin())} of those with experts"
     )
-    lowest = min(float(by_row.min()), float(by_layer.min()))
     raise DataError(
         f"batch: {where}: {lowest:.0%} of the experts that the engine named are the trainer's own "
         f"choice, beyond chance; expected {LEAST:.0%} or more. "
@@ -160,26 +159,20 @@ def check_agreement(
     )
 
 
-class Agreement:
-    """Of two choices of experts (B, T, layers, k), in its tokens `known` (B, T), one of which has
-    that `load` (layers, experts)."""
+def _kappa(
+    same: Tensor, given: Tensor, known: Tensor, load: Tensor, dim: int | None = None
+) -> Tensor:
+    """Of each row (0) or layer (2), 1 where nothing can be told; or of all together, 0 there.
 
-    def __init__(self, given: Tensor, own: Tensor, known: Tensor, load: Tensor) -> None:
-        layers = torch.arange(given.shape[2])[:, None]
-        chance = load[layers, given].mean(-1)
-        self._known = known[..., None].expand(chance.shape)
-        self._beyond = (_same(given, own) - chance) * self._known
-        self._possible = (1 - chance) * self._known
-        self._each = given.shape[3]
-
-    def along(self, dim: int | None, untold: float = 1.0) -> Tensor:
-        """Kappa of each row (0) or layer (2), or of all together; `untold` where nothing can be
-        told."""
-        others = tuple(range(3)) if dim is None else tuple(one for one in range(3) if one != dim)
-        count, possible = self._known.sum(others), self._possible.sum(others)
-        found = self._beyond.sum(others) / possible.clamp(min=1e-9)
-        told = (count * self._each >= CHOICES) & (possible >= ALIKE * count)
-        return torch.where(told, found, untold)
+    same: as of `_same`; given (B, T, layers, k): one of the two choices, in its tokens `known`
+    (B, T); load (layers, experts): the other's."""
+    chance = load[torch.arange(given.shape[2])[:, None], given].mean(-1)
+    counted = known[..., None].expand(chance.shape)
+    others = tuple(one for one in range(3) if one != dim)
+    count, possible = counted.sum(others), ((1 - chance) * counted).sum(others)
+    found = ((same - chance) * counted).sum(others) / possible.clamp(min=1e-9)
+    told = (count * given.shape[3] >= CHOICES) & (possible >= ALIKE * count)
+    return torch.where(told, found, 0.0 if dim is None else 1.0)
 
 
 def _seeming(given: Tensor, own: Tensor, known: Tensor, load: Tensor, by_layer: Tensor) -> str:
@@ -189,12 +182,12 @@ def _seeming(given: Tensor, own: Tensor, known: Tensor, load: Tensor, by_layer: 
         ("before", given[:, 1:], own[:, :-1]),
         ("behind", given[:, :-1], own[:, 1:]),
     ):
-        if float(Agreement(first, second, both, load).along(None, untold=0.0)) >= LEAST:
+        if float(_kappa(_same(first, second), first, both, load)) >= LEAST:
             return f"They are shifted by one token: each has those of the token {ahead} it."
     for layer in (by_layer < LEAST).nonzero().flatten().tolist():
         for other in range(own.shape[2]):
-            pair = given[:, :, layer, None], own[:, :, other, None]
-            found = Agreement(*pair, known, load[other, None]).along(None, untold=0.0)
+            first, second = given[:, :, layer, None], own[:, :, other, None]
+            found = _kappa(_same(first, second), first, known, load[other, None])
             if other != layer and float(found) >= LEAST:
                 return f"Layer {layer} has those of another layer, {other}."
     return "They may be of older weights, of another model, or of other tokens."

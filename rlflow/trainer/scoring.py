@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import TEACHER_TOP_IDS, Batch
 
 
@@ -40,6 +40,15 @@ def check_top_k(top_k: int, vocab: int) -> None:
         raise ConfigError(
             f"score: top_k must be 0 to {vocab}, the policy's vocabulary; found {top_k}."
         )
+
+
+def unknown_model(name: str, taken: Iterable[str]) -> ConfigError:
+    """The error for a model to score with that is neither the policy nor one of `taken`."""
+    known = ["policy", *taken]
+    return ConfigError(
+        f"trainer.score: there is no model '{name}'; known: {', '.join(known)}. Call "
+        f"snapshot('{name}') first, or load_frozen.{did_you_mean(name, known)}"
+    )
 
 
 def check_new_name(name: str, taken: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def test_peft_loads_what_ranks_export_with_the_same_logits(layout: str, director
 
     job = jobs[f"qwen3 {layout}"]
     found, base = torch.load(job["result"], weights_only=False), job["model"]
-    targets = LoraOptions.of(LORA).targets
+    targets = LoraOptions(**LORA).targets
     adapter = directory / f"adapter-{layout}"
     write_adapter(adapter, found["adapters"].items(), base=base, rank=RANK, alpha=ALPHA, targets=targets)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)

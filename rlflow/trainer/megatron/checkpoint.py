@@ -33,7 +33,6 @@ from rlflow.storage.integrity import (
     find_damage,
     read_fingerprints,
     read_sealed,
-    write_manifest,
 )
 from rlflow.storage.pickles import read_metadata
 from rlflow.trainer.lora import check_identity
@@ -70,29 +69,14 @@ class TrainerState:
     biases: bool = False
 
 
-@dataclass
-class PendingSave:
-    """A save that the ranks have begun; `finish` makes it a checkpoint."""
-
-    path: Path
-    files: OngoingWrite
-    content: dict[str, Any]
-
-    def finish(self) -> None:
-        """Waits until all ranks have written, then writes the manifest. A collective. Raises
-        StorageError on all ranks where one of them could not write (a full disk, no permission)."""
-        self.files.finish(
-            lambda files: write_manifest(self.path / TRAINER_MANIFEST, self.content, files)
-        )
-
-
-def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave:
-    """Begins to write the checkpoint into `path`, in place of one that stands there. A collective.
+def begin_save(path: Path, state: TrainerState, background: bool) -> OngoingWrite:
+    """Begins to write the checkpoint into `path`, in place of one that stands there; `finish` makes
+    it one. A collective.
 
     With `background` it returns once the state is copied to host memory. Raises StorageError on all
     ranks."""
     writing.prepare_folder(path, OWN_FILES)
-    return PendingSave(path, writing.begin(path, _sharded(state), background), _manifest(state))
+    return writing.begin(path, _sharded(state), _manifest(state), background)
 
 
 def load(
@@ -105,14 +89,18 @@ def load(
     Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is
     missing or holds another model."""
     manifest = read_manifest(path)
-    _check_same_model(path, manifest["model"], _described(state.architecture))
+    for key, value in _described(state.architecture).items():
+        if (saved := manifest["model"].get(key)) != value:
+            raise CheckpointError(
+                f"{path}: belongs to another model; its {key} is {saved}, that of model.path is "
+                f"{value}."
+            )
     check_identity(path, manifest.get("lora"), state.lora)
     _check_files(path, manifest)
     if manifest["dtype"] != _dtype(state):
         raise CheckpointError(
             f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it "
-            "as it was, or start a "
-            "new run from an export of the old one."
+            "as it was, or start a new run from an export of the old one."
         )
     biases = bool(manifest.get("router_biases"))
     trained = trained_parameters(state.modules, biases)
@@ -175,15 +163,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise DamagedCheckpointError(
             f"{path}: damaged ({type(cause).__name__}: {reason})."
         ) from error
-
-
-def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
-    for key, value in present.items():
-        if saved.get(key) != value:
-            raise CheckpointError(
-                f"{path}: belongs to another model; its {key} is {saved.get(key)}, that of "
-                f"model.path is {value}."
-            )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

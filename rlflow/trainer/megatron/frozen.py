@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class FrozenModel:
 
     chunks: Sequence[PolicyModel]
     vocab: int
-    host: dict[str, Tensor] | None
+    host: dict[str, Tensor]
 
     @classmethod
     def load(
@@ -43,26 +43,11 @@ class FrozenModel:
         load_weights(chunks, model, world, WeightFiles(path))
         for chunk in chunks:
             chunk.requires_grad_(False).eval()
-        if not offloaded:
-            return cls(chunks, model.vocab, None)
-        frozen = cls(chunks, model.vocab, offload.to_host(dict(named_parameters(chunks))))
-        frozen._leave_device()
-        return frozen
+        host = offload.to_host(dict(named_parameters(chunks))) if offloaded else {}
+        for name, parameter in named_parameters(chunks) if offloaded else ():
+            parameter.data = host[name]
+        return cls(chunks, model.vocab, host)
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Inside, the weights are where the model computes."""
-        if self.host is None:
-            yield
-            return
-        try:
-            for name, parameter in named_parameters(self.chunks):
-                parameter.data = self.host[name].to("cuda", non_blocking=True)
-            yield
-        finally:
-            self._leave_device()
-
-    def _leave_device(self) -> None:
-        assert self.host is not None
-        for name, parameter in named_parameters(self.chunks):
-            parameter.data = self.host[name]
+        return offload.swapped(dict(named_parameters(self.chunks)), self.host)

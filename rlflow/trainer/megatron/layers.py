@@ -167,9 +167,6 @@ class SwiGLU(MegatronModule):
     """silu(gate) * up of (..., gate and up); keeps its input alone for the backward pass (Shazeer
     2020, arXiv 2002.05202)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config=config)
-
     def forward(self, both: Tensor) -> Tensor:
         """(..., 2 F) -> (..., F)."""
         return _SwiGLU.apply(both)

@@ -39,6 +39,7 @@ class OutputLayer:
     weight: Tensor
     vocab: int
     group: ProcessGroup
+    context_group: ProcessGroup
     sequence_parallel: bool
     chunk_bytes: int
 
@@ -51,7 +52,6 @@ def token_logprobs(
     *,
     layer: OutputLayer,
     places: Tensor,
-    context_group: ProcessGroup,
     want_entropy: bool = False,
     wanted: Tensor | None = None,
     others: Tensor | None = None,
@@ -62,7 +62,7 @@ def token_logprobs(
 
     hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension
     under sequence parallelism. tokens (B, T); places (B, T): the index of each token's hidden
-    state, or -1 where another rank of `context_group` has it. lengths, temperatures (B,), a
+    state, or -1 where another rank of the layer's `context_group` has it. lengths, temperatures (B,), a
     temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all by
     default. Position t describes token t, so position 0 and padding are 0, as is what is not
     wanted: no logits are computed for them."""
@@ -78,9 +78,9 @@ def token_logprobs(
         predicting, layer.weight, targets, scale, layer, want_entropy
     )
     return (
-        at_tokens(logprobs[:, 0], valid, context_group),
-        at_tokens(entropy, valid, context_group) if want_entropy else None,
-        at_tokens(logprobs[:, 1:], valid, context_group) if others is not None else None,
+        at_tokens(logprobs[:, 0], valid, layer.context_group),
+        at_tokens(entropy, valid, layer.context_group) if want_entropy else None,
+        at_tokens(logprobs[:, 1:], valid, layer.context_group) if others is not None else None,
     )
 
 
@@ -92,7 +92,6 @@ def top_tokens(
     *,
     layer: OutputLayer,
     places: Tensor,
-    context_group: ProcessGroup,
     below: int,
     wanted: Tensor | None = None,
 ) -> Tensor:
@@ -103,11 +102,11 @@ def top_tokens(
     part, rank = len(layer.weight), layer.group.rank()
     for rows in _slices(len(predicting), max(1, layer.chunk_bytes // (4 * part))):
         logits = linear_float32(predicting[rows], layer.weight)
-        logits[:, min(max(below - rank * part, 0), part) :] = -torch.inf
+        logits[:, _columns(layer, part, below) :] = -torch.inf
         values, ids = logits.topk(min(count, part), dim=1)
         values, ids = _gathered(values, layer.group), _gathered(ids + rank * part, layer.group)
         found[rows] = ids.gather(1, values.topk(count, dim=1).indices)
-    return at_tokens(found, valid, context_group)
+    return at_tokens(found, valid, layer.context_group)
 
 
 def _predicting(
@@ -352,9 +351,10 @@ def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tens
     return index.masked_fill(~here, 0), here, columns
 
 
-def _columns(layer: OutputLayer, part: int) -> int:
+def _columns(layer: OutputLayer, part: int, vocab: int | None = None) -> int:
     """How many of this rank's columns are vocabulary; the rest is padding."""
-    return min(max(layer.vocab - layer.group.rank() * part, 0), part)
+    vocab = layer.vocab if vocab is None else vocab
+    return min(max(vocab - layer.group.rank() * part, 0), part)
 
 
 def _cached(values: Tensor) -> int:
@@ -363,7 +363,7 @@ def _cached(values: Tensor) -> int:
 
 
 def _slices(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def _gathered(values: Tensor, group: ProcessGroup) -> Tensor:

@@ -114,14 +114,12 @@ class LayerAdapter(torch.nn.Module):
     def merged(self, weight: Tensor) -> Tensor:
         """A new tensor: this rank's weight of the layer with the adapters in it, added in
         float32."""
-        changes = []
-        for name, (outputs, _) in self.shapes.items():
-            if name in self.a:
-                changes.append(self.scale * (self.b[name].float() @ self.a[name].float()))
-            else:
-                changes.append(
-                    weight.new_zeros(self._share(outputs), weight.shape[1], dtype=torch.float32)
-                )
+        changes = [
+            self.scale * (self.b[name].float() @ self.a[name].float())
+            if name in self.a
+            else weight.new_zeros(self._share(outputs), weight.shape[1], dtype=torch.float32)
+            for name, (outputs, _) in self.shapes.items()
+        ]
         return (weight.float() + self._fused(changes, dim=0)).to(weight.dtype)
 
     def factors(self) -> Iterator[tuple[str, Parameter, int | None]]:

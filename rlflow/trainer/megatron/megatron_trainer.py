@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import ROUTES
-from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.errors import ConfigError, DataError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
@@ -27,6 +27,7 @@ from rlflow.trainer.megatron import (
     router_replay,
     step,
     world,
+    writing,
 )
 from rlflow.trainer.megatron.balancing import Balancing
 from rlflow.trainer.megatron.frozen import FrozenModel
@@ -41,9 +42,9 @@ from rlflow.trainer.megatron.model import (
 )
 from rlflow.trainer.megatron.model_weights import gather_weights, load_weights
 from rlflow.trainer.options import TrainerOptions, torch_dtype
-from rlflow.trainer.reducing import check_batch, check_loss, finish_metrics, skipped
+from rlflow.trainer.reducing import check_batch, check_finite, finish_metrics, skipped
 from rlflow.trainer.routing import balance_of
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
+from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, unknown_model
 from rlflow.types import Batch, Loss, as_loss
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class MegatronTrainer(Trainer):
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._unchanged: set[str] = set()  # snapshots under which no adapter changes anything
         self._frozen: dict[str, FrozenModel] = {}
-        self._lora = given.adapters
-        self._saving: checkpoint.PendingSave | None = None
+        self._lora = given.lora
+        self._saving: writing.OngoingWrite | None = None
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
@@ -124,7 +125,7 @@ class MegatronTrainer(Trainer):
         config = read_config(path)
         model = self._architecture = architecture(config)
         given.layout.check_model(model)
-        check_layers(given.adapters, model)
+        check_layers(given.lora, model)
         self.routing = router_replay.routing_of(given.router_replay, model)
         # A critic is another model
         self._replays = given.router_replay != "off" and not values
@@ -158,8 +159,9 @@ class MegatronTrainer(Trainer):
             metrics = step.forward_backward(
                 self._model, self._world, microbatches, loss, tokens, routing
             )
-            check_loss(metrics["loss"], self._updates)  # all ranks know it: they raise together
-            norm = optimizer.step(self._optimizer, rate)
+            # All ranks know it: they raise together
+            check_finite("loss", metrics["loss"], self._updates)
+            norm = optimizer.step(self._optimizer, rate, self._updates)
             balance = {} if balancing is None else balancing.finish(moved=norm > 0)
             if self._release_gradients:
                 offload.release_gradients(self._model)
@@ -272,7 +274,7 @@ class MegatronTrainer(Trainer):
         if self._saving is None:
             return True
         with cpu.adapted():
-            if not wait and not self._saving.files.finished_everywhere():
+            if not wait and not self._saving.finished_everywhere():
                 return False
             saving, self._saving = self._saving, None
             saving.finish()
@@ -337,28 +339,13 @@ class MegatronTrainer(Trainer):
                 f"{lowest} to {highest}."
             )
 
-    @contextlib.contextmanager
-    def _swapped(self, name: str) -> Iterator[None]:
+    def _swapped(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters hold a snapshot's values."""
         if name == "policy":
-            yield
-            return
+            return contextlib.nullcontext()
         if name not in self._snapshots:
-            known = ["policy", *self._snapshots, *self._frozen]
-            raise ConfigError(
-                f"score: there is no model '{name}'; known: "
-                f"{', '.join(known)}.{did_you_mean(name, known)}"
-            )
+            raise unknown_model(name, [*self._snapshots, *self._frozen])
         if name in self._unchanged:
-            with adapters.switched_off(self._chunks):
-                yield
-            return
+            return adapters.switched_off(self._chunks)
         parameters = dict(trained_parameters(self._chunks, self._biases))
-        policy = {key: parameter.data for key, parameter in parameters.items()}
-        try:
-            for key, value in self._snapshots[name].items():
-                parameters[key].data = value.to(policy[key].device, non_blocking=True)
-            yield
-        finally:
-            for key, value in policy.items():
-                parameters[key].data = value
+        return offload.swapped(parameters, self._snapshots[name])

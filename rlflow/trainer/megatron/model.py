@@ -34,11 +34,6 @@ LAYERS = "RLFLOW_LAYERS"
 installed too."""
 FP8_GRANULES = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """Tokens of a product come in multiples of these (megatron-core 0.19: get_fp8_align_size)."""
-WHOLE_LAYERS = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 
 class PolicyModel(GPTModel):
@@ -67,6 +62,7 @@ class PolicyModel(GPTModel):
             weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             vocab=self.vocab,
             group=self.pg_collection.tp,
+            context_group=self.pg_collection.cp,
             sequence_parallel=self.config.sequence_parallel,
             chunk_bytes=self.chunk_bytes,
         )
@@ -79,6 +75,7 @@ class ValueHead:
 
     layer: torch.nn.Linear
     group: ProcessGroup
+    context_group: ProcessGroup
     sequence_parallel: bool
 
 
@@ -105,7 +102,8 @@ class ValueModel(PolicyModel):
 
     def head(self) -> ValueHead:  # type: ignore[override]
         """The output layer of the last stage."""
-        return ValueHead(self.output_layer, self.pg_collection.tp, self.config.sequence_parallel)
+        groups = self.pg_collection
+        return ValueHead(self.output_layer, groups.tp, groups.cp, self.config.sequence_parallel)
 
 
 def token_values(
@@ -114,7 +112,6 @@ def token_values(
     *,
     head: ValueHead,
     places: Tensor,
-    context_group: ProcessGroup,
     wanted: Tensor | None = None,
 ) -> Tensor:
     """(B, T) float32: position t is the value of what stands before token t. Arguments as of
@@ -127,7 +124,8 @@ def token_values(
             values, tensor_parallel_output_grad=False, group=head.group
         )
     valid = predicted_here(lengths, places, wanted)
-    return at_tokens(values.flatten().index_select(0, places[:, :-1][valid]), valid, context_group)
+    found = values.flatten().index_select(0, places[:, :-1][valid])
+    return at_tokens(found, valid, head.context_group)
 
 
 def build_model(
@@ -236,7 +234,9 @@ def transformer_config(
     )
     kinds = expert_options(model, world.layout, fused) | latent_options(model)
     fusions = _fusions(on_cpu) | kinds  # latent attention has no fused rotation
-    return configured(**fusions, **_eight_bits(fp8), **_recompute(recompute))
+    # e4m3 forward, e5m2 for gradients
+    eight_bits = {} if fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": fp8}
+    return configured(**fusions, **eight_bits, **_recompute(recompute))
 
 
 def _fusions(on_cpu: bool) -> dict[str, bool]:
@@ -252,14 +252,15 @@ def _fusions(on_cpu: bool) -> dict[str, bool]:
     }
 
 
-def _eight_bits(recipe: str) -> dict[str, Any]:
-    """e4m3 forward, e5m2 for gradients."""
-    return {} if recipe == "none" else {"fp8": "hybrid", "fp8_recipe": recipe}
-
-
 def _recompute(parts: Collection[str]) -> dict[str, Any]:
-    if "full" in parts or not parts:
-        return dict(WHOLE_LAYERS) if parts else {}
+    if not parts:
+        return {}
+    if "full" in parts:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     experts = ["moe"] if "mlp" in parts else []  # Megatron's word for the MLP of a layer with them
     return {"recompute_granularity": "selective", "recompute_modules": [*sorted(parts), *experts]}
 

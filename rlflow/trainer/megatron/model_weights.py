@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.errors import ModelError
-from rlflow.models.architecture import Architecture, huggingface_shapes, placed_rules
-from rlflow.models.huggingface import IGNORED_SUFFIXES
+from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.huggingface import WeightFiles, check_loadable
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import TIED_OUTPUT, dtype_of
@@ -19,6 +18,7 @@ from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.low_rank import adapter_of
 from rlflow.trainer.megatron.model import PolicyModel
+from rlflow.trainer.megatron.specs import is_fused
 from rlflow.trainer.megatron.world import World
 
 
@@ -31,29 +31,20 @@ def parameter_name(
     return rule.megatron_name(layer % (model.layers // layout.stages), expert, fused)
 
 
-def _fused(chunks: Sequence[PolicyModel]) -> bool:
-    return chunks[0].config.transformer_impl == "transformer_engine"
-
-
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World, weights: Mapping[str, Tensor]
+    chunks: Sequence[PolicyModel], model: Architecture, world: World, weights: WeightFiles
 ) -> None:
     """Copies the HuggingFace tensors into the parameters of this rank's chunks; a critic's own
     stay.
 
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
-    _check_names(model, weights)
+    check_loadable(weights.path)
     rest = [chunk.own_tensors() for chunk in chunks]
     for rule, layer, chunk in held_rules(chunks, model, world):
         sources = [weights[name] for name in rule.names(layer)]
-        for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
-            if tuple(source.shape) != shape:
-                raise ModelError(
-                    f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}."
-                )
         parameter: Any = rest[chunk].pop(
-            parameter_name(rule, layer, model, world.layout, _fused(chunks))
+            parameter_name(rule, layer, model, world.layout, is_fused(chunks[0].config))
         )
         place = (0, 1) if rule.per_expert else (world.tensor_rank, world.tensor_parallel)
         parameter.copy_(shard(rule, sources, model, *place))
@@ -79,7 +70,7 @@ def gather_weights(
         here = stage == world.pipeline_rank
         holder = _holder(rule, model, world.layout)
         if here and holder in (None, world.expert_rank):
-            parameter = parameter_name(rule, layer, model, world.layout, _fused(chunks))
+            parameter = parameter_name(rule, layer, model, world.layout, is_fused(chunks[0].config))
             local = parameters[chunk][parameter].detach()
             adapter = adapter_of(chunks[chunk], parameter)
             local = local if adapter is None else adapter.merged(local)
@@ -137,20 +128,3 @@ def held_rules(
     if copied and world.last_stage and not world.first_stage:
         yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
 
-
-def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
-    expected = huggingface_shapes(model)
-    missing = [name for name in expected if name not in weights]
-    if missing:
-        raise ModelError(
-            f"{len(missing)} tensors that config.json implies are missing, first '{missing[0]}'."
-        )
-    # A tied model's file may repeat the embedding as lm_head.
-    known = {*expected, "lm_head.weight"} if model.tied else set(expected)
-    unknown = [
-        name for name in weights if name not in known and not name.endswith(IGNORED_SUFFIXES)
-    ]
-    if unknown:
-        raise ModelError(
-            f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'."
-        )

@@ -3,14 +3,17 @@ updates, the weights of snapshots."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+
+from rlflow.trainer.megatron.cpu import device
 
 PIECE = 1 << 24  # elements in flight: 64 MiB of gradients, twice
 ALIGNMENT = 64  # bytes
@@ -180,6 +183,19 @@ def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:
     for buffer in _buffers(model):
         data = buffer.grad_data
         data.untyped_storage().resize_(data.numel() * data.element_size())
+
+
+@contextlib.contextmanager
+def swapped(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the parameters of these names hold the values, where the model computes."""
+    before = {name: parameters[name].data for name in values}
+    try:
+        for name, value in values.items():
+            parameters[name].data = value.to(device(), non_blocking=True)
+        yield
+    finally:
+        for name, value in before.items():
+            parameters[name].data = value
 
 
 def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:

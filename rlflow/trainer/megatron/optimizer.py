@@ -3,7 +3,6 @@ at any step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +14,9 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from rlflow.errors import RLFlowError
 from rlflow.trainer.megatron.offload import HostAdamW
 from rlflow.trainer.optimizers import AdamW
+from rlflow.trainer.reducing import check_finite
 
 
 def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[DistributedDataParallel]:
@@ -77,24 +76,21 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
     Checkpoints hold one count for all parameters. torch's AdamW has one per parameter, which must
     not become one shared tensor: every parameter's step would increment it, and training would
     diverge silently. FusedAdam of Transformer Engine and of Apex has one per group."""
-    for one in chained(optimizer):
-        _set_updates(one.optimizer, updates)
-
-
-def _set_updates(inner: torch.optim.Optimizer, updates: int) -> None:
-    per_parameter = isinstance(inner, torch.optim.Adam)
-    for group in inner.param_groups:
-        if not per_parameter:
-            group["step"] = updates
-        for parameter in group["params"]:
-            device = "cpu" if isinstance(inner, HostAdamW) else parameter.device
-            state = inner.state[parameter]
-            state.setdefault("exp_avg", torch.zeros_like(parameter.data, device=device))
-            state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data, device=device))
-            if per_parameter:
-                state["step"] = torch.tensor(float(updates), device=device)
-    if isinstance(inner, HostAdamW):
-        inner.refresh()
+    for inner in (one.optimizer for one in chained(optimizer)):
+        per_parameter = isinstance(inner, torch.optim.Adam)
+        for group in inner.param_groups:
+            if not per_parameter:
+                group["step"] = updates
+            for parameter in group["params"]:
+                device = "cpu" if isinstance(inner, HostAdamW) else parameter.device
+                state = inner.state[parameter]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    if moment not in state:
+                        state[moment] = torch.zeros_like(parameter.data, device=device)
+                if per_parameter:
+                    state["step"] = torch.tensor(float(updates), device=device)
+        if isinstance(inner, HostAdamW):
+            inner.refresh()
 
 
 def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -105,24 +101,20 @@ def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: Megatron
     optimizer.zero_grad()
 
 
-def step(optimizer: MegatronOptimizer, lr: float) -> float:
+def step(optimizer: MegatronOptimizer, lr: float, updates: int) -> float:
     """Clips and applies the accumulated gradients; returns their norm before clipping, over all
     ranks.
 
     Where the norm is 0, nothing is applied: the moments alone would move the weights, and nothing
     asked for that.
 
-    Raises RLFlowError, and leaves the weights alone, where the norm is not finite."""
+    updates: made so far. Raises RLFlowError, and leaves the weights alone, where the norm is not
+    finite."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        raise RLFlowError(
-            f"update: the gradient norm is {norm}; the weights were not changed. Look for "
-            "non-finite advantages, "
-            "log-probs or weights in the batch, or lower trainer.lr."
-        )
+    check_finite("gradient norm", norm, updates)
     if norm == 0:
         return norm
     # Applied to the buffer at once: Megatron's own clipping walks the parameters one by one.

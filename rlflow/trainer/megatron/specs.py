@@ -36,7 +36,7 @@ def block_spec(
     specs = {sparse: _layer_spec(config, sparse) for sparse in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[sparse] for sparse in kinds[first : first + count]],
-        layer_norm=LayerNormImpl if _fused(config) else RMSNorm,
+        layer_norm=LayerNormImpl if is_fused(config) else RMSNorm,
     )
 
 
@@ -122,13 +122,13 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,
     }
-    if _fused(config):
+    if is_fused(config):
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=sparse, **kinds)
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
     if isinstance(parts := _submodules(spec.submodules.mlp), MoESubmodules):
         parts.router = BalancedRouter
-    if _fused(config):
+    if is_fused(config):
         return spec
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -180,5 +180,6 @@ def _submodules(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
-def _fused(config: TransformerConfig) -> bool:
+def is_fused(config: TransformerConfig) -> bool:
+    """Whether the layers are Transformer Engine's."""
     return config.transformer_impl == "transformer_engine"

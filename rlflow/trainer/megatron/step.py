@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
@@ -104,9 +103,7 @@ def forward_backward(
         microbatch: Microbatch, hidden: Tensor, layer: Head
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(
-            hidden, microbatch, layer, world.context_group, loss.needs, wanted=batch.trained
-        )
+        output = _policy_output(hidden, microbatch, layer, loss.needs, batch.trained)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
@@ -153,12 +150,19 @@ def score(
         values: dict[str, Tensor] = {}
         wanted = microbatch.batch.wanted
         if top_k:
-            values["top_ids"] = _top_ids(
-                hidden, microbatch, layer, world.context_group, top_k, below
+            assert isinstance(layer, OutputLayer)  # a critic is never asked for tokens
+            # For their log-probs the output layer runs once more: they go the way of all
+            values["top_ids"] = microbatch.batch.extras[TEACHER_TOP_IDS] = top_tokens(
+                hidden,
+                microbatch.batch.lengths,
+                top_k,
+                layer=layer,
+                places=microbatch.feed.places,
+                below=below,
+                wanted=wanted,
             )
-            microbatch.batch.extras[TEACHER_TOP_IDS] = values["top_ids"]
         needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
-        output = _policy_output(hidden, microbatch, layer, world.context_group, needs, wanted)
+        output = _policy_output(hidden, microbatch, layer, needs, wanted)
         values |= {name: getattr(output, name) for name in needs}
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
@@ -195,22 +199,14 @@ def _policy_output(
     hidden: Tensor,
     microbatch: Microbatch,
     layer: Head,
-    context_group: ProcessGroup,
     want: frozenset[str],
-    wanted: Tensor | None = None,
+    wanted: Tensor | None,
 ) -> PolicyOutput:
     """What the head on the last hidden states gives: a critic's values, else log-probs and what is
     wanted besides."""
     batch, places = microbatch.batch, microbatch.feed.places
     if isinstance(layer, ValueHead):
-        values = token_values(
-            hidden,
-            batch.lengths,
-            head=layer,
-            places=places,
-            context_group=context_group,
-            wanted=wanted,
-        )
+        values = token_values(hidden, batch.lengths, head=layer, places=places, wanted=wanted)
         return PolicyOutput(logprobs=torch.full_like(values, torch.nan), values=values)
     logprobs, entropy, top_logprobs = token_logprobs(
         hidden,
@@ -220,35 +216,10 @@ def _policy_output(
         layer=layer,
         want_entropy="entropy" in want,
         places=places,
-        context_group=context_group,
         wanted=wanted,
         others=teacher_top_ids(batch) if "top_logprobs" in want else None,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy, top_logprobs=top_logprobs)
-
-
-def _top_ids(
-    hidden: Tensor,
-    microbatch: Microbatch,
-    layer: Head,
-    context_group: ProcessGroup,
-    count: int,
-    below: int,
-) -> Tensor:
-    """(B, T, count) as `top_tokens` has it. For their log-probs the output layer runs once more:
-    they go the way of all."""
-    assert isinstance(layer, OutputLayer)  # a critic is never asked for tokens
-    lengths, places = microbatch.batch.lengths, microbatch.feed.places
-    return top_tokens(
-        hidden,
-        lengths,
-        count,
-        layer=layer,
-        places=places,
-        context_group=context_group,
-        below=below,
-        wanted=microbatch.batch.wanted,
-    )
 
 
 def _run(
@@ -283,7 +254,7 @@ def _run(
     widest = max(microbatch.feed.width for microbatch in microbatches)
     parts: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
+        data_iterator=[iter(microbatches) for _ in model],
         model=list(model),
         num_microbatches=len(microbatches),
         # Of all where chunks interleave; else only a hint, the stages tell each other their shapes
@@ -302,24 +273,25 @@ def _combined(
     """Metrics over micro-batches and data-parallel ranks, known to every pipeline stage: maxima,
     and sums of all others."""
     names = sorted(parts[0]) if parts else []
-    largest = torch.tensor(
-        [reductions.get(name) == "max" for name in names], dtype=torch.bool, device=device()
-    )
-    values = torch.where(largest, -torch.inf, 0.0).double()
     for part in parts:
         if sorted(part) != names:
             raise RLFlowError(
                 f"loss: metrics differ between micro-batches, {names} and {sorted(part)}."
             )
-        found = torch.stack([part[name].double() for name in names])
-        values = torch.where(largest, torch.maximum(values, found), values + found)
-    if world.data_parallel > 1 and world.last_stage:
-        maxima = values.clone()
-        dist.all_reduce(values, group=world.data_group)
-        if bool(largest.any()):  # the same on every rank: a loss is
+    result: list[dict[str, float]] = [{}]
+    if parts:
+        each = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
+        values, maxima = each.sum(0), each.amax(0)
+        if world.data_parallel > 1:
+            dist.all_reduce(values, group=world.data_group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=world.data_group)
-            values = torch.where(largest, maxima, values)
-    result = [dict(zip(names, values.tolist(), strict=True))]
+        found = zip(names, values.tolist(), maxima.tolist(), strict=True)
+        result = [
+            {
+                name: most if reductions.get(name) == "max" else total
+                for name, total, most in found
+            }
+        ]
     if world.pipeline_parallel > 1:
         dist.broadcast_object_list(
             result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group

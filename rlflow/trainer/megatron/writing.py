@@ -7,9 +7,10 @@ finish (`OngoingWrite.finish`): training may go on in between."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 
 from rlflow.errors import StorageError
-from rlflow.storage.integrity import Fingerprint, error_reason, fingerprint
+from rlflow.storage.integrity import (
+    TRAINER_MANIFEST,
+    Fingerprint,
+    error_reason,
+    fingerprint,
+    write_manifest,
+)
 from rlflow.trainer.megatron.cpu import device
 
 logger = logging.getLogger(__name__)
@@ -61,8 +68,15 @@ class OngoingWrite:
     """A checkpoint that this rank is writing its part of. With `background`, in a thread that no
     exit waits for."""
 
-    def __init__(self, path: Path, writer: PlannedWriter, metadata: Any, background: bool) -> None:
-        self.path, self._writer, self._metadata = path, writer, metadata
+    def __init__(
+        self,
+        path: Path,
+        writer: PlannedWriter,
+        metadata: Any,
+        manifest: Mapping[str, Any],
+        background: bool,
+    ) -> None:
+        self.path, self._writer, self._metadata, self._manifest = path, writer, metadata, manifest
         self._outcome: tuple[list[Any], dict[str, Fingerprint]] | None = None
         self._failure = "the writing thread ended early"
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -84,11 +98,11 @@ class OngoingWrite:
         dist.all_reduce(finished, dist.ReduceOp.MIN)
         return bool(finished)
 
-    def finish(self, seal: Callable[[dict[str, Fingerprint]], object]) -> None:
-        """Waits for all ranks; then the first one writes the tables and calls `seal` with every
-        file's fingerprint.
+    def finish(self) -> None:
+        """Waits for all ranks; then the first one writes the tables and the manifest.
 
-        A collective. Raises StorageError on all ranks where any of them failed."""
+        A collective. Raises StorageError on all ranks where any of them failed (a full disk, no
+        permission)."""
         if self._thread.ident is not None:
             self._thread.join()
         # torch's writer fails in ways of its own on every rank; only the first one's tables make
@@ -102,28 +116,27 @@ class OngoingWrite:
         dist.all_gather_object(gathered, outcome)
         failures = [outcome for outcome in gathered if isinstance(outcome, str)]
         if not failures and dist.get_rank() == 0:
-            failures = self._write_tables(
-                [results for results, _ in gathered], _merged(gathered), seal
-            )
+            failures = self._write_tables(gathered)
         _raise_everywhere(self.path, failures)
 
-    def _write_tables(
-        self, results: list[Any], files: dict[str, Fingerprint], seal: Callable
-    ) -> list[str]:
+    def _write_tables(self, gathered: list[tuple[Any, dict[str, Fingerprint]]]) -> list[str]:
+        files = {name: print_ for _, written in gathered for name, print_ in written.items()}
         try:
-            self._writer.finish(self._metadata, results)
+            self._writer.finish(self._metadata, [results for results, _ in gathered])
             # Part of the format; nothing here is common and not sharded
             torch.save({}, self.path / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
             for name in (".metadata", "common.pt", "metadata.json"):
                 files[name] = fingerprint(self.path / name)
-            seal(files)
+            write_manifest(self.path / TRAINER_MANIFEST, self._manifest, files)
         except FAILURES as error:
             return [error_reason(error)]
         return []
 
 
-def begin(path: Path, content: ShardedStateDict, background: bool) -> OngoingWrite:
+def begin(
+    path: Path, content: ShardedStateDict, manifest: Mapping[str, Any], background: bool
+) -> OngoingWrite:
     """Starts writing what the ranks hold. A collective; without `background` every rank has written
     when it returns.
 
@@ -131,20 +144,15 @@ def begin(path: Path, content: ShardedStateDict, background: bool) -> OngoingWri
     sharded, common = save_preprocess(content)
     assert not common, f"not sharded: {sorted(common)}"
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    if background:
-        for entry in (
-            entry
-            for entries in flat.values()
-            for entry in entries
-            if isinstance(entry, ShardedTensor)
-        ):
+    for entry in itertools.chain(*flat.values()) if background else ():
+        if isinstance(entry, ShardedTensor):
             entry.data = entry.data.detach().to("cpu", copy=True)
     writer = PlannedWriter(path)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planned = save_state_dict_async_plan(
         mcore_to_pyt_state_dict(flat, False), writer, planner=planner
     )
-    return OngoingWrite(path, writer, metadata=planned[0][1], background=background)
+    return OngoingWrite(path, writer, planned[0][1], manifest, background)
 
 
 def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
@@ -168,6 +176,3 @@ def _raise_everywhere(path: Path, failures: list[str]) -> None:
     if known[0]:
         raise StorageError(f"{path}: the checkpoint cannot be written ({known[0][0]}).")
 
-
-def _merged(gathered: list[Any]) -> dict[str, Fingerprint]:
-    return {name: print_ for _, files in gathered for name, print_ in files.items()}

@@ -300,6 +300,6 @@ def test_options_are_checked_before_anything_starts(model: Path, lora: dict[str,
 def test_one_option_on_the_command_line_turns_it_on() -> None:
     from rlflow.config.schema import load_config
 
-    assert load_config().trainer.adapters is None
-    made = load_config(overrides=["trainer.lora.rank=8", "trainer.lora.targets=[v_proj, q_proj]"]).trainer.adapters
+    assert load_config().trainer.lora is None
+    made = load_config(overrides=["trainer.lora.rank=8", "trainer.lora.targets=[v_proj, q_proj]"]).trainer.lora
     assert made == LoraOptions(rank=8, alpha=32.0, targets=("q_proj", "v_proj"))

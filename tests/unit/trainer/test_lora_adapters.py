@@ -32,7 +32,7 @@ def defaults() -> dict[str, Any]:
 def folder(make: Any, model: Path, tmp_path: Path) -> tuple[Any, Path]:
     """A trainer after two updates, and the folder of its adapters."""
     trainer = updated(make())
-    options = LoraOptions.of(LORA)
+    options = LoraOptions(**LORA)
     write_adapter(
         tmp_path / "adapter", trainer.adapter_weights(), base=model, rank=RANK, alpha=ALPHA, targets=options.targets
     )
@@ -48,7 +48,7 @@ def test_an_adapter_merged_into_its_base_is_what_the_trainer_streams(folder: Any
 
 
 def test_a_run_exports_both_and_holds_one_against_the_other(make: Any, model: Path, tmp_path: Path) -> None:
-    trainer, options = updated(make()), LoraOptions.of(LORA)
+    trainer, options = updated(make()), LoraOptions(**LORA)
     assert export_policy(trainer, tmp_path / "export", str(model), "float32") < 1e-4
     export_adapter(trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32")
     assert digest(trainer.adapter_weights()) == digest(
@@ -113,7 +113,7 @@ def test_peft_loads_the_adapter_and_trains_it_alike(make: Any, model: Path, tmp_
     from transformers import AutoModelForCausalLM
 
     def loaded(name: str, **options: Any) -> Any:
-        adapters, targets = trainer.adapter_weights(), LoraOptions.of(LORA).targets
+        adapters, targets = trainer.adapter_weights(), LoraOptions(**LORA).targets
         write_adapter(tmp_path / name, adapters, base=model, rank=RANK, alpha=ALPHA, targets=targets)
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         return peft.PeftModel.from_pretrained(base, tmp_path / name, **options).eval()

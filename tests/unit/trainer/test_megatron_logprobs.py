@@ -32,8 +32,8 @@ def from_logits(
     """`token_logprobs` where the hidden states are the logits (B, T, V): the output layer is the identity."""
     vocab, chunk_bytes = options.pop("vocab", logits.shape[-1]), options.pop("chunk_bytes", 1 << 20)
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
-    layer = OutputLayer(weight, vocab, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
-    options |= {"places": places_of(tokens), "context_group": group}
+    layer = OutputLayer(weight, vocab, group, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
+    options |= {"places": places_of(tokens)}
     return token_logprobs(logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options)[:2]
 
 
@@ -46,14 +46,14 @@ def places_of(tokens: Tensor) -> Tensor:
 def test_hidden_states_of_another_rank_count_as_zero(group: dist.ProcessGroup) -> None:
     """Each context-parallel rank gives the log-probs that its hidden states predict, and the sum over ranks is all."""
     logits, tokens, lengths, temperatures = make_case()
-    layer = OutputLayer(torch.eye(13), 13, group, sequence_parallel=False, chunk_bytes=1 << 20)
+    layer = OutputLayer(torch.eye(13), 13, group, group, sequence_parallel=False, chunk_bytes=1 << 20)
     whole, _ = from_logits(logits, tokens, lengths, temperatures, group)
     total = torch.zeros_like(whole)
     for columns in ([0, 5], [1, 2, 3, 4]):
         places = torch.full(tokens.shape, -1)
         places[:, columns] = torch.arange(len(columns)) * 3 + torch.arange(3).unsqueeze(1)
         part, *_ = token_logprobs(
-            logits.transpose(0, 1)[columns], tokens, lengths, temperatures, layer=layer, places=places, context_group=group
+            logits.transpose(0, 1)[columns], tokens, lengths, temperatures, layer=layer, places=places
         )
         assert not part[:, [column for column in range(1, 6) if column - 1 not in columns]].any()
         total += part
@@ -115,9 +115,9 @@ def test_values_and_gradients_equal_torch(
 def project(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, chunk_bytes: int, want_entropy: bool) -> Tensor:
     """The sum of what `token_logprobs` gives for the hidden states (T, B, H), weighed by position."""
     _, tokens, lengths, temperatures = make_case(vocab=29)
-    layer = OutputLayer(weight, 29, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
+    layer = OutputLayer(weight, 29, group, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
     got, entropy, _ = token_logprobs(
-        hidden, tokens, lengths, temperatures, layer=layer, places=places_of(tokens), context_group=group,
+        hidden, tokens, lengths, temperatures, layer=layer, places=places_of(tokens),
         want_entropy=want_entropy,
     )  # fmt: skip
     share = torch.linspace(-1, 2, got.numel()).view(got.shape)

@@ -267,7 +267,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model_path, batc
     broken = batch.replace(advantages=torch.full_like(batch.advantages, float("inf")))
     with pytest.raises(RLFlowError, match="update 0: the loss is"):
         trainer.update(broken, PPOClipLoss())
-    with pytest.raises(RLFlowError, match="gradient norm of update 0 is"):  # of a root at 0, where the loss is 0
+    with pytest.raises(RLFlowError, match="update 0: the gradient norm is"):  # of a root at 0, where the loss is 0
         trainer.update(batch, lambda output, _: ((output.logprobs - output.logprobs.detach()).abs().sqrt(), {}))
     assert equal(trainer, ReferenceTrainer(model_path))
 
