@@ -186,16 +186,12 @@ class ReferenceTrainer(Trainer):
         return {**totals, "gradient_norm": norm, "lr": rate, **counts, **skipped(norm)}
 
     def snapshot(self, name: str) -> None:
-        if name == "policy":
-            raise ConfigError(
-                "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. "
-                "reference"
-            )
+        check_new_name("snapshot", name, self.frozen)
         trained = self._trained().items()
         self.snapshots[name] = {key: value.detach().clone() for key, value in trained}
 
     def load_frozen(self, name: str, path: str | Path) -> None:
-        check_new_name(name, [*self.snapshots, *self.frozen])
+        check_new_name("load_frozen", name, [*self.snapshots, *self.frozen])
         self.frozen[name] = load_model(path).to(self.device).requires_grad_(False)
 
     def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:

@@ -51,10 +51,11 @@ def unknown_model(name: str, taken: Iterable[str]) -> ConfigError:
     )
 
 
-def check_new_name(name: str, taken: Iterable[str]) -> None:
-    """Raises ConfigError for a frozen model's name that means something already."""
-    if name in ("policy", *taken):
+def check_new_name(call: str, name: str, taken: Iterable[str]) -> None:
+    """Raises ConfigError for the name of a snapshot or frozen model that means something already:
+    `policy` is the model in training."""
+    known = ["policy", *taken]
+    if name in known:
         raise ConfigError(
-            f"load_frozen: '{name}' is taken; choose a name other than "
-            f"{', '.join(['policy', *taken])}."
+            f"{call}: '{name}' is taken; choose a name other than {', '.join(known)}."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import ROUTES
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import DataError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
@@ -226,11 +226,7 @@ class MegatronTrainer(Trainer):
             return score(router_replay.Replaying(self._world) if replay else None)
 
     def snapshot(self, name: str) -> None:
-        if name == "policy":
-            raise ConfigError(
-                "snapshot: 'policy' is the model in training; choose another name, e.g. "
-                "'reference'."
-            )
+        check_new_name("snapshot", name, self._frozen)
         trained = trained_parameters(self._chunks, self._biases)
         values = {key: parameter.detach() for key, parameter in trained}
         held = self._snapshots.get(name, {})
@@ -242,7 +238,7 @@ class MegatronTrainer(Trainer):
         self._note_unchanged(name)
 
     def load_frozen(self, name: str, path: str | Path) -> None:
-        check_new_name(name, [*self._snapshots, *self._frozen])
+        check_new_name("load_frozen", name, [*self._snapshots, *self._frozen])
         dtype = next(self._chunks[0].parameters()).dtype
         with cpu.adapted():
             self._frozen[name] = FrozenModel.load(

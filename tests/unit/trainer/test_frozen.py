@@ -72,6 +72,15 @@ def test_the_teacher_stays_while_the_policy_moves_and_is_not_in_the_checkpoint(
         other.score(batch, "teacher")
 
 
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_a_snapshot_of_a_frozen_models_name_is_refused(make: Any, teacher: Path, backend: str) -> None:
+    """It would never be scored with: the frozen model would."""
+    trainer = make(backend=backend)
+    trainer.load_frozen("teacher", teacher)
+    with pytest.raises(ConfigError, match="snapshot: 'teacher' is taken; choose a name other than policy, teacher"):
+        trainer.snapshot("teacher")
+
+
 @pytest.mark.parametrize("tokens_per_microbatch", [20, pytest.param(4096, marks=pytest.mark.slow)])
 def test_the_forward_kl_moves_megatron_as_it_moves_the_reference_trainer(
     make: Any, teacher: Path, tokens_per_microbatch: int

@@ -307,7 +307,7 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
         trainer.score(batch, model="referense")
     with pytest.raises(ConfigError, match=r"found 'logprob'\. Did you mean 'logprobs'"):
         trainer.score(batch, want=("logprob",))
-    with pytest.raises(ConfigError, match="'policy' is the model in training"):
+    with pytest.raises(ConfigError, match="snapshot: 'policy' is taken; choose a name other than policy"):
         trainer.snapshot("policy")
     with pytest.raises(DataError, match=f"token ids must be 0 to {VOCAB - 1}"):
         trainer.score(batch.replace(tokens=batch.tokens + VOCAB))
