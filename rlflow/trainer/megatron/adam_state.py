@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from rlflow.models.huggingface import in_groups
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.optimizer import chained
 
@@ -191,36 +192,20 @@ def _rounds(
     held: Sequence[tuple[str, Held]],
 ) -> Iterator[tuple[ProcessGroup | None, dict[str, Held]]]:
     """Successive parameters of one group and type, up to ROUND elements together."""
-    names: dict[str, Held] = {}
-    size, kind = 0, None
-    for name, one in held:
-        size += one.parameter.numel()
-        found = one.group, one.parameter.dtype
-        if names and (size > ROUND or found != kind):
-            yield next(iter(names.values())).group, names
-            names, size = {}, one.parameter.numel()
-        names[name], kind = one, found
-    if names:
-        yield next(iter(names.values())).group, names
+    kinds = itertools.groupby(held, lambda pair: (pair[1].group, pair[1].parameter.dtype))
+    for (group, _), alike in kinds:
+        for together in in_groups(alike, lambda pair: pair[1].parameter.numel(), ROUND):
+            yield group, dict(together)
 
 
 def _gather(names: dict[str, Held], group: ProcessGroup, part: str) -> dict[str, Tensor]:
     """The wholes, flat, on the CPU of their owners."""
-    mine = [
-        held.tensors[part].flatten()
-        for owner in range(group.size())
-        for held in names.values()
-        if held.owner == owner and held.tensors
-    ]
+    mine = [tensor.flatten() for tensor in _by_owner(names, group, part)]
     received = _exchange(mine, _sent(names, group), _received(names, group), group).cpu()
-    pieces = {name: list[Tensor]() for name, held in names.items() if held.owned}
-    place = 0
-    for rank in range(group.size()):
-        for name in pieces:
-            size = names[name].share(rank)
-            pieces[name].append(received[place : place + size])
-            place += size
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+    owned = [name for name, held in names.items() if held.owned]
+    sizes = [names[name].share(rank) for rank in range(group.size()) for name in owned]
+    pieces = received.split(sizes)
+    return {name: torch.cat(pieces[place :: len(owned)]) for place, name in enumerate(owned)}
 
 
 def _scatter(
@@ -234,13 +219,20 @@ def _scatter(
         if held.owned
     ]
     received = _exchange(mine, _received(names, group), _sent(names, group), group)
-    place = 0
-    for owner in range(group.size()):
-        for held in names.values():
-            if held.owner == owner and held.tensors:
-                target = held.tensors[part]
-                target.copy_(received[place : place + target.numel()].view(target.shape))
-                place += target.numel()
+    targets = _by_owner(names, group, part)
+    pieces = received.split([target.numel() for target in targets])
+    for target, piece in zip(targets, pieces, strict=True):
+        target.copy_(piece.view(target.shape))
+
+
+def _by_owner(names: dict[str, Held], group: ProcessGroup, part: str) -> list[Tensor]:
+    """This rank's parts, in the order of their owners."""
+    return [
+        held.tensors[part]
+        for owner in range(group.size())
+        for held in names.values()
+        if held.owner == owner and held.tensors
+    ]
 
 
 def _sent(names: dict[str, Held], group: ProcessGroup) -> list[int]:

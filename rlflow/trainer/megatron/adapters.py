@@ -84,14 +84,8 @@ def gather_adapters(
                 own = part.detach()
                 held[name] = own if axis is None else torch.cat(all_shards(own, world), dim=axis)
         for name, shape in low_rank.factor_shapes(rule, layer, model, options):
-            factor = (
-                held[name].contiguous()
-                if held
-                else torch.empty(shape, dtype=dtype, device=device())
-            )
-            if world.pipeline_parallel > 1:
-                dist.broadcast(factor, world.stage_root(stage), group=world.pipeline_group)
-            yield name, factor.to("cpu", copy=True)
+            factor = held[name] if held else torch.empty(shape, dtype=dtype, device=device())
+            yield name, world.from_stage(stage, factor).to("cpu", copy=True)
 
 
 def entries(modules: Sequence[PolicyModel], others: Mapping[str, Any]) -> dict[str, Any]:

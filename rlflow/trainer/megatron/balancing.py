@@ -18,7 +18,7 @@ norm of the gradient is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from rlflow.models.architecture import Architecture
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import BalancedRouter
 from rlflow.trainer.megatron.router_replay import ExpertChoice, Recording, routers
-from rlflow.trainer.megatron.step import Microbatch
+from rlflow.trainer.megatron.step import Microbatch, route
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.options import BalanceOptions
 from rlflow.trainer.routing import count
@@ -62,16 +62,20 @@ class Balancing:
         self,
         microbatches: Sequence[Microbatch],
         routing: ExpertChoice | None,
-        choose: Callable[[ExpertChoice], None],
     ) -> ExpertChoice | None:
         """Tells the routers what they add to the loss of the micro-batches. Returns who chooses the
-        experts in them. choose: makes a pass in which nothing is learned."""
+        experts in them. Where the loads must be known before, makes a pass in which nothing is
+        learned."""
         replayed = routing is not None
         if replayed:  # only tokens with routes count
             self._lengths = self._batch.extras[ROUTED]
         elif self._asked.aux_loss:
             self._recording = self._record()
-            choose(self._recording)
+            for chunk in self._chunks:
+                chunk.eval()
+            route(self._chunks, microbatches, self._recording)
+            for chunk in self._chunks:
+                chunk.train()
         elif self._asked.bias_rate:
             routing = self._recording = self._record()
         for microbatch in microbatches:

@@ -62,9 +62,9 @@ def token_logprobs(
 
     hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension
     under sequence parallelism. tokens (B, T); places (B, T): the index of each token's hidden
-    state, or -1 where another rank of the layer's `context_group` has it. lengths, temperatures (B,), a
-    temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all by
-    default. Position t describes token t, so position 0 and padding are 0, as is what is not
+    state, or -1 where another rank of the layer's `context_group` has it. lengths, temperatures
+    (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all
+    by default. Position t describes token t, so position 0 and padding are 0, as is what is not
     wanted: no logits are computed for them."""
     predicting, valid, index = _predicting(hidden, lengths, layer, places, wanted)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)

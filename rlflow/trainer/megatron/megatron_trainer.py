@@ -152,10 +152,12 @@ class MegatronTrainer(Trainer):
             routing: router_replay.ExpertChoice | None = None
             if self._replays:
                 routing = router_replay.Replaying(self._world)
-            balancing = self._balancing(batch)
-            if balancing is not None:
-                choose = functools.partial(self._choose, microbatches)
-                routing = balancing.begin(microbatches, routing, choose)
+            balancing = None
+            if self._balance is not None:
+                balancing = Balancing(
+                    self._balance, self._world, self._architecture, self._chunks, batch
+                )
+                routing = balancing.begin(microbatches, routing)
             metrics = step.forward_backward(
                 self._model, self._world, microbatches, loss, tokens, routing
             )
@@ -175,18 +177,6 @@ class MegatronTrainer(Trainer):
             "microbatches": float(len(microbatches)),
             **skipped(norm),
         }
-
-    def _balancing(self, batch: Batch) -> Balancing | None:
-        if self._balance is None:
-            return None
-        return Balancing(self._balance, self._world, self._architecture, self._chunks, batch)
-
-    def _choose(
-        self, microbatches: Sequence[step.Microbatch], routing: router_replay.ExpertChoice
-    ) -> None:
-        self._set_training(False)
-        step.route(self._model, microbatches, routing)
-        self._set_training(True)
 
     def score(
         self,

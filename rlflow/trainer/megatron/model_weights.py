@@ -84,10 +84,8 @@ def gather_weights(
         for name, tensor in zip(rule.names(layer), tensors, strict=True):
             if holder is not None and here and world.layout.expert_parallel > 1:
                 tensor = tensor.contiguous()
-                dist.broadcast(tensor, world.expert_root(holder), group=world.expert_group)
-            if world.pipeline_parallel > 1:
-                tensor = tensor.contiguous()
-                dist.broadcast(tensor, world.stage_root(stage), group=world.pipeline_group)
+                dist.broadcast(tensor, group=world.expert_group, group_src=holder)
+            tensor = world.from_stage(stage, tensor)
             yield name, tensor if where is None else tensor.to(where, copy=True)
 
 

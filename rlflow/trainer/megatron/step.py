@@ -251,19 +251,20 @@ def _run(
             lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head())
         )
 
+    chunks = [unwrap_model(module) for module in model]
     widest = max(microbatch.feed.width for microbatch in microbatches)
     parts: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(microbatches) for _ in model],
         model=list(model),
         num_microbatches=len(microbatches),
-        # Of all where chunks interleave; else only a hint, the stages tell each other their shapes
+        # Of all where chunks interleave; else a hint, the stages tell each other their shapes
         seq_length=widest,
         micro_batch_size=1,
         forward_only=forward_only,
     )
     if routing is not None:
-        routing.finish([unwrap_model(module) for module in model], len(microbatches))
+        routing.finish(chunks, len(microbatches))
     return parts
 
 
@@ -293,9 +294,8 @@ def _combined(
             }
         ]
     if world.pipeline_parallel > 1:
-        dist.broadcast_object_list(
-            result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group
-        )
+        last = world.pipeline_parallel - 1
+        dist.broadcast_object_list(result, group=world.pipeline_group, group_src=last)
     return result[0]
 
 
@@ -304,8 +304,4 @@ def _everywhere(values: Tensor, world: World) -> Tensor:
     every stage."""
     if world.data_parallel > 1 and world.last_stage:
         dist.all_reduce(values, group=world.data_group)
-    if world.pipeline_parallel > 1:
-        dist.broadcast(
-            values, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group
-        )
-    return values
+    return world.from_stage(world.pipeline_parallel - 1, values)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlflow.errors import ConfigError, RLFlowError
@@ -76,13 +77,13 @@ class World:
     def last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_parallel - 1
 
-    def stage_root(self, stage: int) -> int:
-        """The global rank of a pipeline stage within this rank's pipeline."""
-        return dist.get_process_group_ranks(self.pipeline_group)[stage]
-
-    def expert_root(self, rank: int) -> int:
-        """The global rank of one of this rank's `expert_group`."""
-        return dist.get_process_group_ranks(self.expert_group)[rank]
+    def from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """What one stage of this rank's pipeline has, on all of them, in place where it is
+        contiguous. A collective of the pipeline."""
+        if self.pipeline_parallel > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self.pipeline_group, group_src=stage)
+        return tensor
 
 
 @dataclass
