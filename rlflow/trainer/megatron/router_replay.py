@@ -78,7 +78,7 @@ class Replaying:
         left = {
             len(router.replay_backward_list) for chunk in chunks for _, router in _routers(chunk)
         }
-        _forget(chunks)
+        forget(chunks)
         if not left <= {0, microbatches}:
             raise RLFlowError(
                 f"router replay: of {microbatches} micro-batches the routes of {sorted(left)} were "
@@ -119,14 +119,15 @@ class Recording:
 
     def finish(self, chunks: Sequence[GPTModel], microbatches: int) -> None:
         """Puts together what context-parallel ranks, stages and data-parallel ranks have."""
-        _forget(chunks)
+        forget(chunks)
         world = self._world
         for group in (world.context_group, world.pipeline_group, world.data_group):
             if group.size() > 1:
                 dist.all_reduce(self.routes, group=group)
 
 
-def _forget(chunks: Sequence[GPTModel]) -> None:
+def forget(chunks: Sequence[GPTModel]) -> None:
+    """Lets the routers choose again."""
     for chunk in chunks:
         for _, router in _routers(chunk):
             router.clear_indices()

@@ -21,7 +21,7 @@ from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
 from rlflow.trainer.megatron.model import ValueHead, token_values
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
-from rlflow.trainer.megatron.router_replay import ExpertChoice
+from rlflow.trainer.megatron.router_replay import ExpertChoice, forget
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.reducing import reduce_tokens
 from rlflow.trainer.scoring import empty_scores, teacher_top_ids
@@ -253,16 +253,20 @@ def _run(
 
     chunks = [unwrap_model(module) for module in model]
     widest = max(microbatch.feed.width for microbatch in microbatches)
-    parts: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(microbatches) for _ in model],
-        model=list(model),
-        num_microbatches=len(microbatches),
-        # Of all where chunks interleave; else a hint, the stages tell each other their shapes
-        seq_length=widest,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    try:
+        parts: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(microbatches) for _ in model],
+            model=list(model),
+            num_microbatches=len(microbatches),
+            # Of all where chunks interleave; else a hint, the stages tell each other their shapes
+            seq_length=widest,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    except BaseException:  # a loss that raises must not leave routers with half a batch
+        forget(chunks)
+        raise
     if routing is not None:
         routing.finish(chunks, len(microbatches))
     return parts

@@ -147,6 +147,14 @@ def test_a_dense_model_has_no_routes_to_score(make: Any, tmp_path: Path) -> None
         make(dense, router_replay="off").score(batches.make_batch(), want=("logprobs", ROUTES))
 
 
+def test_a_loss_that_fails_leaves_no_routes_behind(make: Any) -> None:
+    """The next update found more of them than it has micro-batches."""
+    trainer, batch = make(), routed(batches.make_batch())
+    with pytest.raises(RLFlowError, match="a loss and its metrics are"):
+        trainer.update(batch, lambda output, batch: (output.logprobs.sum(), {}))
+    assert trainer.update(batch, policy_gradient)["gradient_norm"] > 0
+
+
 def test_afterwards_routers_choose_again(make: Any) -> None:
     trainer, batch = make(), batches.make_batch()
     before = trainer.score(batch)["logprobs"]
