@@ -118,7 +118,7 @@ def test_unsupported_models_are_named(changes: dict[str, Any], words: str) -> No
 def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses() -> None:
     with pytest.raises(ModelError) as caught:
         architecture({"model_type": "gpt2"})
-    promised = str(caught.value).split("possible: ")[1].split(".")[0].split(", ")
+    promised = str(caught.value).split("; supported: ")[1].split(".")[0].split(", ")
     assert "model family 'gpt2'" in str(caught.value) and str(caught.value).endswith(HOW_TO_ADD)
     assert (ROOT / HOW_TO_ADD.split()[0]).is_file()
     assert {"llama", "qwen2", "qwen3"} <= set(promised)
