@@ -211,7 +211,7 @@ class Kernel(Loss):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(() if self.anchor is None else needs_of(self.anchor))
+        return frozenset(() if self.anchor is None else {self.anchor})
 
     @abstractmethod
     def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
@@ -316,8 +316,3 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
             "those rows or this part"
         )
     return batch.logprobs
-
-
-def needs_of(anchor: Anchor) -> set[str]:
-    """What a part needs for the log-probs of an anchor."""
-    return {anchor}

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import (
-    Advantage,
-    Anchor,
-    anchor_logprobs,
-    as_part,
-    needs_of,
-)
+from rlflow.algorithms.base import Advantage, Anchor, anchor_logprobs, as_part
 from rlflow.components import ADVANTAGE
 from rlflow.types import Batch
 from rlflow.values import Component, PositiveFloat
@@ -52,7 +46,7 @@ class OnPolicyDistillation(Advantage):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        own = frozenset({"teacher"} | needs_of(self._anchor))
+        own = frozenset({"teacher", self._anchor})
         return own if self._base is None else own | self._base.needs
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:

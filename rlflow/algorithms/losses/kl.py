@@ -9,13 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import (
-    Anchor,
-    anchor_logprobs,
-    kl_estimate,
-    log_ratio,
-    needs_of,
-)
+from rlflow.algorithms.base import Anchor, anchor_logprobs, kl_estimate, log_ratio
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -49,7 +43,7 @@ class KLLoss(Loss):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"reference"} | (needs_of(self.anchor) if self._weighted else set()))
+        return frozenset({"reference", self.anchor} if self._weighted else {"reference"})
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]
