@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from rlflow.algorithms.base import Transform
+from rlflow.algorithms.statistics import totals
 from rlflow.algorithms.transforms.high_entropy_tokens import quantile, with_kept
 from rlflow.types import Batch
 from rlflow.values import Range
@@ -33,24 +34,15 @@ class HighEntropySteps(Transform):
 
     def __call__(self, batch: Batch) -> Batch:
         who = "high_entropy_steps"
-        entropy, turn = (
-            batch.require("current_entropy", who),
-            batch.require("turn", who),
-        )
-        trajectory, group = (
-            batch.require("trajectory", who),
-            batch.require("group", who),
-        )
+        entropy, turn = batch.require("current_entropy", who), batch.require("turn", who)
+        trajectory, group = batch.require("trajectory", who), batch.require("group", who)
         mask = batch.loss_mask & (turn >= 0)
         if not bool(mask.any()):
             return batch
         # A step is a (trajectory, turn); tokens of the same one get the same number.
         names = (trajectory[:, None] * (int(turn.max()) + 1) + turn)[mask]
         steps, step = names.unique(return_inverse=True)
-        sums = torch.zeros(
-            len(steps), dtype=torch.float64, device=step.device
-        ).index_add_(0, step, entropy[mask].double())
-        means = sums / step.bincount(minlength=len(steps))
+        means = totals(entropy[mask], step, len(steps)) / step.bincount()
         kept = torch.empty(len(steps), dtype=torch.bool, device=step.device)
         groups = torch.zeros_like(steps)
         if self._over == "group":
