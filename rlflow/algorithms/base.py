@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -53,6 +54,13 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     refreshes: Mapping[str, int] = {}
     remembers: tuple[str, ...] = ()
     """Names of its state: what JSON can say, in attributes of these names behind an underscore."""
+    counters: tuple[str, ...] = ()
+    """Names of what it counts in `counted` from report to report."""
+
+    @cached_property
+    def counted(self) -> Counter[str]:
+        """By the names of `counters`, since the last report."""
+        return Counter()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run, as JSON-able values and tensors: by default `remembers`."""
@@ -66,8 +74,11 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
             setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def report(self) -> dict[str, float]:
-        """Numbers about the time since the last call: logged as `train/<name>`, once per step."""
-        return {}
+        """Numbers about the time since the last call: logged as `train/<name>`, once per step. By
+        default `counters`."""
+        found = {name: float(self.counted[name]) for name in self.counters}
+        self.counted.clear()
+        return found
 
     def close(self) -> None:
         """Called when the run ends: frees what outlives steps (connections, threads)."""
