@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,14 +202,14 @@ class Algorithm:
         """The states of parts that remember something, by their place in the section, and the kinds
         of these parts."""
         found, kinds = dict[str, Any](), dict[str, str]()
-        for place, part in self._parts():
+        for place, part in self._parts().items():
             if state := part.state_dict():
                 found[place], kinds[place] = state, type(part).__name__
         return {**found, KINDS: kinds} if found else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`. Raises CheckpointError for a part that this algorithm has not."""
-        parts, found = dict(self._parts()), dict(state)
+        parts, found = self._parts(), dict(state)
         kinds = found.pop(KINDS, {})  # none in an older checkpoint
         for place, remembered in sorted(found.items()):
             ours = type(parts[place]).__name__ if place in parts else None
@@ -234,21 +234,27 @@ class Algorithm:
         for part in self._others():
             part.close()
 
-    def _parts(self) -> Iterator[tuple[str, Part | Loss | Teacher]]:
-        yield "advantage", self.advantage
+    def _advantages(self) -> dict[str, Part]:
+        """The advantage, and what it is added to, by their places."""
+        found, place, part = dict[str, Part](), "advantage", self.advantage
+        while part is not None:
+            found[place] = part
+            place, part = f"{place}.base", getattr(part, "base_advantage", None)
+        return found
+
+    def _parts(self) -> dict[str, Part | Loss]:
+        """Every part by its place in the section."""
+        found: dict[str, Part | Loss] = {**self._advantages()}
         if self.teacher is not None:
-            yield "teacher", self.teacher
-        lists: dict[str, Sequence[Part | Loss]] = {
-            "filters": self.filters,
-            "transforms": self.transforms,
-            "losses": self.loss.terms,
-        }
+            found["teacher"] = self.teacher
+        lists = {"filters": self.filters, "transforms": self.transforms, "losses": self.loss.terms}
         for name, parts in lists.items():
-            yield from ((f"{name}.{place}", part) for place, part in enumerate(parts))
+            found |= {f"{name}.{place}": part for place, part in enumerate(parts)}
+        return found
 
     def _others(self) -> Sequence[Part]:
-        """Every part but the loss."""
-        return (self.advantage, *self.filters, *self.transforms)
+        """Every part but loss and teacher."""
+        return (*self._advantages().values(), *self.filters, *self.transforms)
 
 
 def check_parts(config: RunConfig) -> None:

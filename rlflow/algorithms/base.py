@@ -162,6 +162,8 @@ class Advantage(Part):
     """It holds the ratios of the proximal to the rollout policy."""
     reads_rewards: bool = True
     """Returns are in it, so that a transform of them (`stage: rewards`) has an effect."""
+    base_advantage: Part | None = None
+    """Another advantage that it is added to: a part of the algorithm too."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
