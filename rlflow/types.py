@@ -8,7 +8,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Union
+from typing import Any, Literal, Union, get_args
 
 import torch
 from torch import Tensor
@@ -182,7 +182,8 @@ def _mean_and_std(values: list[float]) -> tuple[float, float]:
 
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 """Extras, (B, T, k), for `top_logprobs`: the teacher's k likeliest tokens at t; their log-probs."""
-SOURCES = ("local", "external", "replay", "demonstration")
+Source = Literal["local", "external", "replay", "demonstration"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 """Origins of a trajectory: the run's own rollout, a peer's, an earlier step's, a teacher's hand."""
 NAMED_REWARD, NAMED_MEAN, NAMED_STD = "reward/", "reward_mean/", "reward_std/"
 """Prefixes in `Batch.extras`, (B,) float64: a trajectory's named return, its group's statistics."""

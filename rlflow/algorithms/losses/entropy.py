@@ -28,6 +28,7 @@ class EntropyLoss(Loss):
         return -self.coefficient * entropy, {"entropy": entropy.detach()}
 
 
+@dataclass
 class EntropyTargetLoss(Loss):
     """Minus coefficient * entropy, the coefficient following the entropy: after an update whose
     mean entropy was below the target it grows by `step`, after one above it shrinks by as much, and
@@ -39,16 +40,11 @@ class EntropyTargetLoss(Loss):
 
     needs = frozenset({"entropy"})
 
-    def __init__(
-        self,
-        target: NonNegativeFloat,
-        step: PositiveFloat = 0.005,
-        coefficient: NonNegativeFloat = 0.0,
-        most: PositiveFloat = 1.0,
-    ) -> None:
-        self.target, self.step, self.most = target, step, most
-        self.coefficient = coefficient
-        self.active = True
+    target: NonNegativeFloat
+    step: PositiveFloat = 0.005
+    coefficient: NonNegativeFloat = 0.0
+    most: PositiveFloat = 1.0
+    active = True
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy_target")
@@ -64,23 +60,14 @@ class EntropyTargetLoss(Loss):
             return
         entropy = metrics["entropy"]
         self.active = entropy <= self.target
-        change = (
-            self.step
-            if entropy < self.target
-            else -self.step
-            if entropy > self.target
-            else 0.0
-        )
+        change = self.step * ((entropy < self.target) - (entropy > self.target))
         self.coefficient = min(self.most, max(0.0, self.coefficient + change))
 
     def state_dict(self) -> dict[str, Any]:
         return {"coefficient": self.coefficient, "active": self.active}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.coefficient, self.active = (
-            float(state["coefficient"]),
-            bool(state["active"]),
-        )
+        self.coefficient, self.active = state["coefficient"], state["active"]
 
 
 def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:

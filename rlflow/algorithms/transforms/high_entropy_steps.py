@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
 
 from rlflow.algorithms.base import Transform
 from rlflow.algorithms.statistics import totals
-from rlflow.algorithms.transforms.high_entropy_tokens import quantile, with_kept
+from rlflow.algorithms.transforms.high_entropy_tokens import quantile
+from rlflow.algorithms.transforms.importance import multiplied
 from rlflow.types import Batch
 from rlflow.values import Range
 
 
+@dataclass
 class HighEntropySteps(Transform):
     """Keeps the turns whose entropy, the mean over their trained tokens, reaches the `drop`
     quantile of its group's turns, or of the minibatch's (`over`): the top 80% of DART, arXiv
@@ -24,13 +27,9 @@ class HighEntropySteps(Transform):
     needs = frozenset({"current_entropy"})
     level = "token"
 
-    def __init__(
-        self,
-        drop: Annotated[float, Range(0, below=1)] = 0.2,
-        over: Literal["group", "minibatch"] = "group",
-    ) -> None:
-        self._drop, self._over = drop, over
-        self._kept: list[float] = []
+    drop: Annotated[float, Range(0, below=1)] = 0.2
+    over: Literal["group", "minibatch"] = "group"
+    _kept: list[float] = field(default_factory=list, init=False)
 
     def __call__(self, batch: Batch) -> Batch:
         who = "high_entropy_steps"
@@ -45,16 +44,15 @@ class HighEntropySteps(Transform):
         means = totals(entropy[mask], step, len(steps)) / step.bincount()
         kept = torch.empty(len(steps), dtype=torch.bool, device=step.device)
         groups = torch.zeros_like(steps)
-        if self._over == "group":
+        if self.over == "group":
             groups[step] = group[:, None].expand_as(turn)[mask]
         for number in groups.unique():
-            kept[groups == number] = means[groups == number] >= quantile(
-                means[groups == number], self._drop
-            )
+            own = means[groups == number]
+            kept[groups == number] = own >= quantile(own, self.drop)
         self._kept.append(float(kept.double().mean()))
         tokens = torch.ones_like(batch.loss_mask)  # what belongs to no turn stays
         tokens[mask] = kept[step]
-        return with_kept(batch, tokens)
+        return multiplied(batch, tokens)
 
     def report(self) -> dict[str, float]:
         """Share of turns that were kept, mean over minibatches."""
