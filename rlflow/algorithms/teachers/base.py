@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.base import Part
 from rlflow.algorithms.teachers.prompt import PromptTemplate, moved
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Task
@@ -33,7 +34,7 @@ class Classroom:
     temperature: float
 
 
-class Teacher(ABC):
+class Teacher(Part):
     """Fills `Batch.teacher_logprobs`, and with `top_k` the likeliest tokens in place of each.
 
     prompt: a template (`PromptTemplate`) of the prompt that the teacher sees in place of the
@@ -46,7 +47,7 @@ class Teacher(ABC):
 
     def __init__(self, top_k: int, prompt: str | None) -> None:
         self.top_k = top_k
-        self.prompt = None if prompt is None else PromptTemplate(prompt)
+        self.template = None if prompt is None else PromptTemplate(prompt)
 
     def open(self, room: Classroom) -> None:
         """Called once with trainer and tokenizer. Raises ConfigError if it cannot teach them."""
@@ -62,15 +63,12 @@ class Teacher(ABC):
 
         Raises DataError where a task lacks what the prompt template names, RLFlowError where the
         teacher cannot answer."""
-        if self.prompt is None:
+        if self.template is None:
             scores = self.score(batch.replace(wanted=batch.trained))
         else:
-            owners = [
-                tasks[index]
-                for index in batch.require("trajectory", "teacher").tolist()
-            ]
+            owners = [tasks[index] for index in batch.require("trajectory", "teacher").tolist()]
             prompts = [
-                (self.room.prompt_tokens(task), self.prompt.tokens(task, self.room))
+                (self.room.prompt_tokens(task), self.template.tokens(task, self.room))
                 for task in owners
             ]
             seen, back = moved(batch, prompts)
@@ -87,16 +85,6 @@ class Teacher(ABC):
             extras[TEACHER_TOP_IDS] = scores["top_ids"]
             extras[TEACHER_TOP_LOGPROBS] = scores["top_logprobs"]
         return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state to compare or restore; a frozen model itself is not in checkpoints."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Raises CheckpointError where the teacher is another one."""
-
-    def close(self) -> None:
-        """Frees what `open` took."""
 
 
 def check_teacher(teacher: Teacher | None, needs: frozenset[str]) -> None:
