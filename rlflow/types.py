@@ -136,6 +136,7 @@ class Trajectory:
     id: str = ""  # unique in the run; a resumed run gives the same attempt the same one
     rewards: dict[str, float] = field(default_factory=dict)
     rewards_stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    compared: bool = True  # with its group: it counts when statistics are stamped again
 
     def __repr__(self) -> str:
         size = f"{len(self.turns)} turns, {sum(map(len, self.segments))} tokens"
@@ -165,8 +166,8 @@ class Group:
 
 
 def stamp(trajectories: Sequence[Trajectory]) -> None:
-    """Writes the statistics of a whole group's rewards on each of its usable attempts."""
-    usable = [trajectory for trajectory in trajectories if trajectory.usable]
+    """Writes a whole group's reward statistics on each of its usable and `compared` attempts."""
+    usable = [trajectory for trajectory in trajectories if trajectory.usable and trajectory.compared]
     if not usable:
         return
     stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
@@ -264,10 +265,9 @@ class Batch:
         """The optional field of that name. Raises RLFlowError, naming `who`, where it is empty."""
         value: Tensor | None = getattr(self, name)
         if value is None:
-            source = _FILLED.get(name, "from make_batch")
             raise RLFlowError(
-                f"{who}: the batch has no {name}, expected it {source}. A component whose `needs` "
-                "name it gets it from the training step."
+                f"{who}: the batch has no {name}, expected it {_FILLED.get(name, 'from make_batch')}. "
+                "A component whose `needs` name it gets it from the training step."
             )
         return value
 
@@ -339,13 +339,10 @@ class Loss(ABC):
     needs: frozenset[str] = frozenset()
     """Inputs beyond log-probs: `entropy`, `values` and `top_logprobs` of PolicyOutput; `proximal`,
     `reference` and `teacher` log-probs of the batch. A step fills the union over its components."""
-
     vanishes_at_zero_advantage: bool = False
     """Loss and gradient are 0 where the advantage is: updates leave rows without one out."""
-
     reductions: Mapping[str, Reduction] = {}
     """Metrics that become one number by `max` or `sum` over trained tokens, not by `mean`."""
-
     refreshes: Mapping[str, int] = {}
     """Snapshots of the policy to renew, and after how many steps: {"reference": 100}."""
 

@@ -43,18 +43,17 @@ class OverlongFilter(Filter):
 
     def _masked_group(self, group: Group) -> Group:
         whole = [
-            _without_loss(one) if self._overlong(one) else dataclasses.replace(one)
+            self._without_loss(one) if self._overlong(one) else dataclasses.replace(one)
             for one in group.trajectories
         ]
         self.counted["attempts_masked"] += sum(map(self._overlong, whole))
         if not self.baseline:
-            stamp([one for one in whole if not self._overlong(one)])
+            stamp(whole)
         return Group(group.id, group.task, whole)
 
-
-def _without_loss(trajectory: Trajectory) -> Trajectory:
-    segments = [
-        dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
-        for one in trajectory.segments
-    ]
-    return dataclasses.replace(trajectory, segments=segments)
+    def _without_loss(self, trajectory: Trajectory) -> Trajectory:
+        segments = [
+            dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
+            for one in trajectory.segments
+        ]
+        return dataclasses.replace(trajectory, segments=segments, compared=self.baseline)
