@@ -103,6 +103,14 @@ def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
     evaluated, such as a name that is imported for type checking only."""
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     while hasattr(function, "__wrapped__"):
+def check_fields(made: Any) -> None:
+    """Raises ConfigError for a field of a dataclass that is not as its annotation says."""
+    hints = hints_of(type(made))
+    for item in dataclasses.fields(made):
+        where = f"{type(made).__name__}.{item.name}"
+        checked(hints.get(item.name, Any), getattr(made, item.name), where)
+
+
         function = function.__wrapped__
     scope = getattr(function, "__globals__", {})
     return {

@@ -35,6 +35,7 @@ from rlflow.types import (
     as_loss,
     check_needs,
 )
+from rlflow.values import check_fields
 
 # Nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 MAX_LOG_RATIO = 20.0
@@ -222,6 +223,7 @@ class Kernel(Loss):
     bounded: bool = False
     """It clips where the batch says (`ratio_low`, `ratio_high`)."""
 
+    __post_init__ = check_fields  # of a dataclass
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(() if self.anchor is None else {self.anchor})

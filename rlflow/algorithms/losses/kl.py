@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.algorithms.base import Anchor, anchor_logprobs, kl_estimate, log_ratio
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class KLLoss(Loss):
     clamp: PositiveFloat = 10.0
     anchor: Anchor = "rollout"
     refresh_steps: PositiveInt | None = None
+    __post_init__ = check_fields
 
     @property
     def _weighted(self) -> bool:
