@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Part
 from rlflow.algorithms.teachers.prompt import PromptTemplate, moved
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Task
@@ -34,7 +33,7 @@ class Classroom:
     temperature: float
 
 
-class Teacher(Part):
+class Teacher(ABC):
     """Fills `Batch.teacher_logprobs`, and with `top_k` the likeliest tokens in place of each.
 
     prompt: a template (`PromptTemplate`) of the prompt that the teacher sees in place of the
@@ -66,7 +65,10 @@ class Teacher(Part):
         if self.template is None:
             scores = self.score(batch.replace(wanted=batch.trained))
         else:
-            owners = [tasks[index] for index in batch.require("trajectory", "teacher").tolist()]
+            owners = [
+                tasks[index]
+                for index in batch.require("trajectory", "teacher").tolist()
+            ]
             prompts = [
                 (self.room.prompt_tokens(task), self.template.tokens(task, self.room))
                 for task in owners
@@ -85,6 +87,16 @@ class Teacher(Part):
             extras[TEACHER_TOP_IDS] = scores["top_ids"]
             extras[TEACHER_TOP_LOGPROBS] = scores["top_logprobs"]
         return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to compare or restore; a frozen model itself is not in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`. Raises CheckpointError where the teacher is another one."""
+
+    def close(self) -> None:
+        """Frees what `open` took."""
 
 
 def check_teacher(teacher: Teacher | None, needs: frozenset[str]) -> None:

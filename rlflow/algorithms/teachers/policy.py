@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,8 +22,6 @@ class PolicyTeacher(Teacher):
     taken every n steps; 0 the starting policy. The copy is part of the checkpoint."""
 
     frozen = False  # and it counts how often it is asked
-
-    remembers = ("steps",)
 
     prompt: str
     refresh_steps: NonNegativeInt = 1
@@ -48,3 +48,9 @@ class PolicyTeacher(Teacher):
         self._steps += 1
         model = "policy" if every == 1 else NAME
         return self.room.trainer.score(batch, model, top_k=self.top_k)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = int(state["steps"])

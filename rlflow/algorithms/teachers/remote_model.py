@@ -65,7 +65,12 @@ class ServerTeacher(Teacher):
                 "set."
             )
         address, self._client = model_client(
-            "algorithm.teacher.url", self.url, ROUTE, key, self.concurrency, self.timeout_s
+            "algorithm.teacher.url",
+            self.url,
+            ROUTE,
+            key,
+            self.concurrency,
+            self.timeout_s,
         )
         self._url = address + ROUTE
         self._policy = RetryPolicy(self.tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -100,7 +105,9 @@ class ServerTeacher(Teacher):
         scores = empty_scores(batch, ("logprobs",), self.top_k)
         for row, places in enumerate(self._ask(rows, temperatures)):
             own, rest = slice(1, len(places)), places[1:]
-            scores["logprobs"][row, own] = torch.tensor([place.logprob for place in rest])
+            scores["logprobs"][row, own] = torch.tensor(
+                [place.logprob for place in rest]
+            )
             if self.top_k and rest:
                 # (T - 1, k, 2): exact ids
                 top = torch.tensor([place.top for place in rest], dtype=torch.float64)
@@ -130,12 +137,16 @@ class ServerTeacher(Teacher):
             for value in sorted({temperatures[row] for row in chunk})
         ]
         futures = [
-            self._client.submit(self._request, [rows[row] for row in part], temperatures[part[0]])
+            self._client.submit(
+                self._request, [rows[row] for row in part], temperatures[part[0]]
+            )
             for part in parts
         ]
         try:
             _, missing = wait(futures, self.deadline_s, return_when="FIRST_EXCEPTION")
-            failed = [future for future in futures if future.done() and future.exception()]
+            failed = [
+                future for future in futures if future.done() and future.exception()
+            ]
             if missing and not failed:
                 raise RLFlowError(
                     f"{self._url}: {len(missing)} of {len(futures)} requests are not answered "
@@ -181,9 +192,18 @@ class ServerTeacher(Teacher):
             ) from None
 
     async def _post(self, rows: list[list[int]], temperature: float) -> Any:
-        body = {"model": self.model, "max_tokens": 1, "prompt": rows, "temperature": temperature}
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "prompt": rows,
+            "temperature": temperature,
+        }
         if self.wire == "echo":
-            body |= {"echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
+            body |= {
+                "echo": True,
+                "logprobs": self.top_k,
+                "return_tokens_as_token_ids": True,
+            }
         else:
             body["prompt_logprobs"] = self.top_k
         reply = (await self._client.session.ask("POST", self._url, body)).checked()
