@@ -167,7 +167,7 @@ class Group:
 
 def stamp(trajectories: Sequence[Trajectory]) -> None:
     """Writes a whole group's reward statistics on each of its usable and `compared` attempts."""
-    usable = [trajectory for trajectory in trajectories if trajectory.usable and trajectory.compared]
+    usable = [one for one in trajectories if one.usable and one.compared]
     if not usable:
         return
     stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
@@ -244,8 +244,7 @@ class Batch:
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels; None: all 1
     ratio_low: Tensor | None = None  # (B, T) ends of the clip range; None: as the kernel says
     ratio_high: Tensor | None = None  # (B, T)
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """(B, T) by name, reported as means under the weights."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # (B, T), means under the weights
     extras: dict[str, Tensor] = field(default_factory=dict)
     """(B,), (B, T) or (B, T, k) tensors of a method's own, by name."""
 
@@ -266,8 +265,9 @@ class Batch:
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise RLFlowError(
-                f"{who}: the batch has no {name}, expected it {_FILLED.get(name, 'from make_batch')}. "
-                "A component whose `needs` name it gets it from the training step."
+                f"{who}: the batch has no {name}, expected it "
+                f"{_FILLED.get(name, 'from make_batch')}. A component whose `needs` name it gets "
+                "it from the training step."
             )
         return value
 

@@ -91,6 +91,7 @@ class FunctionPart(Part):
 
     function: Callable[[Any], Any]
     stage = "minibatch"
+    fills: frozenset[str] = frozenset()
     whole_step = False  # where it is a filter, what `Filter` says
     max_rounds = 10
 
@@ -222,8 +223,8 @@ class Kernel(Loss):
     """Its ratio is clipped."""
     bounded: bool = False
     """It clips where the batch says (`ratio_low`, `ratio_high`)."""
-
     __post_init__ = check_fields  # of a dataclass
+
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(() if self.anchor is None else {self.anchor})
