@@ -54,9 +54,7 @@ class KLLoss(Loss):
         reference = batch.require("reference_logprobs", "loss kl")
         mask, logprobs = batch.loss_mask, output.logprobs.detach()
         x = log_ratio(reference, logprobs, mask)
-        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(
-            -self.clamp, self.clamp
-        )
+        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(-self.clamp, self.clamp)
         # Autograd through a clamped factor would leave only the ratio's share of the gradient,
         # which has the wrong sign; and in float32 the two shares of wk3 cancel.
         change = self._slope(x, kl) * log_ratio(output.logprobs, logprobs, mask)
@@ -64,9 +62,7 @@ class KLLoss(Loss):
         if self._weighted:
             loss = (
                 loss
-                * log_ratio(
-                    logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask
-                ).exp()
+                * log_ratio(logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask).exp()
             )
         return loss, {"kl": kl}
 

@@ -45,10 +45,8 @@ class TeacherKLLoss(Loss):
         kl = (teacher.exp() * (teacher - policy)).sum(dim=-1)
         mass = teacher.exp().sum(dim=-1)
         if self.tail:
-            rest, left = (
-                (1 - mass).clamp(min=LEAST_TAIL),
-                (1 - policy.exp().sum(dim=-1)).clamp(min=LEAST_TAIL),
-            )
+            rest = (1 - mass).clamp(min=LEAST_TAIL)
+            left = (1 - policy.exp().sum(dim=-1)).clamp(min=LEAST_TAIL)
             kl = kl + rest * (rest.log() - left.log())
         kl = torch.where(batch.loss_mask, kl, 0.0)
         return self.coefficient * kl, {
