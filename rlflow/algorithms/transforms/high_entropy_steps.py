@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -15,7 +15,7 @@ from rlflow.types import Batch
 from rlflow.values import Range
 
 
-@dataclass
+@dataclass(frozen=True)
 class HighEntropySteps(Transform):
     """Keeps the turns whose entropy, the mean over their trained tokens, reaches the `drop`
     quantile of its group's turns, or of the minibatch's (`over`): the top 80% of DART, arXiv
@@ -29,12 +29,13 @@ class HighEntropySteps(Transform):
 
     drop: Annotated[float, Range(0, below=1)] = 0.2
     over: Literal["group", "minibatch"] = "group"
-    _kept: list[float] = field(default_factory=list, init=False)
 
     def __call__(self, batch: Batch) -> Batch:
         who = "high_entropy_steps"
-        entropy, turn = batch.require("current_entropy", who), batch.require("turn", who)
-        trajectory, group = batch.require("trajectory", who), batch.require("group", who)
+        entropy = batch.require("current_entropy", who)
+        turn = batch.require("turn", who)
+        trajectory = batch.require("trajectory", who)
+        group = batch.require("group", who)
         mask = batch.loss_mask & (turn >= 0)
         if not bool(mask.any()):
             return batch
@@ -49,12 +50,6 @@ class HighEntropySteps(Transform):
         for number in groups.unique():
             own = means[groups == number]
             kept[groups == number] = own >= quantile(own, self.drop)
-        self._kept.append(float(kept.double().mean()))
         tokens = torch.ones_like(batch.loss_mask)  # what belongs to no turn stays
         tokens[mask] = kept[step]
         return multiplied(batch, tokens)
-
-    def report(self) -> dict[str, float]:
-        """Share of turns that were kept, mean over minibatches."""
-        kept, self._kept = self._kept, []
-        return {"steps_kept": sum(kept) / len(kept)} if kept else {}

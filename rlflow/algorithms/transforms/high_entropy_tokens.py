@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -14,7 +14,7 @@ from rlflow.types import Batch
 from rlflow.values import Range
 
 
-@dataclass
+@dataclass(frozen=True)
 class HighEntropyTokens(Transform):
     """Keeps the `share` of the minibatch's trained tokens with the highest entropy, ties at its
     border too (arXiv 2506.01939, section 5: 0.2). The others' kernels get coefficient 0; every
@@ -24,21 +24,15 @@ class HighEntropyTokens(Transform):
     level = "token"
 
     share: Annotated[float, Range(above=0, high=1)] = 0.2
-    _kept: list[float] = field(default_factory=list, init=False)
 
     def __call__(self, batch: Batch) -> Batch:
         entropy = batch.require("current_entropy", "high_entropy_tokens")
         mask = batch.loss_mask
         if not bool(mask.any()):
             return batch
-        kept = mask & (entropy >= quantile(entropy[mask], 1 - self.share))
-        self._kept.append(float(kept.sum() / mask.sum()))
-        return multiplied(batch, kept)
-
-    def report(self) -> dict[str, float]:
-        """Share of trained tokens that were kept, mean over minibatches."""
-        kept, self._kept = self._kept, []
-        return {"tokens_kept": sum(kept) / len(kept)} if kept else {}
+        return multiplied(
+            batch, mask & (entropy >= quantile(entropy[mask], 1 - self.share))
+        )
 
 
 def quantile(values: Tensor, share: float) -> Tensor:
