@@ -56,4 +56,6 @@ class OverlongFilter(Filter):
             dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
             for one in trajectory.segments
         ]
-        return dataclasses.replace(trajectory, segments=segments, compared=self.baseline)
+        return dataclasses.replace(
+            trajectory, segments=segments, compared=self.baseline
+        )
