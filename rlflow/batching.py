@@ -4,7 +4,7 @@ Torch only."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
             owner = trajectories[index]
             raise DataError(
                 f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} "
-                "has no tokens, "
-                "expected one or more; leave it out."
+                "has no tokens, expected one or more; leave it out."
             )
     width = max([min_width, *(len(segment) for _, _, segment in rows)])
     segments = [segment for _, _, segment in rows]
@@ -61,22 +60,22 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     loss_mask = _pad([segment.loss_mask for segment in segments], width, torch.bool, 0)
     loss_mask[:, :1] = False
     tokens = _pad([segment.tokens for segment in segments], width, torch.int64, 0)
+    logprobs = [
+        torch.zeros(len(segment)) if segment.logprobs is None else segment.logprobs
+        for segment in segments
+    ]
     return Batch(
         tokens=tokens,
         loss_mask=loss_mask,
-        logprobs=_pad(
-            [_logprobs(segment) for segment in segments], width, torch.float32, 0
-        ).masked_fill_(~loss_mask, 0.0),
+        logprobs=_pad(logprobs, width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
         advantages=torch.zeros(tokens.shape),
         weights=torch.zeros(tokens.shape),
-        lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),
-        temperatures=torch.tensor([owner.temperature for owner in owners], dtype=torch.float32),
-        logprobs_known=torch.tensor(
-            [segment.logprobs is not None for segment in segments], dtype=torch.bool
-        ),
+        lengths=_whole(len(segment) for segment in segments),
+        temperatures=_real(owner.temperature for owner in owners).float(),
+        logprobs_known=_whole(segment.logprobs is not None for segment in segments).bool(),
         versions=_pad([segment.versions for segment in segments], width, torch.int64, -1),
-        trajectory=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
-        segment=torch.tensor([part for _, part, _ in rows], dtype=torch.int64),
+        trajectory=_whole(index for index, _, _ in rows),
+        segment=_whole(part for _, part, _ in rows),
         **_facts(owners),
         **_turns(rows, trajectories, tokens.shape),
         extras={**_named_rewards(owners), **_routes(segments, tokens.shape)},
@@ -102,10 +101,8 @@ def token_batch(rows: Sequence[Sequence[int]]) -> Batch:
 def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
     """The (B,) fields of `Batch` that a row has from its trajectory and its group."""
     stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
-    groups = {
-        group: number
-        for number, group in enumerate(dict.fromkeys(owner.group_id for owner in owners))
-    }
+    names = dict.fromkeys(owner.group_id for owner in owners)
+    groups = {name: number for number, name in enumerate(names)}
     reasons = {reason: place for place, reason in enumerate(StopReason)}
     for owner in owners:
         if owner.source not in SOURCES:
@@ -114,32 +111,34 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
                 f"{', '.join(SOURCES)}, found '{owner.source}'."
             )
     return {
-        "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float64),
-        "group": torch.tensor([groups[owner.group_id] for owner in owners], dtype=torch.int64),
-        "group_size": torch.tensor([size for size, _, _ in stats], dtype=torch.int64),
-        "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float64),
-        "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float64),
-        "attempt": torch.tensor([owner.attempt for owner in owners], dtype=torch.int64),
-        "stop": torch.tensor([reasons[owner.stop] for owner in owners], dtype=torch.int64),
-        "source": torch.tensor(
-            [SOURCES.index(owner.source) for owner in owners], dtype=torch.int64
-        ),
+        "rewards": _real(owner.reward for owner in owners),
+        "group": _whole(groups[owner.group_id] for owner in owners),
+        "group_size": _whole(size for size, _, _ in stats),
+        "group_mean": _real(mean for _, mean, _ in stats),
+        "group_std": _real(std for _, _, std in stats),
+        "attempt": _whole(owner.attempt for owner in owners),
+        "stop": _whole(reasons[owner.stop] for owner in owners),
+        "source": _whole(SOURCES.index(owner.source) for owner in owners),
     }
+
+
+def _whole(values: Iterable[int]) -> Tensor:
+    return torch.tensor([*values], dtype=torch.int64)
+
+
+def _real(values: Iterable[float]) -> Tensor:
+    return torch.tensor([*values], dtype=torch.float64)
 
 
 def _named_rewards(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
     """(B,) float64 by NAMED_REWARD, NAMED_MEAN and NAMED_STD before each name; 0 where a trajectory
     or its group has none."""
     found: dict[str, Tensor] = {}
-    for name in sorted(
-        {name for owner in owners for name in (*owner.rewards, *owner.rewards_stats)}
-    ):
+    for name in sorted({key for owner in owners for key in (*owner.rewards, *owner.rewards_stats)}):
         stats = [owner.rewards_stats.get(name, (0.0, 0.0)) for owner in owners]
-        found[NAMED_REWARD + name] = torch.tensor(
-            [owner.rewards.get(name, 0.0) for owner in owners], dtype=torch.float64
-        )
-        found[NAMED_MEAN + name] = torch.tensor([mean for mean, _ in stats], dtype=torch.float64)
-        found[NAMED_STD + name] = torch.tensor([std for _, std in stats], dtype=torch.float64)
+        found[NAMED_REWARD + name] = _real(owner.rewards.get(name, 0.0) for owner in owners)
+        found[NAMED_MEAN + name] = _real(mean for mean, _ in stats)
+        found[NAMED_STD + name] = _real(std for _, std in stats)
     return found
 
 
@@ -164,12 +163,13 @@ def _routes(segments: Sequence[Segment], shape: torch.Size) -> dict[str, Tensor]
     if not known:
         return {}
     routes = torch.zeros(*shape, *known[0].shape[1:], dtype=known[0].dtype)
-    counts = [0 if segment.routes is None else len(segment.routes) for segment in segments]
-    for row, segment, count in zip(routes, segments, counts):
+    counts = torch.zeros(len(segments), dtype=torch.int64)
+    for row, segment in enumerate(segments):
         if segment.routes is not None:
-            row[:count] = segment.routes
-    versions = torch.tensor([segment.routes_version for segment in segments])
-    return {ROUTES: routes, ROUTED: torch.tensor(counts), ROUTES_VERSION: versions}
+            counts[row] = len(segment.routes)
+            routes[row, : counts[row]] = segment.routes
+    versions = _whole(segment.routes_version for segment in segments)
+    return {ROUTES: routes, ROUTED: counts, ROUTES_VERSION: versions}
 
 
 def lengthened(batch: Batch) -> Batch:
@@ -192,10 +192,6 @@ def rows_with_advantage(batch: Batch) -> Batch:
     if len(rows) == len(batch):
         return batch
     return batch.select(rows if len(rows) else batch.lengths.argmin()[None])
-
-
-def _logprobs(segment: Segment) -> Tensor:
-    return torch.zeros(len(segment)) if segment.logprobs is None else segment.logprobs
 
 
 def _pad(rows: list[Tensor], width: int, dtype: torch.dtype, value: int) -> Tensor:
@@ -245,11 +241,8 @@ def plan_microbatches(
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
     if packed:
-        return _deal(
-            _bins(rows, sizes, tokens_per_microbatch, shards * multiple),
-            shards,
-            lambda chunk: _sum(chunk, sizes),
-        )
+        bins = _bins(rows, sizes, tokens_per_microbatch, shards * multiple)
+        return _deal(bins, shards, lambda chunk: _sum(chunk, sizes))
     count = max(1, len(_chunk(rows, sizes, tokens_per_microbatch)))
     count = -(-count // (shards * multiple)) * shards * multiple
     chunks = _even_chunks(rows, sizes, tokens_per_microbatch, count)
@@ -280,13 +273,11 @@ def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> l
             low = middle + 1
     chunks = _chunk(rows, sizes, high)
     while len(chunks) < count:
-        widest = max(
-            chunks, key=lambda chunk: _cost(chunk, sizes) if len(chunk) > 1 else 0, default=[]
-        )
+        splittable = [chunk for chunk in chunks if len(chunk) > 1]
+        widest = max(splittable, key=lambda chunk: _cost(chunk, sizes), default=[])
         half = len(widest) // 2
-        chunks.append(widest[half:] if half else [])
-        if half:
-            del widest[half:]
+        chunks.append(widest[half:])
+        del widest[half:]
     return chunks
 
 

@@ -95,11 +95,10 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _arrays(segment: Segment) -> dict[str, np.ndarray]:
-    values = {name: getattr(segment, name) for name in PER_TOKEN}
     return {
-        name: value.numpy().astype(PER_TOKEN[name][0] or value.numpy().dtype)
-        for name, value in values.items()
-        if value is not None
+        name: value.numpy().astype(kind or value.numpy().dtype)
+        for name, (kind, _) in PER_TOKEN.items()
+        if (value := getattr(segment, name)) is not None
     }
 
 
@@ -182,11 +181,9 @@ def _responses(
     trajectory: Trajectory, eos_ids: Collection[int]
 ) -> tuple[Response, ...]:
     said = []
-    for place, turn in enumerate(trajectory.turns, start=1):
+    for turn in trajectory.turns:
         last = int(trajectory.segments[turn.segment].tokens[turn.stop - 1])
-        cut = trajectory.stop is StopReason.MAX_TOKENS and place == len(
-            trajectory.turns
-        )
+        cut = trajectory.stop is StopReason.MAX_TOKENS and turn is trajectory.turns[-1]
         end: End = "eos" if last in eos_ids else "length" if cut else "stop"
         said.append(Response(turn.response, end))
     return tuple(said)

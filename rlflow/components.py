@@ -52,7 +52,7 @@ class Kind(Named):
 
     def names(self) -> list[str]:
         """Every known name, built-in ones first."""
-        return [*self._built_in(), *sorted(set(self._installed()) - set(self._built_in()))]
+        return [*self.built_in(), *sorted(set(self._installed()) - set(self.built_in()))]
 
     def locate(self, name: str, where: str | None = None) -> str:
         """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a
@@ -63,12 +63,11 @@ class Kind(Named):
         if ":" in name:
             known, given = self._shorthand(name, where)
             return self.locate(known, where) if given else name
-        found = self._built_in().get(name) or self._installed().get(name)
+        found = self.built_in().get(name) or self._installed().get(name)
         if found is None:
             raise ConfigError(
                 f"{where}: unknown name '{name}'.{did_you_mean(name, self.names())} Known: "
-                f"{self._known()}, or "
-                "package.module:Name, or file.py:Name."
+                f"{self._known()}, or package.module:Name, or file.py:Name."
             )
         return found
 
@@ -89,8 +88,7 @@ class Kind(Named):
         if not isinstance(component, Mapping) or "name" not in component:
             raise ConfigError(
                 f"{where or self.name}: expected a name or a mapping with 'name', found "
-                f"{show(component)}. "
-                f"Known names: {self._known()}."
+                f"{show(component)}. Known names: {self._known()}."
             )
         return {str(key): value for key, value in component.items()}
 
@@ -138,10 +136,7 @@ class Kind(Named):
         """As `check`, with the offered values in the parameters that the component leaves open."""
         target, keywords = self.check(component, tuple(offered), where)
         accepted = inspect.signature(target).parameters
-        return target, {
-            **{key: value for key, value in offered.items() if key in accepted},
-            **keywords,
-        }
+        return target, {key: offered[key] for key in offered if key in accepted} | keywords
 
     def build(self, component: Any, where: str | None = None, **offered: Any) -> Any:
         """The object of a component: its class, or function, called with the component's keywords;
@@ -172,14 +167,12 @@ class Kind(Named):
     def _known_keywords(
         self, target: Callable[..., Any], where: str
     ) -> dict[str, inspect.Parameter]:
-        called_with = (
-            ()
-            if isinstance(target, type)
-            else tuple(_signature(target, where).parameters)[: self.call]
-        )
+        call = 0 if isinstance(target, type) else self.call
+        called_with = list(_signature(target, where).parameters)[:call]
         return _keywords_of((target,), (*self.reserved, *called_with), where)
 
-    def _built_in(self) -> Mapping[str, str]:
+    def built_in(self) -> Mapping[str, str]:
+        """Name -> `module:Name` of the core's own."""
         return importlib.import_module(self.package).BUILT_IN if self.package else {}
 
     def _installed(self) -> dict[str, str]:
@@ -261,9 +254,7 @@ def _keywords_of(
                 found[parameter.name] = parameter.replace(annotation=hints.get(parameter.name, Any))
         for taken in getattr(signature, "takes", ()):
             further = _keywords_of((taken,), (*reserved, *found), where)
-            found.update(
-                {key: item for key, item in further.items() if item.kind is item.KEYWORD_ONLY}
-            )
+            found |= {key: item for key, item in further.items() if item.kind is item.KEYWORD_ONLY}
     return found
 
 
@@ -285,17 +276,16 @@ def _checked_keywords(
                 f"{', '.join(known) or 'nothing'}."
             )
     needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
-    missing = [key for key in needed if key not in keywords and key not in offered]
-    if missing:
+    if missing := [key for key in needed if key not in keywords and key not in offered]:
         raise ConfigError(
             f"{label}: missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             f"it takes: {', '.join(known)}."
         )
-    hints = {key: known[key].annotation if key in known else Any for key in keywords}
     found = {}
     for key, value in keywords.items():
+        hint = known[key].annotation if key in known else Any
         try:
-            found[key] = checked(hints[key], value, f"{where}.{key}")
+            found[key] = checked(hint, value, f"{where}.{key}")
         except ConfigError as problem:
             problem.option = key
             raise
@@ -303,10 +293,8 @@ def _checked_keywords(
 
 
 def _takes_any(target: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(target).parameters.values()
-    return not hasattr(target, "takes") and any(
-        item.kind is item.VAR_KEYWORD for item in parameters
-    )
+    kinds = [item.kind for item in inspect.signature(target).parameters.values()]
+    return not hasattr(target, "takes") and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _signature(target: Any, where: str) -> inspect.Signature:
@@ -323,11 +311,11 @@ def _load(where: str, reference: str) -> Any:
     module_name, _, attribute = reference.rpartition(":")
     if not names_code(reference):  # before anything is imported: what is refused has not run either
         raise ConfigError(f"{where}: '{reference}': expected package.module:Name or file.py:Name.")
+    found: Any
     if module_name.endswith(".py"):
-        module = _load_file(where, Path(module_name))
+        found = _load_file(where, Path(module_name))
     else:
-        module = _import(where, module_name, reference)
-    found: Any = module
+        found = _import(where, module_name, reference)
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
@@ -346,8 +334,7 @@ def _import(where: str, module_name: str, reference: str) -> ModuleType:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
                 f"{where}: '{reference}': no module '{error.name}'; install the package or start "
-                "in the "
-                "directory that holds it."
+                "in the directory that holds it."
             ) from None
         raise ConfigError(
             f"{where}: '{reference}' needs the package '{error.name}', which is not installed."

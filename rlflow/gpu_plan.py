@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -56,12 +57,8 @@ class GpuPlan:
                 (place.node, place.gpu, rank, ", ".join(engines) or "-", planned)
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return [
-            "  ".join(
-                f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        ]
+        line = "  ".join(f"{{:>{width}}}" for width in widths)
+        return [line.format(*row) for row in rows]
 
 
 def plan(
@@ -110,11 +107,10 @@ def visible_gpus(
     named = variables.get("CUDA_VISIBLE_DEVICES")
     if not count or named is None:
         return [Bundle(LOCAL, str(number), number) for number in range(count)]
-    names: list[str] = []
-    for name in named.split(","):
-        if not name.strip() or name.strip() == "-1":
-            break  # as CUDA reads it: what comes behind is not seen
-        names.append(name.strip())
+    # As CUDA reads it: what comes behind is not seen
+    names = takewhile(
+        lambda name: name not in ("", "-1"), map(str.strip, named.split(","))
+    )
     return [Bundle(LOCAL, name, number) for number, name in enumerate(names)]
 
 

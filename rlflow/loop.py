@@ -43,8 +43,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     whatever can be known by then."""
     finished = finished_summary(config) if config.run.resume else None
     if finished is not None:
-        told = "%s: all %d steps are done, nothing is left to do; raise run.steps to go on"
-        logger.warning(told, run_path(config), finished["steps"])
+        logger.warning(
+            "%s: all %d steps are done, nothing is left to do; raise run.steps to go on",
+            run_path(config),
+            finished["steps"],
+        )
         return finished
     with open_run(config) as run:
         if run.evaluation_due():
@@ -97,10 +100,8 @@ def training_step(
     for epoch in range(algorithm.epochs_per_step):
         shuffle = torch.Generator().manual_seed(shuffle_seed(algorithm.seed, step, epoch))
         for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
-            minibatch, reported = (
-                minibatch.replace(weights=algorithm.aggregate(minibatch)),
-                dict[str, float](),
-            )
+            minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
+            reported: dict[str, float] = {}
             if algorithm.transforms:
                 with timer.phase("score"):
                     minibatch, reported = algorithm.transform(
@@ -114,12 +115,13 @@ def training_step(
     idle = sum("updates_skipped" in update for update in updates)
     if idle and not algorithm.told_of_idle_updates:
         algorithm.told_of_idle_updates = True
-        told = (
+        logger.warning(
             "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed "
-            "as they were there. Said "
-            "once; train/updates_skipped counts them"
+            "as they were there. Said once; train/updates_skipped counts them",
+            step,
+            idle,
+            len(updates),
         )
-        logger.warning(told, step, idle, len(updates))
     return {**step_metrics(batch, updates, algorithm), **of_routers}
 
 
@@ -158,11 +160,8 @@ def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
 
 def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
     """The minibatch with what some transform needs of the policy just before its update."""
-    want = [
-        name
-        for name, need in (("logprobs", "current"), ("entropy", "current_entropy"))
-        if need in needs
-    ]
+    fields = {"current": "logprobs", "current_entropy": "entropy"}
+    want = [name for need, name in fields.items() if need in needs]
     if not want:
         return minibatch
     scores = trainer.score(minibatch.replace(wanted=minibatch.trained), want=want)
@@ -191,10 +190,8 @@ def step_metrics(
         metrics["train/shaped_reward"] = float(
             batch.require("rewards", "step_metrics")[first_rows(batch)[0]].mean()
         )
-    owners, taught = (
-        batch.require("trajectory", "metrics"),
-        (batch.advantages * batch.loss_mask).ne(0).any(dim=1),
-    )
+    owners = batch.require("trajectory", "metrics")
+    taught = (batch.advantages * batch.loss_mask).ne(0).any(dim=1)
     metrics["train/advantage_zero"] = 1 - len(owners[taught].unique()) / len(owners.unique())
     if batch.values is not None and batch.returns is not None:
         metrics |= critic_metrics(

@@ -80,17 +80,12 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """inputs (N, in) times the transposed weight (out, in), plus the bias (out,): (N, out). Not for
     autograd to follow."""
     rows, out = inputs.shape[0], weight.shape[0]
-    if rows < FEWEST_ROWS or not _is_for_onednn(
-        inputs, weight, "few rows" if rows < FEW_ROWS else "rows"
-    ):
+    of = "few rows" if rows < FEW_ROWS else "rows"
+    if rows < FEWEST_ROWS or not _is_for_onednn(inputs, weight, of):
         return F.linear(inputs, weight, bias)
     if out % STEP and out < BLOCKS[0]:  # vectors of queries, not the weights of a layer
-        filled = linear(
-            inputs,
-            _filled(weight),
-            None if bias is None else F.pad(bias, (0, -out % STEP)),
-        )
-        return filled[:, :out].contiguous()
+        more = None if bias is None else F.pad(bias, (0, -out % STEP))
+        return linear(inputs, _filled(weight), more)[:, :out].contiguous()
     if rows < FEW_ROWS:
         return _onednn(_filled(inputs), weight, bias)[:rows]
     blocks = _blocks(rows)
@@ -98,9 +93,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return _onednn(inputs, weight, bias)
     result = inputs.new_empty(rows, out)
     for block in blocks:
-        result[block] = (_onednn if _is_whole(block) else F.linear)(
-            inputs[block], weight, bias
-        )
+        product = _onednn if _is_whole(block) else F.linear
+        result[block] = product(inputs[block], weight, bias)
     return result
 
 
@@ -119,9 +113,8 @@ def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
         _add(total, gradient, inputs)
         return
     for block in _blocks(inputs.shape[0]):
-        (_add_by_onednn if _is_whole(block) else _add)(
-            total, gradient[block], inputs[block]
-        )
+        add = _add_by_onednn if _is_whole(block) else _add
+        add(total, gradient[block], inputs[block])
 
 
 def measured() -> dict[str, Library]:
@@ -177,12 +170,12 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [
+    names = (
         line.partition(":")[2].strip()
         for line in lines
         if line.startswith("model name")
-    ]
-    return next(iter(names), "") or platform.processor() or platform.machine()
+    )
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _from_environment() -> dict[str, Library] | None:

@@ -8,7 +8,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Union
+from typing import Any, Literal, Union, get_args
 
 import torch
 from torch import Tensor
@@ -136,6 +136,7 @@ class Trajectory:
     id: str = ""  # unique in the run; a resumed run gives the same attempt the same one
     rewards: dict[str, float] = field(default_factory=dict)
     rewards_stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    compared: bool = True  # with its group: it counts when statistics are stamped again
 
     def __repr__(self) -> str:
         size = f"{len(self.turns)} turns, {sum(map(len, self.segments))} tokens"
@@ -165,8 +166,8 @@ class Group:
 
 
 def stamp(trajectories: Sequence[Trajectory]) -> None:
-    """Writes the statistics of a whole group's rewards on each of its usable attempts."""
-    usable = [trajectory for trajectory in trajectories if trajectory.usable]
+    """Writes a whole group's reward statistics on each of its usable and `compared` attempts."""
+    usable = [one for one in trajectories if one.usable and one.compared]
     if not usable:
         return
     stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
@@ -182,7 +183,8 @@ def _mean_and_std(values: list[float]) -> tuple[float, float]:
 
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 """Extras, (B, T, k), for `top_logprobs`: the teacher's k likeliest tokens at t; their log-probs."""
-SOURCES = ("local", "external", "replay", "demonstration")
+Source = Literal["local", "external", "replay", "demonstration"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 """Origins of a trajectory: the run's own rollout, a peer's, an earlier step's, a teacher's hand."""
 NAMED_REWARD, NAMED_MEAN, NAMED_STD = "reward/", "reward_mean/", "reward_std/"
 """Prefixes in `Batch.extras`, (B,) float64: a trajectory's named return, its group's statistics."""
@@ -242,8 +244,7 @@ class Batch:
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels; None: all 1
     ratio_low: Tensor | None = None  # (B, T) ends of the clip range; None: as the kernel says
     ratio_high: Tensor | None = None  # (B, T)
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """(B, T) by name, reported as means under the weights."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # (B, T), means under the weights
     extras: dict[str, Tensor] = field(default_factory=dict)
     """(B,), (B, T) or (B, T, k) tensors of a method's own, by name."""
 
@@ -263,10 +264,10 @@ class Batch:
         """The optional field of that name. Raises RLFlowError, naming `who`, where it is empty."""
         value: Tensor | None = getattr(self, name)
         if value is None:
-            source = _FILLED.get(name, "from make_batch")
             raise RLFlowError(
-                f"{who}: the batch has no {name}, expected it {source}. A component whose `needs` "
-                "name it gets it from the training step."
+                f"{who}: the batch has no {name}, expected it "
+                f"{_FILLED.get(name, 'from make_batch')}. A component whose `needs` name it gets "
+                "it from the training step."
             )
         return value
 
@@ -338,13 +339,10 @@ class Loss(ABC):
     needs: frozenset[str] = frozenset()
     """Inputs beyond log-probs: `entropy`, `values` and `top_logprobs` of PolicyOutput; `proximal`,
     `reference` and `teacher` log-probs of the batch. A step fills the union over its components."""
-
     vanishes_at_zero_advantage: bool = False
     """Loss and gradient are 0 where the advantage is: updates leave rows without one out."""
-
     reductions: Mapping[str, Reduction] = {}
     """Metrics that become one number by `max` or `sum` over trained tokens, not by `mean`."""
-
     refreshes: Mapping[str, int] = {}
     """Snapshots of the policy to renew, and after how many steps: {"reference": 100}."""
 

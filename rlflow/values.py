@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -35,22 +36,25 @@ class Range:
         )
 
     def __str__(self) -> str:
-        bounds = (
-            ("above", self.above),
-            ("from", self.low),
-            ("to", self.high),
-            ("below", self.below),
-        )
-        return " ".join(
-            f"{word} {bound:.12g}" for word, bound in bounds if math.isfinite(bound)
-        )
+        bounds = {
+            "above": self.above,
+            "from": self.low,
+            "to": self.high,
+            "below": self.below,
+        }
+        finite = {word: bound for word, bound in bounds.items() if math.isfinite(bound)}
+        return " ".join(f"{word} {bound:.12g}" for word, bound in finite.items())
 
 
+UNIONS = (typing.Union, types.UnionType)
 PositiveInt = Annotated[int, Range(above=0)]
 NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
+
+
+PLAIN = (str, bool, int, float, dict, Mapping, type(None))
 
 
 class Named:
@@ -73,13 +77,14 @@ def checked(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _checked_annotated(hint, value, where)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return _checked_union(hint, value, where)
     if origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         raise _unexpected(hint, value, where)
-    if (origin or hint) in (list, tuple, Sequence):
+    kind = origin or hint
+    if kind in (list, tuple, Sequence):
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise _unexpected(hint, value, where)
         if not isinstance(value, (list, tuple)):  # an object of one's own, from Python
@@ -90,12 +95,20 @@ def checked(hint: Any, value: Any, where: str) -> Any:
             checked(item, entry, f"{where}[{index}]")
             for index, entry in enumerate(value)
         ]
-        return tuple(items) if (origin or hint) is tuple else items
+        return tuple(items) if kind is tuple else items
     if hint is float and _is_number(value) and math.isfinite(value):
         return float(value)
-    if _is_plain(hint) and not _holds(origin or hint, value):
+    if kind in PLAIN and not _holds(kind, value):
         raise _unexpected(hint, value, where)
     return value
+
+
+def check_fields(made: Any) -> None:
+    """Raises ConfigError for a field of a dataclass that is not as its annotation says."""
+    hints = hints_of(type(made))
+    for item in dataclasses.fields(made):
+        where = f"{type(made).__name__}.{item.name}"
+        checked(hints.get(item.name, Any), getattr(made, item.name), where)
 
 
 def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
@@ -118,19 +131,13 @@ def is_component(hint: Any) -> bool:
 def section_of(hint: Any) -> type | None:
     """The dataclass of a nested section, also of one that may be null; None for any other
     annotation."""
-    kinds = (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-        else (hint,)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    sections = (
+        kind
+        for kind in kinds
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     )
-    return next(
-        (
-            kind
-            for kind in kinds
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        ),
-        None,
-    )
+    return next(sections, None)
 
 
 def describe(hint: Any) -> str:
@@ -150,7 +157,7 @@ def describe(hint: Any) -> str:
             return "a name, or a mapping with one ({name: ...})"
         ranges = [str(item) for item in hint.__metadata__ if isinstance(item, Range)]
         return " ".join([describe(arguments[0]), *ranges])
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return " or ".join(dict.fromkeys(describe(kind) for kind in arguments))
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments)
@@ -190,14 +197,10 @@ def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
         raise _unexpected(hint, value, where)
     try:
         return checked(base, value, where)
-    except (
-        ConfigError
-    ) as problem:  # of an entry of a list, say: that place is the better one
-        raise (
-            _unexpected(hint, value, where)
-            if str(problem).startswith(f"{where}:")
-            else problem
-        ) from None
+    except ConfigError as problem:
+        if not str(problem).startswith(f"{where}:"):
+            raise  # of an entry of a list, say: that place is the better one
+        raise _unexpected(hint, value, where) from None
 
 
 def _checked_union(hint: Any, value: Any, where: str) -> Any:
@@ -217,32 +220,15 @@ def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
         if typing.get_origin(kind) is Literal
         for choice in typing.get_args(kind)
     ]
-    hint_words = did_you_mean(value, words) if words and isinstance(value, str) else ""
+    meant = did_you_mean(value, words) if isinstance(value, str) else ""
     expected = describe(hint)
     if _is_number(value) and not math.isfinite(value):
-        expected = " or ".join(
-            "a finite number" if kind == "a number" else kind
-            for kind in expected.split(" or ")
-        )
-    return ConfigError(
-        f"{where}: expected {expected}, found {show(value)}.{hint_words}"
-    )
+        expected = re.sub(r"(^| or )a number(?=$| or )", r"\1a finite number", expected)
+    return ConfigError(f"{where}: expected {expected}, found {show(value)}.{meant}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_plain(hint: Any) -> bool:
-    return (typing.get_origin(hint) or hint) in (
-        str,
-        bool,
-        int,
-        float,
-        dict,
-        Mapping,
-        type(None),
-    )
 
 
 def _holds(kind: Any, value: Any) -> bool:
@@ -256,8 +242,6 @@ def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
         return annotation
     holder = types.SimpleNamespace(__annotations__={"value": annotation})
     try:
-        return typing.get_type_hints(holder, globalns=dict(scope), include_extras=True)[
-            "value"
-        ]
+        return typing.get_type_hints(holder, dict(scope), include_extras=True)["value"]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return Any

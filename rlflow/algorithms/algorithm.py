@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +37,17 @@ from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset(
-    {
-        *("entropy", "top_logprobs", "values", "rollout", "proximal", "reference"),
-        *("teacher", "current", "current_entropy"),
-    }
+    (
+        "entropy",
+        "top_logprobs",
+        "values",
+        "rollout",
+        "proximal",
+        "reference",
+        "teacher",
+        "current",
+        "current_entropy",
+    )
 )
 """The needs of parts that the rollout, the training step and the trainers fill."""
 KINDS = "kinds"
@@ -69,9 +76,10 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for unknown in sorted(self.needs - FILLED):
-            expected, hint = ", ".join(sorted(FILLED)), did_you_mean(unknown, FILLED)
-            told = f"a part needs '{unknown}', which nothing fills; expected {expected}"
-            raise ConfigError(f"algorithm: {told}.{hint}")
+            raise ConfigError(
+                f"algorithm: a part needs '{unknown}', which nothing fills; expected "
+                f"{', '.join(sorted(FILLED))}.{did_you_mean(unknown, FILLED)}"
+            )
         if "values" in self.needs - self.loss.needs:
             raise ConfigError(
                 "algorithm.losses: the advantage reads a critic that no loss trains; expected the "
@@ -89,21 +97,22 @@ class Algorithm:
     ) -> Algorithm:
         """The parts that the configuration names. response_budget: the most tokens that an attempt
         may generate. offered: keywords that filters may name (`rollout`), beside `seed`."""
-        section, budget = config.algorithm, {"tokens": response_budget}
-        offered["seed"] = config.run.seed
-        filters = _all(FILTER, section.filters, "algorithm.filters", **offered)
+        section, seed = config.algorithm, config.run.seed
+        filters = _all(
+            FILTER, section.filters, "algorithm.filters", seed=seed, **offered
+        )
         made = cls(
             advantage=make_advantage(section.advantage),
             loss=Monitored(make_loss(section.losses)),
             aggregate=AGGREGATE.build(
-                section.aggregate, "algorithm.aggregate", **budget
+                section.aggregate, "algorithm.aggregate", tokens=response_budget
             ),
             filters=[as_part(one) for one in filters],
             transforms=make_transforms(config, response_budget),
             teacher=_teacher(config),
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
-            seed=config.run.seed,
+            seed=seed,
         )
         check_critic(made.needs, section.critic)
         return made
@@ -161,12 +170,9 @@ class Algorithm:
                 f"algorithm.advantage: {name}: expected a tensor of (rows,) or (rows, tokens) = "
                 f"{shape}, found {told}."
             )
-        spread = (
-            advantages[:, None] * batch.loss_mask
-            if advantages.dim() == 1
-            else advantages
-        )
-        batch = batch.replace(advantages=spread.float(), returns=returns)
+        if advantages.dim() == 1:
+            advantages = advantages[:, None] * batch.loss_mask
+        batch = batch.replace(advantages=advantages.float(), returns=returns)
         return self._changed(batch, "advantages")
 
     @torch.no_grad()
@@ -202,14 +208,14 @@ class Algorithm:
         """The states of parts that remember something, by their place in the section, and the kinds
         of these parts."""
         found, kinds = dict[str, Any](), dict[str, str]()
-        for place, part in self._parts():
+        for place, part in self._parts().items():
             if state := part.state_dict():
                 found[place], kinds[place] = state, type(part).__name__
         return {**found, KINDS: kinds} if found else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`. Raises CheckpointError for a part that this algorithm has not."""
-        parts, found = dict(self._parts()), dict(state)
+        parts, found = self._parts(), dict(state)
         kinds = found.pop(KINDS, {})  # none in an older checkpoint
         for place, remembered in sorted(found.items()):
             ours = type(parts[place]).__name__ if place in parts else None
@@ -224,31 +230,39 @@ class Algorithm:
 
     def report(self) -> dict[str, float]:
         """The parts' numbers about the step, as `train/<name>`."""
-        reports = [part.report() for part in self._others()]
-        return {
-            f"train/{name}": value for one in reports for name, value in one.items()
-        }
+        reports = (part.report().items() for part in self._others())
+        return {f"train/{name}": value for report in reports for name, value in report}
 
     def close(self) -> None:
         """Closes the parts."""
         for part in self._others():
             part.close()
 
-    def _parts(self) -> Iterator[tuple[str, Part | Loss | Teacher]]:
-        yield "advantage", self.advantage
+    def _advantages(self) -> dict[str, Part]:
+        """The advantage, and what it is added to, by their places."""
+        found, place, part = dict[str, Part](), "advantage", self.advantage
+        while part is not None:
+            found[place] = part
+            place, part = f"{place}.base", getattr(part, "base_advantage", None)
+        return found
+
+    def _parts(self) -> dict[str, Part | Loss | Teacher]:
+        """Every part by its place in the section."""
+        found: dict[str, Part | Loss | Teacher] = {**self._advantages()}
         if self.teacher is not None:
-            yield "teacher", self.teacher
-        lists: dict[str, Sequence[Part | Loss]] = {
+            found["teacher"] = self.teacher
+        lists = {
             "filters": self.filters,
             "transforms": self.transforms,
             "losses": self.loss.terms,
         }
         for name, parts in lists.items():
-            yield from ((f"{name}.{place}", part) for place, part in enumerate(parts))
+            found |= {f"{name}.{place}": part for place, part in enumerate(parts)}
+        return found
 
     def _others(self) -> Sequence[Part]:
-        """Every part but the loss."""
-        return (self.advantage, *self.filters, *self.transforms)
+        """Every part but loss and teacher."""
+        return (*self._advantages().values(), *self.filters, *self.transforms)
 
 
 def check_parts(config: RunConfig) -> None:
@@ -285,7 +299,9 @@ def make_transforms(config: RunConfig, response_budget: int = MOST_BUDGET) -> li
     """The transforms that the configuration names. Raises ConfigError, also where an attempt may
     generate too few tokens for one."""
     named, where = config.algorithm.transforms, "algorithm.transforms"
-    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)]
+    return [
+        as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)
+    ]
 
 
 def _teacher(config: RunConfig) -> Teacher | None:
@@ -307,8 +323,7 @@ def check_critic(needs: frozenset[str], critic: CriticOptions | None) -> None:
 
 
 def _filled_by(transforms: Sequence[Any]) -> frozenset[str]:
-    fills = (change.fills for change in transforms if isinstance(change, Transform))
-    return frozenset().union(*fills)
+    return frozenset().union(*(change.fills for change in transforms))
 
 
 def make_loss(components: Sequence[Any]) -> Loss:
@@ -329,8 +344,7 @@ def make_advantage(component: Any) -> Advantage:
 
 
 def _all(kind: Any, components: Sequence[Any], where: str, **offered: Any) -> list[Any]:
-    numbered = enumerate(components)
     return [
         kind.build(component, f"{where}[{place}]", **offered)
-        for place, component in numbered
+        for place, component in enumerate(components)
     ]

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from rlflow.types import (
     as_loss,
     check_needs,
 )
+from rlflow.values import check_fields
 
 # Nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 MAX_LOG_RATIO = 20.0
@@ -53,6 +55,13 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     refreshes: Mapping[str, int] = {}
     remembers: tuple[str, ...] = ()
     """Names of its state: what JSON can say, in attributes of these names behind an underscore."""
+    counters: tuple[str, ...] = ()
+    """Names of what it counts in `counted` from report to report."""
+
+    @cached_property
+    def counted(self) -> Counter[str]:
+        """By the names of `counters`, since the last report."""
+        return Counter()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run, as JSON-able values and tensors: by default `remembers`."""
@@ -66,8 +75,11 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
             setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def report(self) -> dict[str, float]:
-        """Numbers about the time since the last call: logged as `train/<name>`, once per step."""
-        return {}
+        """Numbers about the time since the last call: logged as `train/<name>`, once per step. By
+        default `counters`."""
+        found = {name: float(self.counted[name]) for name in self.counters}
+        self.counted.clear()
+        return found
 
     def close(self) -> None:
         """Called when the run ends: frees what outlives steps (connections, threads)."""
@@ -79,6 +91,7 @@ class FunctionPart(Part):
 
     function: Callable[[Any], Any]
     stage = "minibatch"
+    fills: frozenset[str] = frozenset()
     whole_step = False  # where it is a filter, what `Filter` says
     max_rounds = 10
 
@@ -151,6 +164,8 @@ class Advantage(Part):
     """It holds the ratios of the proximal to the rollout policy."""
     reads_rewards: bool = True
     """Returns are in it, so that a transform of them (`stage: rewards`) has an effect."""
+    base_advantage: Part | None = None
+    """Another advantage that it is added to: a part of the algorithm too."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -208,10 +223,11 @@ class Kernel(Loss):
     """Its ratio is clipped."""
     bounded: bool = False
     """It clips where the batch says (`ratio_low`, `ratio_high`)."""
+    __post_init__ = check_fields  # of a dataclass
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(() if self.anchor is None else needs_of(self.anchor))
+        return frozenset(() if self.anchor is None else {self.anchor})
 
     @abstractmethod
     def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
@@ -316,8 +332,3 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
             "those rows or this part"
         )
     return batch.logprobs
-
-
-def needs_of(anchor: Anchor) -> set[str]:
-    """What a part needs for the log-probs of an anchor."""
-    return {anchor}

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from rlflow.algorithms import advantages as advantage_names
-from rlflow.algorithms import filters as filter_names
-from rlflow.algorithms import losses as loss_names
-from rlflow.algorithms import transforms as transform_names
 from rlflow.algorithms.base import Advantage, Filter, Kernel, Part, Transform
+from rlflow.components import PARTS
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
 
@@ -63,11 +60,8 @@ def check_combination(
 def name_of(part: Any) -> str:
     """Its name in a configuration; that of its class where it is not built in."""
     place = f"{type(part).__module__}:{type(part).__qualname__}"
-    kinds = (advantage_names, filter_names, loss_names, transform_names)
-    names = {name: home for kind in kinds for name, home in kind.BUILT_IN.items()}
-    return next(
-        (name for name, home in names.items() if home == place), type(part).__name__
-    )
+    names = {home: name for kind in PARTS.values() for name, home in kind.built_in().items()}
+    return names.get(place, type(part).__name__)
 
 
 def _told(part: Correction | Kernel) -> str:

@@ -16,7 +16,6 @@ from rlflow.types import (
     TEACHER_TOP_LOGPROBS,
     Batch,
     Group,
-    Segment,
     Task,
     Trajectory,
 )
@@ -59,31 +58,22 @@ class EarlyScores:
     ) -> Batch:
         """The batch of these usable trajectories with the stages' columns. Who was not there when a
         group ended (an experience of another run, a row that was rewritten) is scored now."""
-        keys = [
-            [_key(one, part, segment) for part, segment in enumerate(one.segments)]
-            for one in trajectories
-        ]
         late = [
-            index
-            for index, own in enumerate(keys)
-            if any(key not in self._known for key in own)
+            (one, task)
+            for one, task in zip(trajectories, tasks, strict=True)
+            if not self._known.keys() >= set(_keys([one]))
         ]
-        self._score(
-            [trajectories[index] for index in late], [tasks[index] for index in late]
-        )
-        rows = [self._known[key] for own in keys for key in own]
-        for own in keys:
-            for key in own:
-                self._drop(key)
+        self._score([one for one, _ in late], [task for _, task in late])
+        keys = _keys(trajectories)
+        rows = [self._known[key] for key in keys]
+        for key in keys:
+            self._drop(key)
         columns = {
             name: _padded([row[name] for row in rows], batch.tokens.shape[1])
             for name in rows[0]
         }
-        fields = {name: value for name, value in columns.items() if name in FIELDS}
-        return batch.replace(
-            **fields,
-            extras={name: value for name, value in columns.items() if name in EXTRAS},
-        )
+        extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
+        return batch.replace(**columns, extras=extras)
 
     def forget(self) -> None:
         """What was said is no longer what would be said."""
@@ -101,32 +91,30 @@ class EarlyScores:
         for name, stage in self._stages.items():
             batch = stage(batch, tasks)
             self.rows[name] += len(batch)
-        found = {
-            name: getattr(batch, name)
-            for name in FIELDS
-            if getattr(batch, name) is not None
-        }
-        found |= {name: batch.extras[name] for name in EXTRAS if name in batch.extras}
-        keys = [
-            _key(one, part, segment)
-            for one in trajectories
-            for part, segment in enumerate(one.segments)
-        ]
-        for row, key in enumerate(keys):
+        scored = {name: getattr(batch, name) for name in FIELDS} | batch.extras
+        found = {name: scored.get(name) for name in (*FIELDS, *EXTRAS)}
+        for row, key in enumerate(_keys(trajectories)):
             length = int(batch.lengths[row])
             self._drop(key)
             self._known[key] = {
-                name: values[row, :length].clone() for name, values in found.items()
+                name: values[row, :length].clone()
+                for name, values in found.items()
+                if values is not None
             }
             self._bytes += _size(key, self._known[key])
 
 
-def _key(one: Trajectory, part: int, segment: Segment) -> Key:
-    return (
-        one.id or f"{one.group_id}/{one.attempt}",
-        part,
-        segment.tokens.numpy().tobytes(),
-    )
+def _keys(trajectories: Sequence[Trajectory]) -> list[Key]:
+    """Of all their rows, in order."""
+    return [
+        (
+            one.id or f"{one.group_id}/{one.attempt}",
+            part,
+            segment.tokens.numpy().tobytes(),
+        )
+        for one in trajectories
+        for part, segment in enumerate(one.segments)
+    ]
 
 
 def _size(key: Key, row: Mapping[str, Tensor]) -> int:

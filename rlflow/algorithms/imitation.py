@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,50 +79,49 @@ def demonstrate(
 
     Raises ConfigError for a player that fails or writes no text, or a prompt that is no text;
     EnvironmentContractError as a run."""
-    play = _demonstrate_all(environment, _Seat(player, turns, clumsy), tasks, seed)
+
+    async def play() -> list[PlayedEpisode]:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def one(number: int, task: Task) -> PlayedEpisode:
+            async with room:
+                generator = random.Random(f"{seed}/{number}")
+                return await _demonstrate(environment, answer, task, turns, generator)
+
+        return await asyncio.gather(*map(one, range(len(tasks)), tasks))
+
+    answer = partial(_answer, player, clumsy)
     with ThreadPoolExecutor(1) as thread:  # a notebook has a running loop in this one
-        return thread.submit(asyncio.run, play).result()
+        return thread.submit(asyncio.run, play()).result()
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """Who plays, how, and for how many turns."""
-
-    player: Player
-    turns: int
-    clumsy: bool
-
-    def play(
-        self, prompt: str, said: Sequence[tuple[str, str]], generator: random.Random
-    ) -> str:
-        try:
-            response = self.player(prompt, list(said), generator, self.clumsy)
-        except Exception as failure:
-            told = f"the player failed after {len(said)} turns: {described(failure)}"
-            raise ConfigError(told) from failure
-        if not isinstance(response, str) or not response:
-            raise ConfigError(
-                f"the player: expected the text of a response, found {response!r}."
-            )
-        return response
-
-
-async def _demonstrate_all(
-    environment: Environment, seat: _Seat, tasks: Sequence[Task], seed: str
-) -> list[PlayedEpisode]:
-    room = asyncio.Semaphore(AT_ONCE)
-
-    async def one(number: int, task: Task) -> PlayedEpisode:
-        async with room:
-            return await _demonstrate(
-                environment, seat, task, random.Random(f"{seed}/{number}")
-            )
-
-    return await asyncio.gather(*map(one, range(len(tasks)), tasks))
+def _answer(
+    player: Player,
+    clumsy: bool,
+    prompt: str,
+    said: Sequence[tuple[str, str]],
+    generator: random.Random,
+) -> str:
+    """The player's next response."""
+    try:
+        response = player(prompt, list(said), generator, clumsy)
+    except Exception as failure:
+        raise ConfigError(
+            f"the player failed after {len(said)} turns: {described(failure)}"
+        ) from failure
+    if not isinstance(response, str) or not response:
+        raise ConfigError(
+            f"the player: expected the text of a response, found {response!r}."
+        )
+    return response
 
 
 async def _demonstrate(
-    environment: Environment, seat: _Seat, task: Task, generator: random.Random
+    environment: Environment,
+    answer: Callable[[str, Sequence[tuple[str, str]], random.Random], str],
+    task: Task,
+    turns: int,
+    generator: random.Random,
 ) -> PlayedEpisode:
     episode = await awaited(environment.reset(task))
     prompt = episode.task.prompt
@@ -131,14 +131,14 @@ async def _demonstrate(
     said: list[tuple[str, str]] = []
     reward = 0.0
     try:
-        for turn in range(1, seat.turns + 1):
-            response = seat.play(prompt, said, generator)
-            note_response(episode, response, seat.turns)
+        for turn in range(1, turns + 1):
+            response = answer(prompt, said, generator)
+            note_response(episode, response, turns)
             step = await awaited(environment.step(episode, response))
             check_fields(environment, "step", step)
             parts.append((response, True))
             reward += step.reward
-            if step.terminated or turn == seat.turns:
+            if step.terminated or turn == turns:
                 break
             if not isinstance(step.observation, str):
                 raise ConfigError(
@@ -223,9 +223,9 @@ def make_policy(
 
         # One that no stop string ends is ended by its last token
         def encode_response(text: str) -> list[int]:
-            ended = stop and text.endswith(stop)
-            return tokenizer.encode(text) + (
-                [] if ended else list(tokenizer.eos_ids[:1])
+            ids = tokenizer.encode(text)
+            return (
+                ids if stop and text.endswith(stop) else [*ids, *tokenizer.eos_ids[:1]]
             )
 
         def batch_of(step: int) -> Batch:
@@ -272,13 +272,17 @@ def _teach(
     overwrite: bool,
 ) -> None:
     """Trains the model of the folder on the batches of all steps, and writes it."""
-    warmup, least = lessons.steps // 20, 0.2 * lessons.lr
-    schedule = {"name": "cosine", "warmup_steps": warmup, "min_lr": least}
+    schedule = {
+        "name": "cosine",
+        "warmup_steps": lessons.steps // 20,
+        "decay_steps": lessons.steps,
+        "min_lr": 0.2 * lessons.lr,
+    }
     trainer = Trainer.from_pretrained(
         folder,
         lessons.backend,
         lr=lessons.lr,
-        schedule={**schedule, "decay_steps": lessons.steps},
+        schedule=schedule,
         seed=lessons.seed,
     )
     try:

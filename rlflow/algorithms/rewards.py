@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.statistics import first_rows, moments, sampled_order
+from rlflow.algorithms.statistics import first_rows, moments, sampled_order, totals
 from rlflow.types import Batch
 
 
@@ -32,9 +32,7 @@ def per_trajectory(batch: Batch, values: Tensor) -> Tensor:
     """(N,) float64 sums of (B, T) values over the trained tokens of each trajectory."""
     first, place = first_rows(batch)
     rows = torch.where(batch.loss_mask, values.double(), 0.0).sum(dim=1)
-    return torch.zeros(len(first), dtype=torch.float64, device=rows.device).index_add_(
-        0, place, rows
-    )
+    return totals(rows, place, len(first))
 
 
 def add_reward_term(batch: Batch, term: Tensor, who: str) -> Batch:

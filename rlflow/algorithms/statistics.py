@@ -43,24 +43,21 @@ def first_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     return first, place
 
 
+def totals(values: Tensor, place: Tensor, count: int) -> Tensor:
+    """(count,) float64: the sums of the values (N,) that have the same place (N,)."""
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, place, values.double())
+
+
 def moments(values: Tensor, sets: Tensor) -> Moments:
     """Those of the set that each value (N,) is in; sets: (N,) int64, any numbers."""
     values = values.double()
     names, place = sets.unique(return_inverse=True)
     size = torch.bincount(place, minlength=len(names))
-
-    def total(what: Tensor) -> Tensor:
-        return torch.zeros(
-            len(names), dtype=torch.float64, device=values.device
-        ).index_add_(0, place, what)
-
-    # Any of the set
-    anchor = torch.zeros(
-        len(names), dtype=torch.float64, device=values.device
-    ).scatter_(0, place, values)
+    anchor = values.new_zeros(len(names)).scatter_(0, place, values)  # any of the set
     apart = values - anchor[place]
-    mean_apart = total(apart) / size
-    spread = total((apart - mean_apart[place]).square())
+    mean_apart = totals(apart, place, len(names)) / size
+    spread = totals((apart - mean_apart[place]).square(), place, len(names))
     std = (spread / (size - 1).clamp(min=1)).sqrt()
     return Moments(size[place], (anchor + mean_apart)[place], std[place])
 
@@ -146,9 +143,7 @@ def token_shares(batch: Batch, over: Literal["trajectories", "tokens"]) -> Tenso
     if over == "tokens":
         return mask
     first, place = first_rows(batch)
-    tokens = torch.zeros(
-        len(first), dtype=torch.float64, device=mask.device
-    ).index_add_(0, place, mask.sum(dim=1))
+    tokens = totals(mask.sum(dim=1), place, len(first))
     return mask / tokens.clamp(min=1)[place, None]
 
 

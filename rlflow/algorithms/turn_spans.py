@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.statistics import first_rows
+from rlflow.algorithms.statistics import first_rows, totals
 from rlflow.types import Batch
 
 
@@ -31,8 +31,7 @@ class Turns:
     def total(self, values: Tensor) -> Tensor:
         """(U,) float64: the sums of (B, T) values over the tokens of each turn."""
         on = self.unit >= 0
-        sums = torch.zeros(len(self.owner), dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self.unit[on], values[on].double())
+        return totals(values[on], self.unit[on], len(self.owner))
 
 
 def turns_of(batch: Batch, who: str) -> Turns:

@@ -94,9 +94,8 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
 
 def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
     run, evaluation, checkpoint = config.run, config.evaluation, config.checkpoint
-    trajectories = (
-        run.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    )
+    rollout = config.rollout
+    trajectories = run.steps * rollout.prompts_per_step * rollout.samples_per_prompt
     minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
     target = (
         f"; ends when the evaluation reaches {run.target:g}"

@@ -59,7 +59,8 @@ def config_checks(
     yield lambda: config.trainer.decaying_over(config.policy_updates).check(
         config.cluster.ranks
     )
-    yield lambda: _check_critic(config)
+    if critic := config.algorithm.critic:
+        yield lambda: critic.decaying_over(config.updates).check()
     yield lambda: _check_name(config)
     yield from _component_checks(config)
     if components:
@@ -113,15 +114,13 @@ def _require(holds: object, key: str, problem: str) -> None:
         raise ConfigError(f"{key}: {problem}.")
 
 
-def _check_critic(config: RunConfig) -> None:
-    if config.algorithm.critic is not None:
-        config.algorithm.critic.decaying_over(config.updates).check()
-
-
 def _check_name(config: RunConfig) -> None:
     name = config.run.name
-    expected = "expected a name for a directory (letters, digits, . _ -)"
-    _require(_NAME.fullmatch(name), "run.name", f"{expected}, found '{name}'")
+    _require(
+        _NAME.fullmatch(name),
+        "run.name",
+        f"expected a name for a directory (letters, digits, . _ -), found '{name}'",
+    )
 
 
 def _check_sampling(config: RunConfig) -> None:
@@ -217,8 +216,11 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 def _check_losses(config: RunConfig) -> None:
     losses = config.algorithm.losses
-    told = "expected at least one loss, found none; try [ppo_clip]"
-    _require(losses, "algorithm.losses", told)
+    _require(
+        losses,
+        "algorithm.losses",
+        "expected at least one loss, found none; try [ppo_clip]",
+    )
     for index, loss in enumerate(losses):
         # A loss checks its own limits when it is made
         LOSS.build(loss, f"algorithm.losses[{index}]")
@@ -239,7 +241,8 @@ def _check_filter(config: RunConfig, component: Any, where: str) -> None:
 
 def _check_attempts(config: RunConfig, component: Any, part: Any) -> None:
     _require(
-        not getattr(part, "compares_attempts", False) or config.rollout.samples_per_prompt > 1,
+        not getattr(part, "compares_attempts", False)
+        or config.rollout.samples_per_prompt > 1,
         "rollout.samples_per_prompt",
         f"{component['name']} compares attempts at the same prompt; expected at least 2, found 1",
     )

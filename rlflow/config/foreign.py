@@ -24,7 +24,7 @@ import json
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,11 @@ def translate(
 class _Translator:
     table: Mapping[str, Any]
     keys: Mapping[str, Any]
-    chosen: dict[str, Any] = field(default_factory=dict)
-    resolved: dict[str, Any] = field(default_factory=dict)
-    outcomes: dict[str, list[ReadKey]] = field(
-        default_factory=lambda: {outcome: [] for outcome in OUTCOMES}
-    )
 
     def __post_init__(self) -> None:
-        self.chosen.update(self.table.get("sets", {}))
+        self.chosen: dict[str, Any] = dict(self.table.get("sets", {}))
+        self.resolved: dict[str, Any] = {}
+        self.outcomes: dict[str, list[ReadKey]] = {outcome: [] for outcome in OUTCOMES}
         reasons = self.table.get("none", {}).items()
         self.rules: dict[str, Mapping[str, Any]] = {
             "taken": self.table.get("taken", {}),
@@ -191,11 +188,8 @@ class _Translator:
             if theirs == value:
                 return ours
         if known and not rule.get("others"):
-            here = (
-                f" and it is {_show(self.chosen[target])}"
-                if target in self.chosen
-                else ""
-            )
+            held = target in self.chosen
+            here = f" and it is {_show(self.chosen[target])}" if held else ""
             listed = " and ".join(map(_show, known))
             raise ConfigError(f"only {listed} are known for {target}{here}")
         for name, function in (("times", operator.mul), ("over", operator.truediv)):

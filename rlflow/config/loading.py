@@ -78,10 +78,12 @@ def presets() -> dict[str, str]:
 
 def preset_path(name: str, where: str) -> Path:
     """The file of a preset. Raises ConfigError for an unknown name."""
-    if name not in presets():
-        known = list(presets())
-        hint = f"{did_you_mean(name, known)} Known: {', '.join(known)}."
-        raise ConfigError(f"{where}: unknown preset '{name}'.{hint}")
+    known = presets()
+    if name not in known:
+        raise ConfigError(
+            f"{where}: unknown preset '{name}'.{did_you_mean(name, known)} Known: "
+            f"{', '.join(known)}."
+        )
     return PRESETS / f"{name}.yaml"
 
 
@@ -93,8 +95,9 @@ def read_assignment(text: str, form: str = "KEY=VALUE") -> tuple[str, Any]:
     try:
         return key.strip(), parsed(written)
     except yaml.YAMLError as error:
-        told = f"'{written[:200]}' is not a YAML value: {problem_of(error)}"
-        raise ConfigError(f"{COMMAND_LINE}: {key}: {told}.") from None
+        raise ConfigError(
+            f"{COMMAND_LINE}: {key}: '{written[:200]}' is not a YAML value: {problem_of(error)}."
+        ) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -191,11 +194,8 @@ class _Draft:
                 {"name": entry} if isinstance(entry, str) else entry
                 for entry in entries
             ]
-        return (
-            {"name": value}
-            if isinstance(value, str) and self.holds_component(path)
-            else value
-        )
+        chosen = isinstance(value, str) and self.holds_component(path)
+        return {"name": value} if chosen else value
 
     def holds_component(self, path: tuple[str, ...]) -> bool:
         return path in self.components or (
@@ -216,24 +216,24 @@ class _Draft:
                 f"{COMMAND_LINE}: expected section.key=value, found '{text}'."
             )
         node: Any = self.raw
-        for depth, part in enumerate(path[:-1]):
+        for depth, part in enumerate(path[:-1], start=1):
             if isinstance(node, dict) and node.get(part) is None:
                 node[part] = {}
-                self.origins[".".join(path[: depth + 1])] = COMMAND_LINE
-            node = _child(node, part, path[: depth + 1])
+                self.origins[".".join(path[:depth])] = COMMAND_LINE
+            node = node[_place(node, path[:depth])]
+        place = _place(node, path)
         if isinstance(node, list):
-            node[_index(node, path[-1], path)] = self.named(path, value)
-        elif isinstance(node, dict):
-            self.merge(node, {path[-1]: value}, COMMAND_LINE, path[:-1])
+            node[place] = self.named(path, value)
         else:
-            raise _no_keys(path, node)
+            self.merge(node, {place: value}, COMMAND_LINE, path[:-1])
         self.origins[".".join(path)] = COMMAND_LINE
 
     def build(self, cls: Any, raw: Any, path: tuple[str, ...]) -> Any:
         """The dataclass `cls` from a mapping, every key and type checked."""
         if not isinstance(raw, dict):
-            told = f"expected a section with keys, found {show(raw)}"
-            raise ConfigError(f"{self.where(path)}: {told}.")
+            raise ConfigError(
+                f"{self.where(path)}: expected a section with keys, found {show(raw)}."
+            )
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
         for key in raw:
@@ -245,11 +245,12 @@ class _Draft:
                     here, list(fields), self.schema, self.raw if ours else {}
                 )
                 raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
-        built = {
-            key: self.value(fields[key], value, (*path, key))
-            for key, value in raw.items()
-        }
-        return cls(**built)
+        return cls(
+            **{
+                key: self.value(fields[key], value, (*path, key))
+                for key, value in raw.items()
+            }
+        )
 
     def value(self, hint: Any, raw: Any, path: tuple[str, ...]) -> Any:
         """One value as its annotation says: a section, or what `checked` returns."""
@@ -261,8 +262,7 @@ class _Draft:
     def where(self, path: tuple[str, ...]) -> str:
         """`file: section.key` with the file that set the key, or the nearest key above it."""
         for length in range(len(path), 0, -1):
-            source = self.origins.get(".".join(path[:length]))
-            if source:
+            if source := self.origins.get(".".join(path[:length])):
                 return f"{source}: {'.'.join(path)}"
         return ".".join(path) or "configuration"
 
@@ -285,26 +285,20 @@ def _component_hints(
             yield hint, (*path, name)
 
 
-def _child(node: Any, part: str, path: tuple[str, ...]) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part, path)]
+def _place(node: Any, path: tuple[str, ...]) -> Any:
+    """The key, or the index of a list, at the end of a path, whose other parts lead to the node.
+    Raises ConfigError where it has no such."""
+    *above, part = path
     if isinstance(node, dict):
-        return node[part]
-    raise _no_keys(path, node)
-
-
-def _no_keys(path: tuple[str, ...], node: Any) -> ConfigError:
-    told = f"'{'.'.join(path[:-1])}' is {show(node)}, it has no keys"
-    return ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: {told}.")
-
-
-def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
+        return part
+    where, told = ".".join(above), f"{COMMAND_LINE}: {'.'.join(path)}"
+    if not isinstance(node, list):
+        raise ConfigError(f"{told}: '{where}' is {show(node)}, it has no keys.")
     if part.isdigit() and int(part) < len(node):
         return int(part)
-    where = ".".join(path[:-1])
     raise ConfigError(
-        f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index "
-        f"below {len(node)}, found '{part}'. A whole list is set by {where}=[...]."
+        f"{told}: '{where}' is a list of {len(node)}; expected an index below {len(node)}, found "
+        f"'{part}'. A whole list is set by {where}=[...]."
     )
 
 

@@ -188,11 +188,8 @@ class RunConfig:
     @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return (
-            self.run.steps
-            * self.algorithm.minibatches_per_step
-            * self.algorithm.epochs_per_step
-        )
+        algorithm = self.algorithm
+        return self.run.steps * algorithm.minibatches_per_step * algorithm.epochs_per_step
 
     @property
     def policy_updates(self) -> int:

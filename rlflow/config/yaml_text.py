@@ -22,11 +22,8 @@ class _Loader(yaml.SafeLoader):
     ) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if (
-                isinstance(key, yaml.ScalarNode)
-                and key.value != "<<"
-                and key.value in seen
-            ):
+            twice = isinstance(key, yaml.ScalarNode) and key.value in seen
+            if twice and key.value != "<<":
                 raise _fault(f"key '{key.value}' stands twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
@@ -76,9 +73,9 @@ def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
             f"{path}: cannot be read as a UTF-8 text file: {error}."
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path}{_mark(error)}: not YAML: {problem_of(error)}."
-        ) from None
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not YAML: {problem_of(error)}.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -98,11 +95,6 @@ def parsed(text: str, loader: type[_Loader] = _Loader) -> Any:
         raise yaml.YAMLError(str(error)) from None
     except (LookupError, AttributeError):  # `!!bool x`, `!!float ""`, `!!timestamp x`
         raise yaml.YAMLError("a value that does not fit its tag (!!...)") from None
-
-
-def _mark(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f":{mark.line + 1}" if mark is not None else ""
 
 
 def problem_of(error: yaml.YAMLError) -> str:

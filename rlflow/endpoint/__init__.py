@@ -3,8 +3,6 @@
 A package over the environment's contract: every request of an episode becomes a turn of the
 rollout, so that what is trained are the ids that were sampled."""
 
-from __future__ import annotations
-
 from rlflow.endpoint.agent_session import AgentSession
 from rlflow.endpoint.endpoint import Endpoint
 from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused

@@ -29,8 +29,8 @@ NESTED = (
 """Parameters of `NEUTRAL` that stand in another one."""
 
 
-def read(body: Mapping[str, Any]) -> ModelRequest:
-    """Raises RequestRefused."""
+def read(body: Mapping[str, Any], before: object = ()) -> ModelRequest:
+    """before: conversations, which nothing names here. Raises RequestRefused."""
     messages: list[dict[str, Any]] = []
     if body.get("system") and body.get("messages"):  # alone it is nothing to answer
         content = text_of_content(body["system"], "system")

@@ -27,8 +27,8 @@ PIECE = 32
 ROLES = {"developer": "system", "function": "tool"}
 
 
-def read(body: Mapping[str, Any]) -> ModelRequest:
-    """Raises RequestRefused."""
+def read(body: Mapping[str, Any], before: object = ()) -> ModelRequest:
+    """before: conversations, which nothing names here. Raises RequestRefused."""
     if body.get("n") not in (None, 1):
         raise RequestRefused(
             f"n: expected 1, found {body['n']!r:.20}; ask several times.", parameter="n"
@@ -118,11 +118,6 @@ def pieces(text: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def finite(logprob: float) -> float:
-    """A log-prob that JSON can hold; 0 where it is not known."""
-    return logprob if math.isfinite(logprob) else 0.0
-
-
 def _written(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -151,7 +146,7 @@ def _logprobs(reply: ModelReply) -> dict[str, Any] | None:
     content = [
         {
             "token": text,
-            "logprob": finite(logprob),
+            "logprob": logprob if math.isfinite(logprob) else 0.0,  # unknown: JSON has no NaN
             "bytes": list(text.encode()),
             "top_logprobs": [],
         }

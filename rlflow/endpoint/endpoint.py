@@ -9,12 +9,12 @@ import json
 import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from rlflow.endpoint import anthropic_messages, chat, openai_responses
 from rlflow.endpoint.agent_session import AgentSession
-from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
+from rlflow.endpoint.requests import RequestRefused
 from rlflow.errors import RLFlowError, install_command, needing
 
 MAX_BODY_BYTES = 64 << 20
@@ -27,39 +27,13 @@ UNKNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class Interface:
-    """How a vendor's clients ask, and how they want to be answered."""
-
-    read: Callable[[AgentSession, Mapping[str, Any]], ModelRequest]
-    write: Callable[[ModelReply], dict[str, Any]]
-    stream: Callable[[ModelReply], Iterator[str]]
-    error: Callable[[RequestRefused], dict[str, Any]]
-
-
-CHAT = Interface(
-    lambda session, body: chat.read(body),
-    chat.write,
-    chat.stream,
-    chat.error,
-)
-MESSAGES = Interface(
-    lambda session, body: anthropic_messages.read(body),
-    anthropic_messages.write,
-    anthropic_messages.stream,
-    anthropic_messages.error,
-)
-RESPONSES = Interface(
-    lambda session, body: openai_responses.read(body, session.conversations),
-    openai_responses.write,
-    openai_responses.stream,
-    chat.error,
-)
-INTERFACES: Mapping[str, Interface] = {
-    "chat/completions": CHAT,
-    "messages": MESSAGES,
-    "responses": RESPONSES,
+INTERFACES: Mapping[str, ModuleType] = {
+    "chat/completions": chat,
+    "messages": anthropic_messages,
+    "responses": openai_responses,
 }
+"""How a vendor's clients ask, and how they want to be answered: `read`, `write`, `stream` and
+`error` of a module."""
 
 
 class Endpoint:
@@ -151,9 +125,9 @@ class Endpoint:
             for path, interface in INTERFACES.items():
                 handler = self._handler(interface, _asked)
                 routes.append(Route(f"{prefix}/{path}", handler, methods=["POST"]))
-            posted = self._handler(CHAT, _posted)
+            posted = self._handler(chat, _posted)
             routes.append(Route(f"{prefix}/reward", posted, methods=["POST"]))
-            routes.append(Route(f"{prefix}/models", self._handler(CHAT, _models)))
+            routes.append(Route(f"{prefix}/models", self._handler(chat, _models)))
 
         async def not_found(request: Any, problem: Any) -> Any:
             told = f"{request.method} {request.url.path}: {problem.detail}; expected POST of "
@@ -162,7 +136,7 @@ class Endpoint:
 
         return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
 
-    def _handler(self, interface: Interface, answer: _Answer) -> Callable[[Any], Awaitable[Any]]:
+    def _handler(self, interface: ModuleType, answer: _Answer) -> Callable[[Any], Awaitable[Any]]:
         """An endpoint of starlette, which answers every problem in the interface's form."""
         from starlette.responses import JSONResponse
 
@@ -185,14 +159,14 @@ class Endpoint:
         return session
 
 
-_Answer = Callable[[AgentSession, Interface, Any], Awaitable[Any]]
+_Answer = Callable[[AgentSession, ModuleType, Any], Awaitable[Any]]
 
 
-async def _asked(session: AgentSession, interface: Interface, request: Any) -> Any:
+async def _asked(session: AgentSession, interface: ModuleType, request: Any) -> Any:
     from starlette.responses import JSONResponse, StreamingResponse
 
     body, data = await _body(request)
-    asked = interface.read(session, body)
+    asked = interface.read(body, session.conversations)
     name = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).hexdigest()
     again = request.headers.get(RETRIES, "0") != "0"
     reply = await session.ask(asked, name, again, request.is_disconnected)
@@ -208,7 +182,7 @@ async def _in_turn(events: Iterator[str]) -> AsyncIterator[str]:
         yield event
 
 
-async def _posted(session: AgentSession, interface: Interface, request: Any) -> Any:
+async def _posted(session: AgentSession, interface: ModuleType, request: Any) -> Any:
     from starlette.responses import JSONResponse
 
     body, _ = await _body(request)
@@ -221,7 +195,7 @@ async def _posted(session: AgentSession, interface: Interface, request: Any) -> 
     return JSONResponse({"reward": session.posted["reward"]})
 
 
-async def _models(session: AgentSession, interface: Interface, request: Any) -> Any:
+async def _models(session: AgentSession, interface: ModuleType, request: Any) -> Any:
     from starlette.responses import JSONResponse
 
     model = {"id": "rlflow", "object": "model", "created": 0, "owned_by": "rlflow"}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlflow.endpoint.chat import error as error  # of the same form
 from rlflow.endpoint.chat import pieces
 from rlflow.endpoint.requests import (
     ModelReply,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import CheckpointError
+from rlflow.storage.memory_folders import lock
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
@@ -132,9 +133,7 @@ def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False)
 
 def restore_replaced(path: Path) -> None:
     """Clears up after a kill within `replace_directory`: `path` is put back where it is missing."""
-    for replaced in _of_processes(path.parent, REPLACED):
-        if _OF_A_PROCESS.sub("", replaced.name) != path.name:
-            continue
+    for replaced in _of_processes(path.parent, REPLACED, path.name):
         if os.path.lexists(path):
             with suppress(OSError):
                 _remove_renamed(replaced, path)
@@ -207,11 +206,9 @@ def _locked_directory(path: Path) -> Iterator[None]:
 
 def _clear_killed(path: Path) -> None:
     """Removes the directories that killed processes were to give the name `path`."""
-    for entry in _of_processes(path.parent, PARTIAL):
-        if _OF_A_PROCESS.sub("", entry.name) != path.name or entry.is_symlink():
-            continue
+    for entry in _of_processes(path.parent, PARTIAL, path.name):
         with suppress(OSError):  # gone, or without locks
-            if entry.is_dir() and not _is_held(entry):
+            if entry.is_dir() and not entry.is_symlink() and not _is_held(entry):
                 _remove(entry)
 
 
@@ -221,19 +218,14 @@ def _is_held(entry: Path) -> bool:
         return False
     descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not lock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
-    return False
 
 
 def why_unwritable(path: Path) -> str | None:
     """Why nothing can be made at `path`, by the nearest folder there; None where it can be."""
-    ground = next(
-        place for place in (path, *path.absolute().parents) if os.path.exists(place)
-    )
+    ground = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     if ground.is_dir() and os.access(ground, os.W_OK | os.X_OK):
         return None
     return f"{path} cannot be written, as {ground} does not allow it"
@@ -243,14 +235,16 @@ def _own_name(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.{secrets.randbits(48)}{ending}")
 
 
-def _of_processes(folder: Path, ending: str) -> list[Path]:
-    """What lies in a folder under names of `_own_name`."""
+def _of_processes(folder: Path, ending: str, name: str = "") -> list[Path]:
+    """What lies in a folder under names of `_own_name`; of the path of this name alone."""
     if not folder.is_dir():
         return []
     return [
         entry
         for entry in folder.iterdir()
-        if entry.name.endswith(ending) and _OF_A_PROCESS.search(entry.name)
+        if entry.name.endswith(ending)
+        and _OF_A_PROCESS.search(entry.name)
+        and name in ("", _OF_A_PROCESS.sub("", entry.name))
     ]
 
 
@@ -312,17 +306,13 @@ def read_json_lines(path: str | Path, *, unfinished: bool = False) -> list[Any]:
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in nested mappings and lists; empty ones stand for
     themselves."""
-    entries = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    for key, entry in entries:
-        yield from leaves(entry, f"{path}.{key}" if path else str(key))
-    if not entries or not value:
+    if isinstance(value, (list, tuple)) and value:
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
         yield path, value
+        return
+    for key, entry in value.items():
+        yield from leaves(entry, f"{path}.{key}" if path else str(key))
 
 
 def plain(value: Any) -> Any:

@@ -141,14 +141,10 @@ class InertUnpickler(pickle.Unpickler):
         raise ForbiddenName(f"names {module}.{name}, which has no place there; not loaded")
 
     def persistent_load(self, pid: Any) -> Storage:
-        if not (
-            isinstance(pid, tuple)
-            and len(pid) == 5
-            and pid[0] == "storage"
-            and isinstance(pid[1], type)
-        ):
-            raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
-        return Storage(pid[1].__name__, str(pid[2]), int(pid[4]))
+        match pid:
+            case ("storage", type() as kind, key, _, elements):
+                return Storage(kind.__name__, str(key), int(elements))
+        raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -235,16 +231,13 @@ DAMAGE = (
     EOFError,
     OSError,
     ValueError,
-    KeyError,
-    IndexError,
+    LookupError,
     TypeError,
     AttributeError,
     ImportError,
     OverflowError,
     MemoryError,
-    RecursionError,
     AssertionError,
-    NotImplementedError,
     RuntimeError,
 )
 """What reading a damaged pickle or zip raises; ForbiddenName is one of them and comes first in an

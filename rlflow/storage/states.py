@@ -4,7 +4,7 @@ and bytes in a file beside it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,28 +16,19 @@ BYTES = "__bytes__"
 """The same for bytes."""
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A part of a run that remembers something from step to step. A state is made of what JSON can
-    say, of tensors and of bytes."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def states(parts: Mapping[str, object]) -> dict[str, Any]:
-    """{name: state} of the parts; empty for one that remembers nothing."""
+def states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: state} of the parts of a run; empty for one that has no `state_dict`. A state is made
+    of what JSON can say, of tensors and of bytes."""
     return {
-        name: part.state_dict() if isinstance(part, Stateful) else {}
+        name: part.state_dict() if hasattr(part, "state_dict") else {}
         for name, part in parts.items()
     }
 
 
-def load_states(parts: Mapping[str, object], saved: Mapping[str, Any]) -> None:
+def load_states(parts: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Restores `states`. A part that remembered nothing when they were saved begins anew."""
     for name, part in parts.items():
-        if saved[name] and isinstance(part, Stateful):
+        if saved[name] and hasattr(part, "load_state_dict"):
             part.load_state_dict(saved[name])
 
 

@@ -5,8 +5,6 @@ A package of its own: it stands on the rollout, and it does what `algorithms` mu
 others. Nothing that comes from a peer is trusted: not its rewards, which are not even sent, not its
 length, not its form."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "directory": "rlflow.swarm.shared_folder:DirectoryTransport",
     "tcp": "rlflow.swarm.tcp:TcpTransport",

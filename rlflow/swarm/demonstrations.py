@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from rlflow.algorithms.base import Filter
+from rlflow.algorithms.filters.earlier_groups import again
 from rlflow.codec import Response, Transcripts
 from rlflow.errors import CheckpointError, DataError
 from rlflow.rollout.rollout import Rollout
@@ -19,6 +20,7 @@ from rlflow.values import PositiveInt
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Demonstrations(Filter):
     """Adds `episodes` random ones of a file to every step, each a group of its own with source
     `demonstration` (arXiv 2509.15937, demonstration replay).
@@ -36,39 +38,32 @@ class Demonstrations(Filter):
     needs = frozenset({"proximal"})
     remembers = ("steps",)
 
-    def __init__(
-        self,
-        rollout: Rollout,
-        seed: int,
-        path: str,
-        episodes: PositiveInt = 4,
-        split: str = "train",
-    ) -> None:
-        self._rollout, self._seed, self._path, self._episodes, self._split = (
-            rollout,
-            seed,
-            Path(path),
-            episodes,
-            split,
-        )
-        self._rows = _rows(self._path)
-        self._steps = 0
+    rollout: Rollout
+    seed: int
+    path: str
+    episodes: PositiveInt = 4
+    split: str = "train"
+    _steps = 0
+
+    def __post_init__(self) -> None:
+        self._rows = _rows(Path(self.path))
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        draw = random.Random(f"{self._seed}/demonstrations/{self._steps}")
-        chosen = draw.sample(self._played, min(self._episodes, len(self._played)))
+        draw = random.Random(f"{self.seed}/demonstrations/{self._steps}")
+        chosen = draw.sample(self._played, min(self.episodes, len(self._played)))
         self._steps += 1
-        return [*groups, *(_again(group, self._steps) for group in chosen)]
+        suffix = f"/{self._steps}"
+        return [*groups, *(again(group, suffix, "demonstration") for group in chosen)]
 
     @cached_property
     def _played(self) -> list[Group]:
-        environment = self._rollout.environment
-        tasks = {task.id: task for task in environment.tasks(self._split)}
+        environment = self.rollout.environment
+        tasks = {task.id: task for task in environment.tasks(self.split)}
         transcripts = {}
         for number, (name, responses) in enumerate(self._rows, 1):
             if name not in tasks:
                 raise DataError(
-                    f"{self._path}:{number}: expected a task of the split '{self._split}', found "
+                    f"{self.path}:{number}: expected a task of the split '{self.split}', found "
                     f"'{name}'."
                 )
             said = tuple(
@@ -76,12 +71,12 @@ class Demonstrations(Filter):
                 for text in responses
             )
             transcripts[f"demonstration.{number}:{name}"] = Transcripts(tasks[name], (said,))
-        groups = self._rollout.replay(transcripts)
+        groups = self.rollout.replay(transcripts)
         played = [group for group in groups if group.trajectories]
         if len(played) < len(groups):
             lost = [number for number, group in enumerate(groups, 1) if not group.trajectories]
             told = (
-                f"{self._path}:{lost[0]}: the episode does not end with its last response, or the "
+                f"{self.path}:{lost[0]}: the episode does not end with its last response, or the "
                 "tokenizer or the limits of the "
                 f"rollout do not allow it; so it is with {len(lost)} of {len(groups)}"
             )
@@ -118,13 +113,3 @@ def _rows(path: Path) -> list[tuple[str, list[str]]]:
             f"filter demonstrations: path: {path} holds no episode, expected one or more."
         )
     return found
-
-
-def _again(group: Group, step: int) -> Group:
-    """The group under an id of its own."""
-    name = f"{group.id}/{step}"
-    attempts = [
-        dataclasses.replace(one, source="demonstration", group_id=name, id=f"{one.id}/{step}")
-        for one in group.trajectories
-    ]
-    return Group(name, group.task, attempts)

@@ -38,6 +38,7 @@ class Shared:
     transcript: Transcripts
 
 
+@dataclass
 class Swarm(Filter):
     """A step of `local` groups of one's own and `external` ones of others, both drawn uniformly
     (arXiv 2509.08721, algorithm 1).
@@ -58,63 +59,63 @@ class Swarm(Filter):
     whole_step = True
     unscored = True
     needs = frozenset({"proximal"})
+    counters = (
+        "swarm_published",
+        "swarm_received",
+        "swarm_rejected",
+        "swarm_unplayable",
+        "swarm_alike",
+        "swarm_external",
+        "swarm_missing",
+    )
 
-    def __init__(
-        self,
-        rollout: Rollout,
-        seed: int,
-        transport: Annotated[Component, TRANSPORT],
-        peer: str | None = None,
-        local: PositiveInt | None = None,
-        external: NonNegativeInt = 4,
-        fill: Literal["local", "smaller"] = "local",
-        publish: NonNegativeInt = 8,
-        tasks: Literal["known", "any"] = "known",
-        split: str = "train",
-        pool: PositiveInt = 64,
-        per_peer: PositiveInt = 32,
-        max_age_steps: PositiveInt = 16,
-    ) -> None:
-        if peer is not None and not PEER_NAME.fullmatch(peer):
+    rollout: Rollout
+    seed: int
+    transport: Annotated[Component, TRANSPORT]
+    peer: str | None = None
+    local: PositiveInt | None = None
+    external: NonNegativeInt = 4
+    fill: Literal["local", "smaller"] = "local"
+    publish: NonNegativeInt = 8
+    tasks: Literal["known", "any"] = "known"
+    split: str = "train"
+    pool: PositiveInt = 64
+    per_peer: PositiveInt = 32
+    max_age_steps: PositiveInt = 16
+    _step = 0
+
+    def __post_init__(self) -> None:
+        if self.peer is not None and not PEER_NAME.fullmatch(self.peer):
             raise ConfigError(
-                f"swarm.peer: expected up to 64 letters, digits, - and _, found '{peer}'."
+                f"swarm.peer: expected up to 64 letters, digits, - and _, found '{self.peer}'."
             )
-        self._rollout, self._seed = rollout, seed
-        self._peer = peer or secrets.token_hex(6)
+        self._peer = self.peer or secrets.token_hex(6)
         self._own = {self._peer}  # and the names before it was resumed
-        self._local, self._external, self._fill, self._publish = local, external, fill, publish
-        self._any_task, self._split = tasks == "any", split
-        self._most, self._per_peer, self._max_age_steps = pool, per_peer, max_age_steps
         self._transport: ExperienceTransport = TRANSPORT.build(
-            transport, "swarm.transport", peer=self._peer
+            self.transport, "swarm.transport", peer=self._peer
         )
-        self._step = 0
         self._pool: dict[str, Shared] = {}  # by digest, oldest first
         self._seen: dict[str, int] = {}  # digest -> the step in which it came, oldest first
-        self._counts = dict.fromkeys(
-            ("published", "received", "rejected", "unplayable", "alike", "external", "missing"), 0
-        )
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        draw = random.Random(f"{self._seed}/swarm/{self._step}")
+        draw = random.Random(f"{self.seed}/swarm/{self._step}")
         self._share(groups, draw)
         self._take_in()
         external = self._choose(draw)
-        missing = self._external - len(external)
-        self._counts["external"] += len(external)
-        self._counts["missing"] += missing
+        missing = self.external - len(external)
+        self.counted["swarm_external"] += len(external)
+        self.counted["swarm_missing"] += missing
         self._step += 1
-        if self._local is None:
+        if self.local is None:
             return [*groups, *external]
-        wanted = self._local + (missing if self._fill == "local" else 0)
+        wanted = self.local + (missing if self.fill == "local" else 0)
         return [*draw.sample(groups, min(wanted, len(groups))), *external]
 
     def report(self) -> dict[str, float]:
         """Groups published, received, rejected, chosen, missing, and with equal scores; attempts
         that could not be played."""
-        counted = {f"swarm_{name}": float(value) for name, value in self._counts.items()}
-        self._counts = dict.fromkeys(self._counts, 0)
-        return {**counted, "swarm_pool": float(len(self._pool)), **self._transport.report()}
+        pool = float(len(self._pool))
+        return {**super().report(), "swarm_pool": pool, **self._transport.report()}
 
     def close(self) -> None:
         """Leaves the swarm."""
@@ -144,20 +145,18 @@ class Swarm(Filter):
 
     @cached_property
     def _tasks(self) -> dict[str, Task]:
-        return {task.id: task for task in self._rollout.environment.tasks(self._split)}
+        return {task.id: task for task in self.rollout.environment.tasks(self.split)}
 
     def _share(self, groups: list[Group], draw: random.Random) -> None:
         own = [group for group in groups if any(one.source == "local" for one in group.usable)]
         messages = []
-        for group in draw.sample(own, min(self._publish, len(own))):
+        for group in draw.sample(own, min(self.publish, len(own))):
             sampled = [one for one in group.trajectories if one.source == "local"]
-            transcript = transcribe(
-                Group(group.id, group.task, sampled), self._rollout.tokenizer.eos_ids
-            )
-            message = dump(transcript, self._peer)
+            shared = Group(group.id, group.task, sampled)
+            message = dump(transcribe(shared, self.rollout.tokenizer.eos_ids), self._peer)
             if len(message) <= self._transport.max_bytes:
                 messages.append(message)
-        self._counts["published"] += len(messages)
+        self.counted["swarm_published"] += len(messages)
         self._transport.publish(messages)
 
     def _take_in(self) -> None:
@@ -168,19 +167,19 @@ class Swarm(Filter):
                     message.peer, self._step, content.decode(), self._own_terms(message.transcript)
                 )
             except MessageError:
-                self._counts["rejected"] += 1
+                self.counted["swarm_rejected"] += 1
                 continue
             if message.peer in self._own or message.digest in self._seen:
                 continue
-            self._counts["received"] += 1
+            self.counted["swarm_received"] += 1
             self._seen[message.digest] = self._step
             self._pool[message.digest] = shared
             same = [digest for digest, other in self._pool.items() if other.peer == shared.peer]
-            if len(same) > self._per_peer:
+            if len(same) > self.per_peer:
                 del self._pool[same[0]]
-        oldest = self._step - self._max_age_steps
+        oldest = self._step - self.max_age_steps
         self._pool = dict(
-            [item for item in self._pool.items() if item[1].step >= oldest][-self._most :]
+            [item for item in self._pool.items() if item[1].step >= oldest][-self.pool :]
         )
         self._seen = dict([item for item in self._seen.items() if item[1] >= oldest][-REMEMBERED:])
 
@@ -191,10 +190,11 @@ class Swarm(Filter):
         if task is not None:
             if task.prompt != transcript.task.prompt:
                 raise MessageError("another question under the id of one of ours")
-        elif self._any_task:
-            task = dataclasses.replace(
-                transcript.task, prompt=_quoted(transcript.task, self._rollout)
-            )
+        elif self.tasks == "any":
+            task = transcript.task
+            if isinstance(task.prompt, str):  # the tokenizer quotes messages
+                prompt = self.rollout.tokenizer.without_control(task.prompt)
+                task = dataclasses.replace(task, prompt=prompt)
         else:
             raise MessageError("a task that this run does not have")
         return dataclasses.replace(transcript, task=task)
@@ -202,31 +202,21 @@ class Swarm(Filter):
     def _choose(self, draw: random.Random) -> list[Group]:
         """Up to `external` groups with a spread of scores, in random order; what was played does
         not come again."""
-        order = draw.sample(list(self._pool), len(self._pool))[: TRIES * self._external]
+        order = draw.sample(list(self._pool), len(self._pool))[: TRIES * self.external]
         found: list[Group] = []
-        while order and len(found) < self._external:
-            count = self._external - len(found)
+        while order and len(found) < self.external:
+            count = self.external - len(found)
             digests, order = order[:count], order[count:]
             names = {
                 f"swarm.{self._step}.{digest}:{self._pool[digest].transcript.task.id}": digest
                 for digest in digests
             }
-            for group in self._rollout.replay(
-                {name: self._pool[digest].transcript for name, digest in names.items()}
-            ):
-                shared = self._pool.pop(names[group.id])
-                self._counts["unplayable"] += len(shared.transcript.attempts) - len(
-                    group.trajectories
-                )
+            transcripts = {name: self._pool[digest].transcript for name, digest in names.items()}
+            for group in self.rollout.replay(transcripts):
+                said = self._pool.pop(names[group.id]).transcript.attempts
+                self.counted["swarm_unplayable"] += len(said) - len(group.trajectories)
                 if scores_alike(group):
-                    self._counts["alike"] += 1
+                    self.counted["swarm_alike"] += 1
                 else:
                     found.append(group)
         return found
-
-
-def _quoted(task: Task, rollout: Rollout) -> Any:
-    """The prompt of another's task, without a control token in it."""
-    if isinstance(task.prompt, str):
-        return rollout.tokenizer.without_control(task.prompt)
-    return task.prompt  # the tokenizer quotes messages

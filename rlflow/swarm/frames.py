@@ -13,7 +13,6 @@ across networks that others can read, use a tunnel. Nothing that is received can
 from __future__ import annotations
 
 import hmac
-import secrets
 
 LENGTH = 4  # bytes of a message's length
 NONCE = MAC = 32  # bytes
@@ -32,11 +31,22 @@ def length_in(head: bytes, largest: int) -> int:
     return length
 
 
+def proof(key: bytes, label: bytes, both: bytes) -> bytes:
+    """HMAC-SHA256(key, label A B). both: A and B."""
+    return hmac.digest(key, label + both, "sha256")
+
+
+def check_proof(found: bytes, key: bytes, label: bytes, both: bytes) -> None:
+    """Raises FrameError where the other side has another key."""
+    if not hmac.compare_digest(found, proof(key, label, both)):
+        raise FrameError("another key")
+
+
 class Seal:
     """Numbers and signs the frames of a connection."""
 
-    def __init__(self, session: bytes) -> None:
-        self._session = session
+    def __init__(self, key: bytes, both: bytes) -> None:
+        self._session = proof(key, b"session", both)
         self._number = 0
 
     def frame(self, message: bytes) -> bytes:
@@ -51,55 +61,3 @@ class Seal:
     def _mac(self, message: bytes) -> bytes:
         self._number += 1
         return hmac.digest(self._session, (self._number - 1).to_bytes(8, "big") + message, "sha256")
-
-
-class Accepting:
-    """The side that was called: sends `challenge`, reads NONCE + MAC bytes, sends what `answer`
-    makes of them."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self.challenge = secrets.token_bytes(NONCE)
-        self._both = b""
-
-    def answer(self, response: bytes) -> bytes:
-        """Raises FrameError where the other side has another key."""
-        self._both = self.challenge + response[:NONCE]
-        _check_key(response[NONCE:], _mac(self._key, b"calling", self._both))
-        return _mac(self._key, b"accepting", self._both)
-
-    def seal(self) -> Seal:
-        """Of the frames that come."""
-        return Seal(_mac(self._key, b"session", self._both))
-
-
-class Calling:
-    """The side that calls: reads NONCE bytes, sends what `respond` makes of them, reads MAC
-    bytes."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._both = b""
-
-    def respond(self, challenge: bytes) -> bytes:
-        """What proves that this side has the key."""
-        second = secrets.token_bytes(NONCE)
-        self._both = challenge + second
-        return second + _mac(self._key, b"calling", self._both)
-
-    def confirm(self, mac: bytes) -> None:
-        """Raises FrameError where the other side has another key."""
-        _check_key(mac, _mac(self._key, b"accepting", self._both))
-
-    def seal(self) -> Seal:
-        """Of the frames that go."""
-        return Seal(_mac(self._key, b"session", self._both))
-
-
-def _mac(key: bytes, label: bytes, both: bytes) -> bytes:
-    return hmac.digest(key, label + both, "sha256")
-
-
-def _check_key(found: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(found, expected):
-        raise FrameError("another key")

@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlflow.errors import ConfigError
@@ -22,6 +23,7 @@ NAME = re.compile(r"([A-Za-z0-9_-]{1,64})\.\d{20}\.json")
 """Of a message: its peer, and the nanoseconds since 1970 at which it was written."""
 
 
+@dataclass
 class DirectoryTransport(ExperienceTransport):
     """Messages as files <peer>.<time>.json in `path`, which is made. Whoever may write there is a
     peer.
@@ -30,26 +32,24 @@ class DirectoryTransport(ExperienceTransport):
     removed. max_files: read per call, the newest. max_bytes: of a message; larger files are not
     read. Links and other things than files are left alone."""
 
-    def __init__(
-        self,
-        peer: str,
-        path: str,
-        keep: PositiveInt = 64,
-        max_age_s: PositiveFloat = 3600.0,
-        max_files: PositiveInt = 256,
-        max_bytes: PositiveInt = 2**20,
-    ) -> None:
-        self.max_bytes = max_bytes
-        self._peer, self._path = peer, Path(path)
-        self._keep, self._max_age_s, self._max_files = keep, max_age_s, max_files
-        self._read: set[str] = set()  # names that are in the directory still
-        self._failures = 0
-        self._last_ns = 0
+    peer: str
+    path: str
+    keep: PositiveInt = 64
+    max_age_s: PositiveFloat = 3600.0
+    max_files: PositiveInt = 256
+    max_bytes: PositiveInt = 2**20
+    # Names that are in the directory still
+    _read: set[str] = field(default_factory=set, init=False)
+    _failures = 0
+    _last_ns = 0
+
+    def __post_init__(self) -> None:
+        self._path = Path(self.path)
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"swarm directory {path}: cannot be made ({error.strerror})."
+                f"swarm directory {self.path}: cannot be made ({error.strerror})."
             ) from None
 
     def publish(self, messages: Sequence[bytes]) -> None:
@@ -57,45 +57,34 @@ class DirectoryTransport(ExperienceTransport):
         for message in messages:
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             try:
-                with replacing(
-                    self._path / f"{self._peer}.{self._last_ns:020d}.json", durable=False
-                ) as aside:
+                name = f"{self.peer}.{self._last_ns:020d}.json"
+                with replacing(self._path / name, durable=False) as aside:
                     aside.write_bytes(message)
             except OSError as error:
                 self._failed(error)
-        own = sorted(name for name, _ in self._files() if name.startswith(f"{self._peer}."))
-        for name in own[: -self._keep]:
+        own = sorted(name for name, _ in self._files() if name.startswith(f"{self.peer}."))
+        for name in own[: -self.keep]:
             self._remove(name)
 
     def receive(self) -> list[bytes]:
         """The others' messages that were not read yet, of the `max_files` newest."""
-        oldest = time.time() - self._max_age_s
-        present = self._files()
-        for name, _ in [entry for entry in present if entry[1].st_mtime < oldest]:
-            self._remove(name)
-        others = [
-            entry
-            for entry in present
-            if entry[1].st_mtime >= oldest and not entry[0].startswith(f"{self._peer}.")
-        ]
+        oldest, others = time.time() - self.max_age_s, []
+        for name, status in self._files():
+            if status.st_mtime < oldest:
+                self._remove(name)
+            elif not name.startswith(f"{self.peer}."):
+                others.append((name, status))
         # Clocks of file systems tick in milliseconds: of one tick, by name, which holds the peer's
         # own time.
-        others = sorted(others, key=lambda entry: (entry[1].st_mtime_ns, entry[0]))[
-            -self._max_files :
-        ]
-        new = [(name, status) for name, status in others if name not in self._read]
-        self._read = {name for name, _ in others}
-        plain = [
-            name
-            for name, status in new
-            if stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes
-        ]
-        contents = map(self._content, plain)
-        return [
-            content
-            for content in contents
-            if content is not None and len(content) <= self.max_bytes
-        ]
+        others.sort(key=lambda entry: (entry[1].st_mtime_ns, entry[0]))
+        before, found = self._read, []
+        self._read = {name for name, _ in others[-self.max_files :]}
+        for name, status in others[-self.max_files :]:
+            if name not in before and stat.S_ISREG(status.st_mode):
+                content = self._content(name) if status.st_size <= self.max_bytes else None
+                if content is not None and len(content) <= self.max_bytes:
+                    found.append(content)
+        return found
 
     def report(self) -> dict[str, float]:
         """Reads and writes that failed."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import ConfigError
@@ -19,10 +21,11 @@ from rlflow.swarm.frames import (
     LENGTH,
     MAC,
     NONCE,
-    Accepting,
-    Calling,
     FrameError,
+    Seal,
+    check_proof,
     length_in,
+    proof,
 )
 from rlflow.swarm.transport import ExperienceTransport
 from rlflow.values import PositiveFloat, PositiveInt
@@ -37,6 +40,7 @@ BROKEN = (OSError, EOFError, TimeoutError, FrameError)
 protocol."""
 
 
+@dataclass
 class TcpTransport(ExperienceTransport):
     """Calls every one of `peers` (host:port) to send, and takes messages at `listen` (port 0: any
     that is free).
@@ -46,34 +50,31 @@ class TcpTransport(ExperienceTransport):
     are asked for; the newest. timeout_s: for each step of a connection, which as a whole gets ten
     times that."""
 
-    def __init__(
-        self,
-        peer: str,
-        listen: str,
-        key_file: str,
-        peers: Sequence[str] = (),
-        max_bytes: PositiveInt = 2**20,
-        queue: PositiveInt = 256,
-        timeout_s: PositiveFloat = 5.0,
-    ) -> None:
-        self.max_bytes = max_bytes
-        self._key = _read_key(key_file)
-        self._timeout_s = timeout_s
-        self._inbox: deque[bytes] = deque(maxlen=queue)
+    peer: str
+    listen: str
+    key_file: str
+    peers: Sequence[str] = ()
+    max_bytes: PositiveInt = 2**20
+    queue: PositiveInt = 256
+    timeout_s: PositiveFloat = 5.0
+    _accepted = _refused = _failures = 0
+
+    def __post_init__(self) -> None:
+        self._key = _read_key(self.key_file)
+        self._inbox: deque[bytes] = deque(maxlen=self.queue)
         self._outboxes: dict[tuple[str, int], deque[bytes]] = {
-            _address(one): deque(maxlen=queue) for one in peers
+            _address(one): deque(maxlen=self.queue) for one in self.peers
         }
         self._calling: set[tuple[str, int]] = set()
         self._unproven = Places(MOST_UNPROVEN)
-        self._accepted = self._refused = self._failures = 0
-        host, port = _address(listen)
+        host, port = _address(self.listen)
         self._thread = LoopThread("rlflow-swarm")
         try:
-            self._server = self._thread.run(self._listen(host, port))
+            self._server = self._thread.run(asyncio.start_server(self._serve, host, port))
         except OSError as error:
             self._thread.close()
             raise ConfigError(
-                f"swarm: cannot listen at {listen} ({error.strerror or error})."
+                f"swarm: cannot listen at {self.listen} ({error.strerror or error})."
             ) from None
 
     @property
@@ -107,9 +108,6 @@ class TcpTransport(ExperienceTransport):
         self._thread.run(self._stop())
         self._thread.close()
 
-    async def _listen(self, host: str, port: int) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, host, port)
-
     async def _stop(self) -> None:
         self._server.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -122,7 +120,7 @@ class TcpTransport(ExperienceTransport):
         host, *_ = writer.get_extra_info("peername") or [""]  # None: it has left already
         self._unproven.take(writer, host, writer.transport.abort)
         try:
-            async with asyncio.timeout(10 * self._timeout_s):
+            async with asyncio.timeout(10 * self.timeout_s):
                 await self._take(reader, writer)
         except (*BROKEN, asyncio.CancelledError) as error:
             # At the end; asyncio.streams would print a traceback for it
@@ -134,10 +132,13 @@ class TcpTransport(ExperienceTransport):
             writer.close()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        handshake = Accepting(self._key)
-        writer.write(handshake.challenge)
-        writer.write(handshake.answer(await self._read(reader, NONCE + MAC)))
-        seal = handshake.seal()
+        first = secrets.token_bytes(NONCE)
+        writer.write(first)
+        answer = await self._read(reader, NONCE + MAC)
+        both = first + answer[:NONCE]
+        check_proof(answer[NONCE:], self._key, b"calling", both)
+        writer.write(proof(self._key, b"accepting", both))
+        seal = Seal(self._key, both)
         self._unproven.leave(writer)
         if self._accepted > MOST_CONNECTIONS + MOST_UNPROVEN:
             raise FrameError("too many connections")
@@ -159,7 +160,7 @@ class TcpTransport(ExperienceTransport):
             return  # what was queued in the meantime goes with the call under way
         self._calling.add(address)
         try:
-            async with asyncio.timeout(10 * self._timeout_s):
+            async with asyncio.timeout(10 * self.timeout_s):
                 await self._send(address, outbox)
         except BROKEN as error:
             self._failures += 1
@@ -168,24 +169,25 @@ class TcpTransport(ExperienceTransport):
             self._calling.discard(address)
 
     async def _send(self, address: tuple[str, int], outbox: deque[bytes]) -> None:
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self.timeout_s):
             reader, writer = await asyncio.open_connection(*address)
         try:
-            handshake = Calling(self._key)
-            writer.write(handshake.respond(await self._read(reader, NONCE)))
-            handshake.confirm(await self._read(reader, MAC))
-            seal = handshake.seal()
+            second = secrets.token_bytes(NONCE)
+            both = await self._read(reader, NONCE) + second
+            writer.write(second + proof(self._key, b"calling", both))
+            check_proof(await self._read(reader, MAC), self._key, b"accepting", both)
+            seal = Seal(self._key, both)
             for _ in range(FRAMES - 1):
                 if not outbox:
                     return
                 writer.write(seal.frame(outbox.popleft()))
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     await writer.drain()
         finally:
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, count: int) -> bytes:
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self.timeout_s):
             return await reader.readexactly(count)
 
 

@@ -1,8 +1,6 @@
 """Advantages: how much better an attempt, a turn or a token was than expected. One small file per
 method."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "grpo": "rlflow.algorithms.advantages.grpo:grpo",
     "rloo": "rlflow.algorithms.advantages.rloo:rloo",

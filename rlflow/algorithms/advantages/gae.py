@@ -35,14 +35,12 @@ class GAE(Advantage):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage gae"
         lines = TokenLines.of(batch, who)
-        values, rewards = (
-            lines.take(batch.require("values", who)),
-            lines.take(token_rewards(batch, who)),
-        )
+        values = lines.take(batch.require("values", who))
+        rewards = lines.take(token_rewards(batch, who))
         following = lines.next_values(values, batch, self.bootstrap, who)
         deltas = torch.where(lines.real, rewards + self.gamma * following - values, 0.0)
         advantages = accumulate(deltas, self.gamma * self.lam)
         returns = lines.put(advantages + values)
-        return lines.put(
-            whiten(advantages, lines.real) if self.whiten else advantages
-        ), returns
+        if self.whiten:
+            advantages = whiten(advantages, lines.real)
+        return lines.put(advantages), returns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from rlflow.values import NonNegativeFloat
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class GDPO(Advantage):
     """(B,) float32: sum over names of weight * (reward - group mean) / (group std + eps), then
     normalised over the batch's trajectories (mean 0, population std 1).
@@ -38,19 +40,15 @@ class GDPO(Advantage):
     reads_rewards = False  # but the named ones
     remembers = ("seen",)
 
-    def __init__(
-        self,
-        weights: dict[str, float] | None = None,
-        std: Std = "sample",
-        eps: NonNegativeFloat = 1e-6,
-        whiten: bool = True,
-    ) -> None:
-        self._weights, self._std, self._eps, self._whiten = weights, std, eps, whiten
-        self._seen = False  # a named reward
+    weights: dict[str, float] | None = None
+    std: Std = "sample"
+    eps: NonNegativeFloat = 1e-6
+    whiten: bool = True
+    _seen = False  # a named reward
 
     def __call__(self, batch: Batch) -> Tensor:
         rewards = named_rewards(batch)
-        weights = dict.fromkeys(rewards, 1.0) if self._weights is None else self._weights
+        weights = dict.fromkeys(rewards, 1.0) if self.weights is None else self.weights
         if not (rewards or weights or self._seen):
             raise RLFlowError(
                 "advantage gdpo: the environment gave no named rewards; expected Step.rewards = "
@@ -59,12 +57,8 @@ class GDPO(Advantage):
         total = torch.zeros(len(batch), dtype=torch.float64)
         for name, weight in weights.items():
             if name in rewards:
-                total += weight * standardized(
-                    rewards[name],
-                    named_moments(batch, name, "advantage gdpo"),
-                    self._std,
-                    self._eps
-                )
+                found = named_moments(batch, name, "advantage gdpo")
+                total += weight * standardized(rewards[name], found, self.std, self.eps)
             elif not self._seen:
                 logger.warning(
                     "algorithm.advantage.weights: the environment gave no reward '%s' in this "
@@ -74,7 +68,7 @@ class GDPO(Advantage):
                     did_you_mean(name, rewards),
                 )
         self._seen |= bool(rewards)
-        if self._whiten:
+        if self.whiten:
             first, place = first_rows(batch)
             total = whitened(total[first], torch.ones(len(first)))[place]
         return total.float()

@@ -3,19 +3,10 @@ policy does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import (
-    Advantage,
-    Anchor,
-    anchor_logprobs,
-    as_part,
-    needs_of,
-)
+from rlflow.algorithms.base import Advantage, Anchor, anchor_logprobs, as_part
 from rlflow.components import ADVANTAGE
 from rlflow.types import Batch
 from rlflow.values import Component, PositiveFloat
@@ -46,32 +37,23 @@ class OnPolicyDistillation(Advantage):
         self.compares_attempts = getattr(
             getattr(made, "func", made), "compares_attempts", False
         )
-        self._base: Advantage | None = None if made is None else as_part(made)
-        self.weighs = getattr(self._base, "weighs", False)
-        self.reads_rewards = getattr(self._base, "reads_rewards", base is not None)
+        self.weighs = getattr(made, "weighs", False)
+        self.reads_rewards = getattr(made, "reads_rewards", base is not None)
+        self.base_advantage = None if made is None else as_part(made)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        own = frozenset({"teacher"} | needs_of(self._anchor))
-        return own if self._base is None else own | self._base.needs
+        own = frozenset({"teacher", self._anchor})
+        return own if self.base_advantage is None else own | self.base_advantage.needs
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         teacher = batch.require("teacher_logprobs", "advantage opd")
         gap = teacher - anchor_logprobs(batch, self._anchor, "advantage opd")
         advantages = torch.where(batch.loss_mask, self._coefficient * gap, 0.0)
-        if self._base is None:
+        if self.base_advantage is None:
             return advantages
-        found = self._base(batch)
+        found = self.base_advantage(batch)
         base, *returns = found if isinstance(found, tuple) else (found,)
-        advantages = (
-            advantages
-            + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
-        )
+        spread = base[:, None] * batch.loss_mask if base.dim() == 1 else base
+        advantages = advantages + spread.float()
         return (advantages, returns[0]) if returns else advantages
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._base is None else self._base.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._base is not None:
-            self._base.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlflow.types import Batch
 from rlflow.values import Share
 
 
+@dataclass
 class Reinforce(Advantage):
     """(B,) float32: reward - baseline (Williams 1992).
 
@@ -28,14 +30,11 @@ class Reinforce(Advantage):
     role-conditioned baselines, arXiv 2506.24119 (which updates with each attempt before it
     subtracts)."""
 
-    def __init__(
-        self,
-        baseline: Literal["none", "group", "running"] = "group",
-        decay: Share = 0.95,
-    ) -> None:
-        self.baseline = baseline
-        self.decay = decay
-        self.compares_attempts = baseline == "group"
+    baseline: Literal["none", "group", "running"] = "group"
+    decay: Share = 0.95
+
+    def __post_init__(self) -> None:
+        self.compares_attempts = self.baseline == "group"
         self.average: float | None = None  # of the steps so far
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.statistics import first_rows, sampled_order
 from rlflow.types import Batch, StopReason
 
 TRUNCATED = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
@@ -27,26 +28,16 @@ class TokenLines:
     @classmethod
     def of(cls, batch: Batch, who: str) -> TokenLines:
         """Raises RLFlowError where the batch does not say which trajectory and segment a row is."""
-        trajectory, segment = (
-            batch.require("trajectory", who),
-            batch.require("segment", who),
-        )
-        names, owner = trajectory.unique(return_inverse=True)
-        order = segment.argsort(stable=True)
-        order = order[
-            owner[order].argsort(stable=True)
-        ]  # by trajectory, its segments in order
-        last_row = torch.zeros(len(names), dtype=torch.int64).scatter_(
-            0, owner[order], order
-        )
-        rows, columns = batch.loss_mask[order].nonzero(as_tuple=True)
-        lines = owner[order][rows]
-        counts = torch.bincount(lines, minlength=len(names))
+        batch.require("trajectory", who)
+        order = batch.require("segment", who).argsort(stable=True)
+        first, owner = first_rows(batch)
+        last_row = first.scatter(0, owner[order], order)
+        rows, columns, lines = sampled_order(batch)
+        counts = torch.bincount(lines, minlength=len(last_row))
         number = torch.arange(len(lines)) - (counts.cumsum(0) - counts)[lines]
-        place = torch.zeros(
-            len(names), int(counts.max()) if len(counts) else 0, dtype=torch.int64
-        )
-        place[lines, number] = order[rows] * batch.tokens.shape[1] + columns
+        longest = int(counts.max()) if len(counts) else 0
+        place = torch.zeros(len(last_row), longest, dtype=torch.int64)
+        place[lines, number] = rows * batch.tokens.shape[1] + columns
         real = torch.arange(place.shape[1]) < counts[:, None]
         return cls(place, real, last_row, batch.tokens.shape)
 
@@ -77,15 +68,10 @@ class TokenLines:
         after = torch.zeros(len(self.last_row), dtype=torch.float64)
         if bootstrap:
             reasons = tuple(StopReason)
-            cut = torch.tensor(
-                [
-                    reasons[number] in TRUNCATED
-                    for number in batch.require("stop", who)[self.last_row]
-                ]
-            )
-            after = torch.where(
-                cut, batch.require("final_values", who)[self.last_row].double(), 0.0
-            )
+            stops = batch.require("stop", who)[self.last_row]
+            cut = torch.tensor([reasons[number] in TRUNCATED for number in stops])
+            final = batch.require("final_values", who)[self.last_row].double()
+            after = torch.where(cut, final, 0.0)
         return torch.where(self.last, after[:, None], self.ahead(values))
 
 

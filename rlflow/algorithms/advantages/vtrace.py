@@ -47,10 +47,8 @@ class VTrace(Advantage):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage vtrace"
         lines = TokenLines.of(batch, who)
-        values, rewards = (
-            lines.take(batch.require("values", who)),
-            lines.take(token_rewards(batch, who)),
-        )
+        values = lines.take(batch.require("values", who))
+        rewards = lines.take(token_rewards(batch, who))
         sampled = anchor_logprobs(batch, "rollout", who)
         ratio = lines.take(
             log_ratio(batch.require("proximal_logprobs", who), sampled, batch.loss_mask)
@@ -65,6 +63,6 @@ class VTrace(Advantage):
             lines.real, deltas + rho * self.gamma * lines.ahead(corrections), 0.0
         )
         returns = lines.put(corrections + values)
-        return lines.put(
-            whiten(advantages, lines.real) if self.whiten else advantages
-        ), returns
+        if self.whiten:
+            advantages = whiten(advantages, lines.real)
+        return lines.put(advantages), returns

@@ -2,8 +2,6 @@
 mask. The whole difference between a mean over tokens, over sequences or over trajectories, and
 Dr.GRPO's constant. One small file per idea."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "token_mean": "rlflow.algorithms.aggregates.means:token_mean",
     "sequence_mean": "rlflow.algorithms.aggregates.means:sequence_mean",

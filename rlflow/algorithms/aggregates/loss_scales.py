@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.statistics import totals
 from rlflow.algorithms.turn_spans import turns_of
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 
 Scale = Literal["group", "agent", "turn"]
-ORDER: tuple[Scale, ...] = ("group", "agent", "turn")
+ORDER: tuple[Scale, ...] = get_args(Scale)
 
 
 def loss_scales(batch: Batch, scales: list[Scale] | None = None) -> Tensor:
@@ -36,9 +37,7 @@ def loss_scales(batch: Batch, scales: list[Scale] | None = None) -> Tensor:
     _, owner, turns_per_owner = turns.owner.unique(
         return_inverse=True, return_counts=True
     )
-    tokens_per_owner = torch.zeros(
-        len(turns_per_owner), dtype=torch.float64
-    ).index_add_(0, owner, tokens)
+    tokens_per_owner = totals(tokens, owner, len(turns_per_owner))
     share = 1 / (max(1, len(tokens)) * tokens)
     if "group" in scales:
         share = share * len(tokens) / max(1, len(turns_per_owner))

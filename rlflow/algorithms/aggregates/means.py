@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.statistics import first_rows
+from rlflow.algorithms.statistics import first_rows, totals
 from rlflow.types import Batch
 
 
@@ -31,8 +31,6 @@ def _mean_over(batch: Batch, owner: Tensor) -> Tensor:
     # still come to 1.
     mask = batch.loss_mask.double()
     _, unit = owner.unique(return_inverse=True)
-    tokens = torch.zeros(len(batch), dtype=mask.dtype, device=mask.device).index_add_(
-        0, unit, mask.sum(dim=1)
-    )
+    tokens = totals(mask.sum(dim=1), unit, len(batch))
     trained_units = (tokens > 0).sum().clamp(min=1)
     return (mask / (tokens.clamp(min=1)[unit, None] * trained_units)).float()

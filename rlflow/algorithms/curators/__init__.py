@@ -1,8 +1,6 @@
 """Curators: which training tasks come next, with feedback from what came of the others. One small
 file per method."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "epochs": "rlflow.algorithms.curators.epochs:Epochs",
     "adaptive": "rlflow.algorithms.curators.adaptive:Adaptive",

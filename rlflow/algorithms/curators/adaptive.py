@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from rlflow.algorithms.curators.epochs import Epochs
@@ -12,6 +13,7 @@ from rlflow.types import Group, Task
 from rlflow.values import PositiveInt, Range
 
 
+@dataclass
 class Adaptive(Epochs):
     """Passes over the tasks, each with the attempts and turns that it needs (dynamic rollout
     numbers and lengths of DART, arXiv 2509.23866).
@@ -25,51 +27,35 @@ class Adaptive(Epochs):
     """
 
     remembers = ("rates", "longest")
+    counters = ("attempts_spared",)
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        seed: int,
-        shuffle: bool = True,
-        attempts: PositiveInt | None = None,
-        least: PositiveInt = 2,
-        above: Annotated[float, Range(0, below=1)] = 0.6,
-        decay: Annotated[float, Range(0, below=1)] = 0.5,
-        success: float = 1.0,
-        lengths: bool = True,
-        samples: PositiveInt = 8,
-    ) -> None:
-        super().__init__(tasks, seed, shuffle)
-        self._attempts, self._least, self._above, self._decay = (
-            attempts or samples,
-            least,
-            above,
-            decay,
-        )
-        self._success, self._lengths = success, lengths
+    attempts: PositiveInt | None = None
+    least: PositiveInt = 2
+    above: Annotated[float, Range(0, below=1)] = 0.6
+    decay: Annotated[float, Range(0, below=1)] = 0.5
+    success: float = 1.0
+    lengths: bool = True
+    samples: PositiveInt = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._most = self.attempts or self.samples
         self._rates: dict[str, float] = {}  # of success, by task
         self._longest: dict[str, int] = {}  # turns of a success, by task
-        self._spared = 0
 
     def attempts_of(self, task_id: str) -> int:
         """How many the task gets now."""
         rate = self._rates.get(task_id, 0.0)
-        wanted = (
-            self._attempts
-            if rate <= self._above
-            else round(self._attempts * (1 - rate) / (1 - self._above))
-        )
-        return min(self._attempts, max(self._least, wanted))
+        wanted = round(self._most * (1 - rate) / (1 - self.above))
+        return min(self._most, max(self.least, wanted))
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks, with what they get."""
         taken = []
         for task in super().take(count):
-            attempts, turns = (
-                self.attempts_of(task.id),
-                self._longest.get(task.id) if self._lengths else None,
-            )
-            self._spared += self._attempts - attempts
+            attempts = self.attempts_of(task.id)
+            turns = self._longest.get(task.id) if self.lengths else None
+            self.counted["attempts_spared"] += self._most - attempts
             taken.append(
                 dataclasses.replace(task, most_attempts=attempts, most_turns=turns)
             )
@@ -80,20 +66,11 @@ class Adaptive(Epochs):
         for group in groups:
             if not group.usable:
                 continue
-            name, won = (
-                group.task.id,
-                [one for one in group.usable if one.reward >= self._success],
-            )
+            name = group.task.id
+            won = [len(one.turns) for one in group.usable if one.reward >= self.success]
             share = len(won) / len(group.usable)
             self._rates[name] = (
-                self._decay * self._rates.get(name, share) + (1 - self._decay) * share
+                self.decay * self._rates.get(name, share) + (1 - self.decay) * share
             )
             if won:
-                self._longest[name] = max(
-                    self._longest.get(name, 0), *(len(one.turns) for one in won)
-                )
-
-    def report(self) -> dict[str, float]:
-        """Attempts that were spared."""
-        counted, self._spared = float(self._spared), 0
-        return {"attempts_spared": counted}
+                self._longest[name] = max(self._longest.get(name, 0), *won)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rlflow.algorithms.curators.screened import Screened
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
@@ -12,11 +13,11 @@ from rlflow.types import Group, Task
 from rlflow.values import PositiveFloat, Share
 
 Kind = Literal["easy", "hard"]
-KINDS: tuple[Kind, Kind] = ("easy", "hard")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 LOW, HIGH = 0.01, 0.99  # of the base probabilities
-FIRST = 0.5
 
 
+@dataclass
 class Greso(Screened):
     """Samples a task with probability max(p ** z, floor), z its present streak of groups without
     variance, p that of the streak's kind: easy where the mean return exceeds 0.5, else hard; 1
@@ -30,44 +31,32 @@ class Greso(Screened):
 
     remembers = ("bases", "streaks", "window", "version", "draws")
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        seed: int,
-        shuffle: bool = True,
-        easy_target: Share = 0.083,
-        hard_target: Share = 0.167,
-        easy_floor: Share = 0.10,
-        hard_floor: Share = 0.40,
-        adjust: PositiveFloat = 0.01,
-    ) -> None:
-        super().__init__(tasks, seed, shuffle)
-        self._seed = seed
-        self._targets = {"easy": easy_target, "hard": hard_target}
-        self._floors = {"easy": easy_floor, "hard": hard_floor}
-        self._adjust = adjust
-        self._bases = {"easy": FIRST, "hard": FIRST}
+    easy_target: Share = 0.083
+    hard_target: Share = 0.167
+    easy_floor: Share = 0.10
+    hard_floor: Share = 0.40
+    adjust: PositiveFloat = 0.01
+    _version = 0
+    _draws = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._targets = {"easy": self.easy_target, "hard": self.hard_target}
+        self._floors = {"easy": self.easy_floor, "hard": self.hard_floor}
+        self._bases = dict.fromkeys(KINDS, 0.5)
         self._streaks: dict[str, tuple[Kind, int]] = {}  # by task
-        self._window = {
-            "easy": 0,
-            "hard": 0,
-            "all": 0,
-        }  # groups since the weights changed
-        self._version = 0
-        self._draws = 0
+        # Groups since the weights changed
+        self._window = dict.fromkeys((*KINDS, "all"), 0)
 
     def probability(self, task_id: str) -> float:
         """With which the task is sampled when its turn comes."""
         kind, streak = self._streaks.get(task_id, ("easy", 0))
-        return (
-            1.0 if streak == 0 else max(self._bases[kind] ** streak, self._floors[kind])
-        )
+        return max(self._bases[kind] ** streak, self._floors[kind])
 
     def wanted(self, task: Task) -> bool:
         self._draws += 1
-        return random.Random(
-            f"{self._seed}/greso/{self._draws}"
-        ).random() < self.probability(task.id)
+        draw = random.Random(f"{self.seed}/greso/{self._draws}")
+        return draw.random() < self.probability(task.id)
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks; where a whole pass is left to chance in vain, they come in the
@@ -81,11 +70,8 @@ class Greso(Screened):
         for group in groups:
             if not group.usable:
                 continue
-            version = max(
-                int(segment.versions.max())
-                for one in group.usable
-                for segment in one.segments
-            )
+            segments = (segment for one in group.usable for segment in one.segments)
+            version = max(int(segment.versions.max()) for segment in segments)
             if version > self._version:
                 self._version = version
                 self._adjust_bases()
@@ -116,9 +102,6 @@ class Greso(Screened):
                 too_many = (
                     self._window[kind] / self._window["all"] >= self._targets[kind]
                 )
-                moved = self._bases[kind] + (
-                    -self._adjust if too_many else self._adjust
-                )
+                moved = self._bases[kind] + (-self.adjust if too_many else self.adjust)
                 self._bases[kind] = min(HIGH, max(LOW, moved))
-        if self._window["all"]:
-            self._window = {"easy": 0, "hard": 0, "all": 0}
+        self._window = dict.fromkeys(self._window, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.algorithms.base import Curator
@@ -11,13 +12,18 @@ from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.types import Task
 
 
+@dataclass
 class Screened(Curator):
     """Passes over the tasks; `wanted` says of each whether it is handed out this time."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
-        self._order = Epochs(tasks, seed, shuffle)
-        self._count = len(tasks)
-        self._passed_over = 0
+    counters = ("tasks_passed_over",)
+
+    tasks: Sequence[Task]
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        self._order = Epochs(self.tasks, self.seed, self.shuffle)
 
     @abstractmethod
     def wanted(self, task: Task) -> bool:
@@ -33,20 +39,15 @@ class Screened(Curator):
         `count` passes at the most."""
         taken: list[Task] = []
         skipped = 0
-        while len(taken) < count and skipped < self._count:
+        while len(taken) < count and skipped < len(self.tasks):
             (task,) = self._order.take(1)
             if self.wanted(task):
                 taken.append(task)
                 skipped = 0
             else:
                 skipped += 1
-                self._passed_over += 1
+                self.counted["tasks_passed_over"] += 1
         return taken
-
-    def report(self) -> dict[str, float]:
-        """Tasks that were passed over."""
-        counted, self._passed_over = float(self._passed_over), 0
-        return {"tasks_passed_over": counted}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the order."""

@@ -1,7 +1,5 @@
 """Filters: list[Group] -> list[Group], between rollout and batch. One small file per method."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "dynamic_sampling": "rlflow.algorithms.filters.dynamic_sampling:DynamicSampling",
     "zero_advantage": "rlflow.algorithms.filters.zero_advantage:ZeroAdvantage",

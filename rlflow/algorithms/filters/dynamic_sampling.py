@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from rlflow.algorithms.base import Filter
 from rlflow.types import Group
 from rlflow.values import PositiveInt
 
 
+@dataclass
 class DynamicSampling(Filter):
     """Keeps groups whose attempts differ in score, 0 < accuracy < 1 where that is 0 or 1, and has
     the others replaced (DAPO, arXiv 2503.14476 section 3.2).
@@ -18,26 +20,16 @@ class DynamicSampling(Filter):
     penalty tells apart where accuracy does not."""
 
     compares_attempts = True
+    counters = ("sampling_rounds", "groups_replaced")
 
-    def __init__(self, max_rounds: PositiveInt = 10, metric: str | None = None) -> None:
-        self.max_rounds = max_rounds
-        self._metric = metric
-        self._rounds = self._left_out = 0
+    max_rounds: PositiveInt = 10
+    metric: str | None = None
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        kept = [group for group in groups if not scores_alike(group, self._metric)]
-        self._rounds += 1
-        self._left_out += len(groups) - len(kept)
+        kept = [group for group in groups if not scores_alike(group, self.metric)]
+        self.counted["sampling_rounds"] += 1
+        self.counted["groups_replaced"] += len(groups) - len(kept)
         return kept
-
-    def report(self) -> dict[str, float]:
-        """Rounds of the step, and groups that were left out in all of them."""
-        counted = {
-            "sampling_rounds": float(self._rounds),
-            "groups_replaced": float(self._left_out),
-        }
-        self._rounds = self._left_out = 0
-        return counted
 
 
 def scores_alike(group: Group, metric: str | None = None) -> bool:

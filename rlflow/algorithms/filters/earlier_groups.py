@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.algorithms.base import Filter
@@ -14,6 +15,7 @@ from rlflow.types import Group
 from rlflow.values import NonNegativeInt, PositiveInt
 
 
+@dataclass
 class Replay(Filter):
     """Adds `groups` random groups of earlier steps to every step, as they were sampled: log-probs,
     statistics and all, with source `replay` (AstraFlow's replay buffer, arXiv 2605.15565).
@@ -23,57 +25,40 @@ class Replay(Filter):
     tokens and V the newest that was sampled; None keeps all."""
 
     whole_step = True
+    counters = ("groups_replayed", "groups_stale")
 
-    def __init__(
-        self,
-        seed: int,
-        groups: PositiveInt = 4,
-        capacity: PositiveInt = 128,
-        max_staleness: NonNegativeInt | None = None,
-    ) -> None:
-        self._seed, self._groups, self._capacity, self._max_staleness = (
-            seed,
-            groups,
-            capacity,
-            max_staleness,
-        )
-        self._buffer: list[Group] = []  # oldest first
-        self._steps = 0
-        self._stale = self._replayed = 0
+    seed: int
+    groups: PositiveInt = 4
+    capacity: PositiveInt = 128
+    max_staleness: NonNegativeInt | None = None
+    _buffer: list[Group] = field(default_factory=list, init=False)  # oldest first
+    _steps = 0
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        if self._max_staleness is not None:
-            newest = max(
-                [version for group in groups for version in _versions(group)], default=0
+        if self.max_staleness is not None:
+            oldest = (
+                max(map(max, map(_versions, groups)), default=0) - self.max_staleness
             )
-            fresh = [
-                group
-                for group in self._buffer
-                if newest - min(_versions(group)) <= self._max_staleness
-            ]
-            self._stale += len(self._buffer) - len(fresh)
+            fresh = [group for group in self._buffer if min(_versions(group)) >= oldest]
+            self.counted["groups_stale"] += len(self._buffer) - len(fresh)
             self._buffer = fresh
-        draw = random.Random(f"{self._seed}/replay/{self._steps}")
+        draw = random.Random(f"{self.seed}/replay/{self._steps}")
         self._steps += 1
-        again = draw.sample(self._buffer, min(self._groups, len(self._buffer)))
-        self._replayed += len(again)
+        chosen = draw.sample(self._buffer, min(self.groups, len(self._buffer)))
+        self.counted["groups_replayed"] += len(chosen)
         own = [
             group
             for group in groups
             if not scores_alike(group)
             and all(one.source == "local" for one in group.usable)
         ]
-        self._buffer = [*self._buffer, *own][-self._capacity :]
-        return [*groups, *(_again(group, self._steps) for group in again)]
+        self._buffer = [*self._buffer, *own][-self.capacity :]
+        suffix = f"/replay/{self._steps}"
+        return [*groups, *(again(group, suffix, "replay") for group in chosen)]
 
     def report(self) -> dict[str, float]:
         """Groups that came again, that were too old, and that are kept."""
-        counted = {
-            "groups_replayed": float(self._replayed),
-            "groups_stale": float(self._stale),
-        }
-        self._stale = self._replayed = 0
-        return {**counted, "replay_size": float(len(self._buffer))}
+        return {**super().report(), "replay_size": float(len(self._buffer))}
 
     def state_dict(self) -> dict[str, Any]:
         """The groups and the number of steps so far."""
@@ -85,28 +70,23 @@ class Replay(Filter):
         self._buffer = groups_from_bytes(state["groups"], "filter replay")
 
 
-def _versions(group: Group) -> list[int]:
-    """The weight versions that sampled the group's tokens; [0] where none is known."""
-    versions = [
-        segment.versions[segment.versions >= 0]
+def _versions(group: Group) -> set[int]:
+    """The weight versions that sampled the group's tokens; {0} where none is known."""
+    found = {
+        version
         for one in group.usable
         for segment in one.segments
-    ]
-    return [
-        int(bound)
-        for found in versions
-        if len(found)
-        for bound in (found.min(), found.max())
-    ] or [0]
+        for version in segment.versions.unique().tolist()
+    }
+    return found - {-1} or {0}
 
 
-def _again(group: Group, step: int) -> Group:
-    """The group under an id of its own; its trajectories' ids too name no other of the run."""
-    name = f"{group.id}/replay/{step}"
+def again(group: Group, suffix: str, source: str) -> Group:
+    """The group with a suffix to its id and to those of its trajectories: they name no other of the
+    run."""
+    name = group.id + suffix
     attempts = [
-        dataclasses.replace(
-            one, source="replay", group_id=name, id=f"{one.id}/replay/{step}"
-        )
+        dataclasses.replace(one, source=source, group_id=name, id=one.id + suffix)
         for one in group.trajectories
     ]
     return Group(name, group.task, attempts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlflow.algorithms.base import Filter
@@ -14,6 +15,7 @@ from rlflow.types import Group, Trajectory, stamp
 from rlflow.values import PositiveInt
 
 
+@dataclass
 class SuccessPool(Filter):
     """Keeps successes by task; where every attempt of a group failed, a random one of its task
     comes in with source `replay`, and the group's statistics are stamped again.
@@ -24,47 +26,32 @@ class SuccessPool(Filter):
     log-probs of the policy that sampled them, so that the trainer's own take their place, as in the
     papers; whatever has an `anchor` then needs `proximal`."""
 
-    def __init__(
-        self,
-        seed: int,
-        mode: Literal["replace", "add"] = "replace",
-        success: float = 1.0,
-        per_task: PositiveInt = 4,
-        capacity: PositiveInt = 512,
-        recompute: bool = False,
-    ) -> None:
-        self._seed, self._mode, self._success, self._recompute = (
-            seed,
-            mode,
-            success,
-            recompute,
-        )
-        self.unscored = recompute
-        self._per_task, self._capacity = per_task, capacity
-        self._pool: list[Trajectory] = []  # oldest first
-        self._draws = 0
-        self._failed = self._rescued = 0
+    counters = ("groups_failed", "groups_rescued")
+
+    seed: int
+    mode: Literal["replace", "add"] = "replace"
+    success: float = 1.0
+    per_task: PositiveInt = 4
+    capacity: PositiveInt = 512
+    recompute: bool = False
+    _pool: list[Trajectory] = field(default_factory=list, init=False)  # oldest first
+    _draws = 0
+
+    @property
+    def unscored(self) -> bool:  # type: ignore[override]
+        return self.recompute
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         completed = [self._completed(group) for group in groups]
         for group in groups:
-            self._remember(
-                [
-                    one
-                    for one in group.usable
-                    if one.source == "local" and one.reward >= self._success
-                ]
-            )
+            for one in group.usable:
+                if one.source == "local" and one.reward >= self.success:
+                    self._remember(one)
         return completed
 
     def report(self) -> dict[str, float]:
         """Groups that failed as a whole, those that got a success, and successes in the pool."""
-        counted = {
-            "groups_failed": float(self._failed),
-            "groups_rescued": float(self._rescued),
-        }
-        self._failed = self._rescued = 0
-        return {**counted, "pool_size": float(len(self._pool))}
+        return {**super().report(), "pool_size": float(len(self._pool))}
 
     def state_dict(self) -> dict[str, Any]:
         """The successes and the position in the order of draws."""
@@ -76,18 +63,18 @@ class SuccessPool(Filter):
         self._pool = from_bytes(state["pool"], "filter success_pool")
 
     def _completed(self, group: Group) -> Group:
-        if not group.usable or any(one.reward >= self._success for one in group.usable):
+        if not group.usable or any(one.reward >= self.success for one in group.usable):
             return group
-        self._failed += 1
+        self.counted["groups_failed"] += 1
         stored = [one for one in self._pool if one.task_id == group.task.id]
         if not stored:
             return group
-        self._rescued += 1
-        draw = random.Random(f"{self._seed}/success_pool/{self._draws}")
+        self.counted["groups_rescued"] += 1
+        draw = random.Random(f"{self.seed}/success_pool/{self._draws}")
         self._draws += 1
         attempts = [dataclasses.replace(one) for one in group.trajectories]
         usable = [place for place, one in enumerate(attempts) if one.usable]
-        place = draw.choice(usable) if self._mode == "replace" else len(attempts)
+        place = draw.choice(usable) if self.mode == "replace" else len(attempts)
         attempts[place : place + 1] = [
             self._replayed(draw.choice(stored), group, place)
         ]
@@ -96,25 +83,22 @@ class SuccessPool(Filter):
 
     def _replayed(self, success: Trajectory, group: Group, attempt: int) -> Trajectory:
         segments = success.segments
-        if self._recompute:
+        if self.recompute:
             segments = [
                 dataclasses.replace(segment, logprobs=None) for segment in segments
             ]
-        name = f"{group.id}/replay/{success.id}"
         return dataclasses.replace(
             success,
             segments=segments,
             group_id=group.id,
             attempt=attempt,
             source="replay",
-            id=name,
+            id=f"{group.id}/replay/{success.id}",
             group_stats=None,
         )
 
-    def _remember(self, successes: list[Trajectory]) -> None:
-        for success in successes:
-            same = [one for one in self._pool if one.task_id == success.task_id]
-            if len(same) >= self._per_task:
-                self._pool = [one for one in self._pool if one is not same[0]]
-            self._pool.append(success)
-        self._pool = self._pool[-self._capacity :]
+    def _remember(self, success: Trajectory) -> None:
+        same = [one for one in self._pool if one.task_id == success.task_id]
+        if len(same) >= self.per_task:
+            self._pool = [one for one in self._pool if one is not same[0]]
+        self._pool = [*self._pool, success][-self.capacity :]

@@ -15,17 +15,10 @@ class ZeroAdvantage(Filter):
 
     whole_step = True
     compares_attempts = True
-
-    def __init__(self) -> None:
-        self._left_out = 0
+    counters = ("groups_left_out",)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         kept = [group for group in groups if not scores_alike(group)]
         kept = kept or [group for group in groups if group.usable][:1] or groups[:1]
-        self._left_out += len(groups) - len(kept)
+        self.counted["groups_left_out"] += len(groups) - len(kept)
         return kept
-
-    def report(self) -> dict[str, float]:
-        """Groups that were left out."""
-        counted, self._left_out = float(self._left_out), 0
-        return {"groups_left_out": counted}

@@ -1,7 +1,5 @@
 """Loss terms: (PolicyOutput, Batch) -> per-token loss (B, T). One small file per term."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "ppo_clip": "rlflow.algorithms.losses.ppo_clip:PPOClipLoss",
     "gspo": "rlflow.algorithms.losses.gspo:GSPOLoss",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.errors import RLFlowError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat
+from rlflow.values import NonNegativeFloat, PositiveFloat, check_fields
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class EntropyLoss(Loss):
     needs = frozenset({"entropy"})
 
     coefficient: float
+    __post_init__ = check_fields
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy")
         return -self.coefficient * entropy, {"entropy": entropy.detach()}
 
 
+@dataclass
 class EntropyTargetLoss(Loss):
     """Minus coefficient * entropy, the coefficient following the entropy: after an update whose
     mean entropy was below the target it grows by `step`, after one above it shrinks by as much, and
@@ -39,16 +41,12 @@ class EntropyTargetLoss(Loss):
 
     needs = frozenset({"entropy"})
 
-    def __init__(
-        self,
-        target: NonNegativeFloat,
-        step: PositiveFloat = 0.005,
-        coefficient: NonNegativeFloat = 0.0,
-        most: PositiveFloat = 1.0,
-    ) -> None:
-        self.target, self.step, self.most = target, step, most
-        self.coefficient = coefficient
-        self.active = True
+    target: NonNegativeFloat
+    step: PositiveFloat = 0.005
+    coefficient: NonNegativeFloat = 0.0
+    most: PositiveFloat = 1.0
+    active = True
+    __post_init__ = check_fields
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy_target")
@@ -64,23 +62,14 @@ class EntropyTargetLoss(Loss):
             return
         entropy = metrics["entropy"]
         self.active = entropy <= self.target
-        change = (
-            self.step
-            if entropy < self.target
-            else -self.step
-            if entropy > self.target
-            else 0.0
-        )
+        change = self.step * ((entropy < self.target) - (entropy > self.target))
         self.coefficient = min(self.most, max(0.0, self.coefficient + change))
 
     def state_dict(self) -> dict[str, Any]:
         return {"coefficient": self.coefficient, "active": self.active}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.coefficient, self.active = (
-            float(state["coefficient"]),
-            bool(state["active"]),
-        )
+        self.coefficient, self.active = state["coefficient"], state["active"]
 
 
 def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:

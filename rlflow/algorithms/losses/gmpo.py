@@ -32,9 +32,7 @@ class GMPOLoss(RatioKernel):
     def objective(
         self, log_of_ratio: Tensor, logprobs: Tensor, advantages: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        above, below = (
-            log_of_ratio.clamp(max=self.clip_high),
-            log_of_ratio.clamp(min=-self.clip_low),
-        )
+        above = log_of_ratio.clamp(max=self.clip_high)
+        below = log_of_ratio.clamp(min=-self.clip_low)
         clipped = torch.where(advantages > 0, above, below)
         return row_mean(clipped, batch).exp() * advantages, clipped != log_of_ratio

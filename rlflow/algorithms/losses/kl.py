@@ -9,15 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import (
-    Anchor,
-    anchor_logprobs,
-    kl_estimate,
-    log_ratio,
-    needs_of,
-)
+from rlflow.algorithms.base import Anchor, anchor_logprobs, kl_estimate, log_ratio
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,7 @@ class KLLoss(Loss):
     clamp: PositiveFloat = 10.0
     anchor: Anchor = "rollout"
     refresh_steps: PositiveInt | None = None
+    __post_init__ = check_fields
 
     @property
     def _weighted(self) -> bool:
@@ -49,7 +44,7 @@ class KLLoss(Loss):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"reference"} | (needs_of(self.anchor) if self._weighted else set()))
+        return frozenset({"reference", self.anchor} if self._weighted else {"reference"})
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]
@@ -59,9 +54,7 @@ class KLLoss(Loss):
         reference = batch.require("reference_logprobs", "loss kl")
         mask, logprobs = batch.loss_mask, output.logprobs.detach()
         x = log_ratio(reference, logprobs, mask)
-        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(
-            -self.clamp, self.clamp
-        )
+        kl = kl_estimate(self.estimator.removeprefix("w"), x).clamp(-self.clamp, self.clamp)
         # Autograd through a clamped factor would leave only the ratio's share of the gradient,
         # which has the wrong sign; and in float32 the two shares of wk3 cancel.
         change = self._slope(x, kl) * log_ratio(output.logprobs, logprobs, mask)
@@ -69,9 +62,7 @@ class KLLoss(Loss):
         if self._weighted:
             loss = (
                 loss
-                * log_ratio(
-                    logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask
-                ).exp()
+                * log_ratio(logprobs, anchor_logprobs(batch, self.anchor, "loss kl"), mask).exp()
             )
         return loss, {"kl": kl}
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from rlflow.types import SOURCES, Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat
+from rlflow.types import SOURCES, Batch, Loss, LossResult, PolicyOutput, Source
+from rlflow.values import NonNegativeFloat, check_fields
 
 
 @dataclass(frozen=True)
@@ -18,16 +17,13 @@ class SFTLoss(Loss):
     token; 0 where it does not apply)."""
 
     coefficient: NonNegativeFloat = 1.0
-    source: Literal["local", "external", "replay", "demonstration"] | None = None
+    source: Source | None = None
+    __post_init__ = check_fields
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         mask = batch.loss_mask
         if self.source is not None:
-            mask = (
-                mask
-                & (batch.require("source", "loss sft") == SOURCES.index(self.source))[
-                    :, None
-                ]
-            )
+            rows = batch.require("source", "loss sft") == SOURCES.index(self.source)
+            mask = mask & rows[:, None]
         nll = torch.where(mask, -output.logprobs, 0.0)
         return self.coefficient * nll, {"nll": nll.detach()}

@@ -8,7 +8,7 @@ import torch
 
 from rlflow.errors import RLFlowError
 from rlflow.types import TEACHER_TOP_LOGPROBS, Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import PositiveFloat
+from rlflow.values import PositiveFloat, check_fields
 
 LEAST_TAIL = 1e-6  # of a probability that is 1 less a float32 sum
 
@@ -31,6 +31,7 @@ class TeacherKLLoss(Loss):
 
     coefficient: PositiveFloat = 1.0
     tail: bool = True
+    __post_init__ = check_fields
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         if output.top_logprobs is None or TEACHER_TOP_LOGPROBS not in batch.extras:
@@ -44,10 +45,8 @@ class TeacherKLLoss(Loss):
         kl = (teacher.exp() * (teacher - policy)).sum(dim=-1)
         mass = teacher.exp().sum(dim=-1)
         if self.tail:
-            rest, left = (
-                (1 - mass).clamp(min=LEAST_TAIL),
-                (1 - policy.exp().sum(dim=-1)).clamp(min=LEAST_TAIL),
-            )
+            rest = (1 - mass).clamp(min=LEAST_TAIL)
+            left = (1 - policy.exp().sum(dim=-1)).clamp(min=LEAST_TAIL)
             kl = kl + rest * (rest.log() - left.log())
         kl = torch.where(batch.loss_mask, kl, 0.0)
         return self.coefficient * kl, {

@@ -1,7 +1,5 @@
 """Teachers, whose log-probs of the policy's tokens a method imitates: a small file per kind."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "model": "rlflow.algorithms.teachers.frozen_model:ModelTeacher",
     "policy": "rlflow.algorithms.teachers.policy:PolicyTeacher",

@@ -46,7 +46,7 @@ class Teacher(ABC):
 
     def __init__(self, top_k: int, prompt: str | None) -> None:
         self.top_k = top_k
-        self.prompt = None if prompt is None else PromptTemplate(prompt)
+        self.template = None if prompt is None else PromptTemplate(prompt)
 
     def open(self, room: Classroom) -> None:
         """Called once with trainer and tokenizer. Raises ConfigError if it cannot teach them."""
@@ -62,7 +62,7 @@ class Teacher(ABC):
 
         Raises DataError where a task lacks what the prompt template names, RLFlowError where the
         teacher cannot answer."""
-        if self.prompt is None:
+        if self.template is None:
             scores = self.score(batch.replace(wanted=batch.trained))
         else:
             owners = [
@@ -70,7 +70,7 @@ class Teacher(ABC):
                 for index in batch.require("trajectory", "teacher").tolist()
             ]
             prompts = [
-                (self.room.prompt_tokens(task), self.prompt.tokens(task, self.room))
+                (self.room.prompt_tokens(task), self.template.tokens(task, self.room))
                 for task in owners
             ]
             seen, back = moved(batch, prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from rlflow.types import Batch
 from rlflow.values import NonNegativeInt
 
 
+@dataclass
 class PolicyTeacher(Teacher):
     """The policy under a prompt with a demonstration (SDFT, arXiv 2601.19897) or the answer.
 
@@ -21,25 +23,30 @@ class PolicyTeacher(Teacher):
 
     frozen = False  # and it counts how often it is asked
 
-    def __init__(
-        self, prompt: str, refresh_steps: NonNegativeInt = 1, top_k: NonNegativeInt = 0
-    ) -> None:
-        super().__init__(top_k, prompt)
-        if prompt == "{prompt}" and refresh_steps == 1:
-            told = "the live policy under its own prompt teaches nothing; change prompt"
-            raise ConfigError(f"algorithm.teacher: {told}.")
-        self._every, self._steps = refresh_steps, 0
+    prompt: str
+    refresh_steps: NonNegativeInt = 1
+    top_k: NonNegativeInt = 0
+    _steps = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.top_k, self.prompt)
+        if self.prompt == "{prompt}" and self.refresh_steps == 1:
+            raise ConfigError(
+                "algorithm.teacher: the live policy under its own prompt teaches nothing; change "
+                "prompt."
+            )
 
     def open(self, room: Classroom) -> None:
         super().open(room)
-        if self._every != 1:
+        if self.refresh_steps != 1:
             room.trainer.snapshot(NAME)  # a checkpoint that holds its own replaces it
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
-        if self._every > 1 and self._steps and self._steps % self._every == 0:
+        every = self.refresh_steps
+        if every > 1 and self._steps and self._steps % every == 0:
             self.room.trainer.snapshot(NAME)
         self._steps += 1
-        model = "policy" if self._every == 1 else NAME
+        model = "policy" if every == 1 else NAME
         return self.room.trainer.score(batch, model, top_k=self.top_k)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,17 +14,10 @@ from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.types import Batch, Task
 
 if TYPE_CHECKING:
+    from rlflow.algorithms.teachers.base import Classroom
     from rlflow.rollout.tokenizer import Tokenizer
 
 _FIELD = re.compile(r"\{(\w+)\}")
-
-
-class _Room(Protocol):
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def prompt_tokens(self) -> Callable[[Task], list[int]]: ...
 
 
 class PromptTemplate:
@@ -35,12 +28,12 @@ class PromptTemplate:
     def __init__(self, text: str) -> None:
         self._text = text
         if "{prompt}" not in text:
-            expected = "expected a text with {prompt} in it"
             raise ConfigError(
-                f"algorithm.teacher.prompt: {expected}, found {text[:60]!r}."
+                "algorithm.teacher.prompt: expected a text with {prompt} in it, found "
+                f"{text[:60]!r}."
             )
 
-    def tokens(self, task: Task, room: _Room) -> list[int]:
+    def tokens(self, task: Task, room: Classroom) -> list[int]:
         """The ids of the teacher's prompt. Raises DataError for a task that lacks a field."""
         if isinstance(task.prompt, str):
             text = self._filled(task, task.prompt, room.tokenizer)
@@ -48,10 +41,10 @@ class PromptTemplate:
         messages = [dict(message) for message in task.prompt]
         users = [message for message in messages if message.get("role") == "user"]
         if not users:
-            told = (
-                "algorithm.teacher.prompt needs a user message to stand in, found none"
+            raise DataError(
+                f"task '{task.id}': algorithm.teacher.prompt needs a user message to stand in, "
+                "found none."
             )
-            raise DataError(f"task '{task.id}': {told}.")
         users[-1]["content"] = self._filled(task, users[-1]["content"], room.tokenizer)
         return room.prompt_tokens(dataclasses.replace(task, prompt=messages))
 

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ PROBED_IDS, PROBE_ROW = 256, 64
 SAME = 1e-4  # nats; a server's own rounding between two requests is less
 
 
+@dataclass
 class ServerTeacher(Teacher):
     """POST {url}/completions with the batch's rows of token ids; reads the prompt's log-probs.
 
@@ -39,53 +41,49 @@ class ServerTeacher(Teacher):
     `rollout.temperature` must be 1 with it; the start checks that. The weights behind an address
     cannot be checked: a resumed run asks the same server again."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        top_k: NonNegativeInt = 0,
-        prompt: str | None = None,
-        wire: Literal["prompt_logprobs", "echo"] = "prompt_logprobs",
-        tokenizer: str | None = None,
-        same_template: bool = True,
-        api_key_variable: str | None = None,
-        concurrency: PositiveInt = 8,
-        rows_per_request: PositiveInt = 4,
-        timeout_s: PositiveFloat = 120.0,
-        deadline_s: PositiveFloat = 600.0,
-        tries: PositiveInt = 5,
-    ) -> None:
-        super().__init__(top_k, prompt)
-        if api_key_variable is not None and not os.environ.get(api_key_variable):
-            told = f"the environment variable {api_key_variable} is not set"
-            raise ConfigError(f"algorithm.teacher.api_key_variable: {told}.")
-        key = os.environ[api_key_variable] if api_key_variable else None
+    url: str
+    model: str
+    top_k: NonNegativeInt = 0
+    prompt: str | None = None
+    wire: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    tokenizer: str | None = None
+    same_template: bool = True
+    api_key_variable: str | None = None
+    concurrency: PositiveInt = 8
+    rows_per_request: PositiveInt = 4
+    timeout_s: PositiveFloat = 120.0
+    deadline_s: PositiveFloat = 600.0
+    tries: PositiveInt = 5
+
+    def __post_init__(self) -> None:
+        super().__init__(self.top_k, self.prompt)
+        variable = self.api_key_variable
+        key = None if variable is None else os.environ.get(variable)
+        if variable is not None and not key:
+            raise ConfigError(
+                f"algorithm.teacher.api_key_variable: the environment variable {variable} is not "
+                "set."
+            )
         address, self._client = model_client(
-            "algorithm.teacher.url", url, ROUTE, key, concurrency, timeout_s
+            "algorithm.teacher.url",
+            self.url,
+            ROUTE,
+            key,
+            self.concurrency,
+            self.timeout_s,
         )
         self._url = address + ROUTE
-        self._wire, self._tokenizer, self._same_template = (
-            wire,
-            tokenizer,
-            same_template,
-        )
-        self._body = {"model": model, "max_tokens": 1}
-        self._rows, self._deadline_s = rows_per_request, deadline_s
-        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._policy = RetryPolicy(self.tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def open(self, room: Classroom) -> None:
         super().open(room)
-        if self._tokenizer is not None:
+        if self.tokenizer is not None:
             where = "algorithm.teacher.tokenizer"
-            check_tokenizers(
-                room.tokenizer, self._tokenizer, where, self._same_template
-            )
+            check_tokenizers(room.tokenizer, self.tokenizer, where, self.same_template)
         size = len(room.tokenizer)
         count = min(size, PROBED_IDS)
         ids = [number * size // count for number in range(count)]
-        rows = [
-            ids[start : start + PROBE_ROW] for start in range(0, len(ids), PROBE_ROW)
-        ]
+        rows = [ids[start : start + PROBE_ROW] for start in range(0, count, PROBE_ROW)]
         rows = [row for row in rows if len(row) > 1]
         asked = self._ask(rows, [room.temperature] * len(rows))
         self._check_texts(rows, asked)
@@ -103,9 +101,7 @@ class ServerTeacher(Teacher):
     def score(self, batch: Batch) -> dict[str, Tensor]:
         pairs = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
         rows = [row[:length] for row, length in pairs]
-        temperatures = [
-            temperature or 1.0 for temperature in batch.temperatures.tolist()
-        ]
+        temperatures = [one or 1.0 for one in batch.temperatures.tolist()]
         scores = empty_scores(batch, ("logprobs",), self.top_k)
         for row, places in enumerate(self._ask(rows, temperatures)):
             own, rest = slice(1, len(places)), places[1:]
@@ -117,8 +113,9 @@ class ServerTeacher(Teacher):
                 top = torch.tensor([place.top for place in rest], dtype=torch.float64)
                 largest = int(top[..., 0].max())
                 if largest >= len(self.room.tokenizer):
-                    told = f"token {largest} is not in the policy's vocabulary"
-                    raise RLFlowError(f"{self._url}: {told}.")
+                    raise RLFlowError(
+                        f"{self._url}: token {largest} is not in the policy's vocabulary."
+                    )
                 scores["top_ids"][row, own] = top[..., 0].long()
                 scores["top_logprobs"][row, own] = top[..., 1].float()
         return scores
@@ -131,9 +128,8 @@ class ServerTeacher(Teacher):
     ) -> list[list[Place]]:
         """The places of every row, in order. Raises RLFlowError for a late or a wrong answer."""
         count = len(rows)
-        chunks = [
-            range(at, min(at + self._rows, count)) for at in range(0, count, self._rows)
-        ]
+        size = self.rows_per_request
+        chunks = [range(at, min(at + size, count)) for at in range(0, count, size)]
         # Rows of one request share its temperature.
         parts = [
             [row for row in chunk if temperatures[row] == value]
@@ -147,16 +143,14 @@ class ServerTeacher(Teacher):
             for part in parts
         ]
         try:
-            _, missing = wait(
-                futures, timeout=self._deadline_s, return_when="FIRST_EXCEPTION"
-            )
+            _, missing = wait(futures, self.deadline_s, return_when="FIRST_EXCEPTION")
             failed = [
                 future for future in futures if future.done() and future.exception()
             ]
             if missing and not failed:
                 raise RLFlowError(
                     f"{self._url}: {len(missing)} of {len(futures)} requests are not answered "
-                    f"after {self._deadline_s:g} s; raise algorithm.teacher.deadline_s or "
+                    f"after {self.deadline_s:g} s; raise algorithm.teacher.deadline_s or "
                     "concurrency, or take a faster server."
                 )
             answers: dict[int, list[Place]] = {}
@@ -165,7 +159,7 @@ class ServerTeacher(Teacher):
         finally:
             for future in futures:
                 future.cancel()
-        return [answers[row] for row in range(len(rows))]
+        return [answers[row] for row in range(count)]
 
     async def _request(
         self, rows: list[list[int]], temperature: float
@@ -176,39 +170,48 @@ class ServerTeacher(Teacher):
         try:
             reply = await self._policy.call_async(attempt, random.Random(len(rows[0])))
         except GaveUp as end:
-            told = f"no answer after {end.attempts} attempts; last: {end.last}"
-            raise RLFlowError(f"{self._url}: {told}.") from None
+            raise RLFlowError(
+                f"{self._url}: no answer after {end.attempts} attempts; last: {end.last}."
+            ) from None
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list) or len(choices) != len(rows):
-            found = "none" if not isinstance(choices, list) else str(len(choices))
-            expected = f"expected {len(rows)} choices, one per row of token ids"
-            raise RLFlowError(f"{self._url}: {expected}, found {found}.")
+            found = len(choices) if isinstance(choices, list) else "none"
+            raise RLFlowError(
+                f"{self._url}: expected {len(rows)} choices, one per row of token ids, found "
+                f"{found}."
+            )
         try:
             ordered = sorted(choices, key=lambda choice: choice["index"])
             return [
-                read_row(self._wire, choice, row, self.top_k, self._url)
+                read_row(self.wire, choice, row, self.top_k, self._url)
                 for choice, row in zip(ordered, rows, strict=True)
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
-            told = f"an answer that cannot be read: {type(problem).__name__} {problem}"
-            raise RLFlowError(f"{self._url}: {told}.") from None
+            raise RLFlowError(
+                f"{self._url}: an answer that cannot be read: {type(problem).__name__} {problem}."
+            ) from None
 
     async def _post(self, rows: list[list[int]], temperature: float) -> Any:
-        body = {**self._body, "prompt": rows, "temperature": temperature}
-        if self._wire == "echo":
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "prompt": rows,
+            "temperature": temperature,
+        }
+        if self.wire == "echo":
             body |= {
                 "echo": True,
                 "logprobs": self.top_k,
                 "return_tokens_as_token_ids": True,
             }
         else:
-            body |= {"prompt_logprobs": self.top_k}
+            body["prompt_logprobs"] = self.top_k
         reply = (await self._client.session.ask("POST", self._url, body)).checked()
         if reply.status != 200:
             raise RLFlowError(
                 f"{self._url}: status {reply.status}: {reply.excerpt}. A teacher's server must "
                 "take token ids as `prompt` and "
-                f"give log-probs of them ({self._wire}); check algorithm.teacher.url, model, wire, "
+                f"give log-probs of them ({self.wire}); check algorithm.teacher.url, model, wire, "
                 "top_k and the key."
             )
         try:

@@ -38,9 +38,8 @@ def read_row(
     for token, entry in zip(row[1:], found[1:], strict=True):
         own = entry.get(str(token))
         if own is None:
-            found_of = ", ".join(entry)
             raise RLFlowError(
-                f"{who}: expected the log-prob of token {token}, found {found_of}."
+                f"{who}: expected the log-prob of token {token}, found {', '.join(entry)}."
             )
         ranks = sorted(
             (one["rank"], int(number), one["logprob"]) for number, one in entry.items()
@@ -56,29 +55,31 @@ def read_row(
 def _echoed(
     choice: Mapping[str, Any], row: list[int], top_k: int, who: str
 ) -> list[Place]:
-    found = choice.get("logprobs")
-    if not isinstance(found, Mapping) or not isinstance(
-        found.get("token_logprobs"), list
-    ):
-        told = (
-            "its answer has no logprobs of the echoed prompt, so it cannot be a teacher"
+    found: Any = choice.get("logprobs")
+    logprobs = found.get("token_logprobs") if isinstance(found, Mapping) else None
+    if not isinstance(logprobs, list):
+        raise RLFlowError(
+            f"{who}: its answer has no logprobs of the echoed prompt, so it cannot be a teacher; "
+            "see wire."
         )
-        raise RLFlowError(f"{who}: {told}; see wire.")
     # The rest was sampled
-    tokens, logprobs = found["tokens"][: len(row)], found["token_logprobs"][: len(row)]
+    logprobs = logprobs[: len(row)]
     _check_length(logprobs, row, who)
     places = [Place(0.0, [])]
     for place in range(1, len(row)):
-        said = str(tokens[place])
+        said = str(found["tokens"][place])
         if said.startswith(ID) and said != f"{ID}{row[place]}":
-            expected = f"expected the log-prob of token {row[place]}"
-            raise RLFlowError(f"{who}: {expected}, found that of {said}.")
+            raise RLFlowError(
+                f"{who}: expected the log-prob of token {row[place]}, found that of {said}."
+            )
         top: list[tuple[int, float]] = []
         if top_k:
             entry = found["top_logprobs"][place]
             if not all(key.startswith(ID) for key in entry):
-                told = "it names the likeliest tokens by text, not by id"
-                raise RLFlowError(f"{who}: {told}; leave out algorithm.teacher.top_k.")
+                raise RLFlowError(
+                    f"{who}: it names the likeliest tokens by text, not by id; leave out "
+                    "algorithm.teacher.top_k."
+                )
             top = [
                 (int(key.removeprefix(ID)), float(value))
                 for key, value in entry.items()
@@ -91,9 +92,9 @@ def _echoed(
 
 def _check_length(found: list[Any], row: list[int], who: str) -> None:
     if len(found) != len(row):
-        told = f"expected log-probs of {len(row)} tokens, found {len(found)}"
         raise RLFlowError(
-            f"{who}: {told}: the server did not take the ids as they are."
+            f"{who}: expected log-probs of {len(row)} tokens, found {len(found)}: the server did "
+            "not take the ids as they are."
         )
 
 
@@ -101,6 +102,8 @@ def _complete(
     top: list[tuple[int, float]], top_k: int, who: str
 ) -> list[tuple[int, float]]:
     if len(top) != top_k:
-        expected = f"expected the {top_k} likeliest tokens of each place"
-        raise RLFlowError(f"{who}: {expected}, found {len(top)}; lower top_k.")
+        raise RLFlowError(
+            f"{who}: expected the {top_k} likeliest tokens of each place, found {len(top)}; lower "
+            "top_k."
+        )
     return top

@@ -1,8 +1,6 @@
 """Transforms: Batch -> Batch, over the rewards or the advantages of a step, or over a whole
 mini-batch before its update. One small file per method."""
 
-from __future__ import annotations
-
 BUILT_IN = {
     "kl_reward": "rlflow.algorithms.transforms.kl_reward:KLReward",
     "overlong": "rlflow.algorithms.transforms.overlong:Overlong",

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs, needs_of
+from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs
 from rlflow.algorithms.transforms.divergence import binary_kl, binary_tv
 from rlflow.algorithms.transforms.importance import multiplied
 from rlflow.types import Batch
@@ -34,7 +34,7 @@ class DPPO(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"current"} | needs_of(self.anchor))
+        return frozenset({"current", self.anchor})
 
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform dppo")

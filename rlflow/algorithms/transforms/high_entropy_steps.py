@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 
 from rlflow.algorithms.base import Transform
-from rlflow.algorithms.transforms.high_entropy_tokens import quantile, with_kept
+from rlflow.algorithms.statistics import totals
+from rlflow.algorithms.transforms.high_entropy_tokens import quantile
+from rlflow.algorithms.transforms.importance import multiplied
 from rlflow.types import Batch
 from rlflow.values import Range
 
 
+@dataclass(frozen=True)
 class HighEntropySteps(Transform):
     """Keeps the turns whose entropy, the mean over their trained tokens, reaches the `drop`
     quantile of its group's turns, or of the minibatch's (`over`): the top 80% of DART, arXiv
@@ -23,48 +27,29 @@ class HighEntropySteps(Transform):
     needs = frozenset({"current_entropy"})
     level = "token"
 
-    def __init__(
-        self,
-        drop: Annotated[float, Range(0, below=1)] = 0.2,
-        over: Literal["group", "minibatch"] = "group",
-    ) -> None:
-        self._drop, self._over = drop, over
-        self._kept: list[float] = []
+    drop: Annotated[float, Range(0, below=1)] = 0.2
+    over: Literal["group", "minibatch"] = "group"
 
     def __call__(self, batch: Batch) -> Batch:
         who = "high_entropy_steps"
-        entropy, turn = (
-            batch.require("current_entropy", who),
-            batch.require("turn", who),
-        )
-        trajectory, group = (
-            batch.require("trajectory", who),
-            batch.require("group", who),
-        )
+        entropy = batch.require("current_entropy", who)
+        turn = batch.require("turn", who)
+        trajectory = batch.require("trajectory", who)
+        group = batch.require("group", who)
         mask = batch.loss_mask & (turn >= 0)
         if not bool(mask.any()):
             return batch
         # A step is a (trajectory, turn); tokens of the same one get the same number.
         names = (trajectory[:, None] * (int(turn.max()) + 1) + turn)[mask]
         steps, step = names.unique(return_inverse=True)
-        sums = torch.zeros(
-            len(steps), dtype=torch.float64, device=step.device
-        ).index_add_(0, step, entropy[mask].double())
-        means = sums / step.bincount(minlength=len(steps))
+        means = totals(entropy[mask], step, len(steps)) / step.bincount()
         kept = torch.empty(len(steps), dtype=torch.bool, device=step.device)
         groups = torch.zeros_like(steps)
-        if self._over == "group":
+        if self.over == "group":
             groups[step] = group[:, None].expand_as(turn)[mask]
         for number in groups.unique():
-            kept[groups == number] = means[groups == number] >= quantile(
-                means[groups == number], self._drop
-            )
-        self._kept.append(float(kept.double().mean()))
+            own = means[groups == number]
+            kept[groups == number] = own >= quantile(own, self.drop)
         tokens = torch.ones_like(batch.loss_mask)  # what belongs to no turn stays
         tokens[mask] = kept[step]
-        return with_kept(batch, tokens)
-
-    def report(self) -> dict[str, float]:
-        """Share of turns that were kept, mean over minibatches."""
-        kept, self._kept = self._kept, []
-        return {"steps_kept": sum(kept) / len(kept)} if kept else {}
+        return multiplied(batch, tokens)

@@ -22,10 +22,8 @@ def interpolated_logprobs(batch: Batch, how: Interpolation, who: str) -> Tensor:
     policy is taken to be one version behind the trainer. loglinear mixes log-probs, linear
     probabilities. A-3PO, as AReaL has it (areal/trainer/ppo/actor.py), less the 1e-10 that it adds
     to the probability."""
-    rollout, current = (
-        anchor_logprobs(batch, "rollout", who),
-        batch.require("current_logprobs", who),
-    )
+    rollout = anchor_logprobs(batch, "rollout", who)
+    current = batch.require("current_logprobs", who)
     versions = batch.require("versions", who)
     lag = (batch.require("trainer_version", who)[:, None] - versions).masked_fill(
         versions < 0, 0

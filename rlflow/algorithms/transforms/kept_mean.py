@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from rlflow.algorithms.base import Transform
-from rlflow.algorithms.statistics import first_rows
+from rlflow.algorithms.statistics import first_rows, totals
 from rlflow.types import Batch
 
 
@@ -39,9 +39,10 @@ class KeptMean(Transform):
             "trajectory": first_rows(batch)[1],
         }[self.per]
         kept = torch.where(batch.coefficients != 0, weights, 0.0)
-        sums = torch.zeros(2, len(batch), dtype=torch.float64)
-        sums.index_add_(1, unit, torch.stack([weights.sum(dim=1), kept.sum(dim=1)]))
-        factor = torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
+        whole, left = (
+            totals(one.sum(dim=1), unit, len(batch)) for one in (weights, kept)
+        )
+        factor = torch.where(left > 0, whole / left, 1.0)
         return batch.replace(
             coefficients=(batch.coefficients * factor[unit][:, None]).float()
         )

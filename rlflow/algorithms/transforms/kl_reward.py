@@ -14,7 +14,6 @@ from rlflow.algorithms.base import (
     anchor_logprobs,
     kl_estimate,
     log_ratio,
-    needs_of,
 )
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, PositiveInt
@@ -37,7 +36,7 @@ class KLReward(RewardTerm):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"reference"} | needs_of(self.anchor))
+        return frozenset({"reference", self.anchor})
 
     @property
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from rlflow.algorithms.statistics import first_rows
+from rlflow.algorithms.statistics import first_rows, totals
 from rlflow.algorithms.turn_spans import turns_of
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
@@ -45,9 +45,7 @@ def size_weight(
     other one). power 1 of tokens under trajectory_mean is the mean over tokens again."""
     first, place = first_rows(batch)
     if of == "tokens":
-        size = torch.zeros(len(first), dtype=torch.float64).index_add_(
-            0, place, batch.loss_mask.sum(dim=1).double()
-        )
+        size = totals(batch.loss_mask.sum(dim=1), place, len(first))
     else:
         size = torch.bincount(
             turns_of(batch, "transform size_weight").owner, minlength=len(first)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.algorithms.base import (
-    Anchor,
-    Transform,
-    anchor_logprobs,
-    log_ratio,
-    needs_of,
-)
+from rlflow.algorithms.base import Anchor, Transform, anchor_logprobs, log_ratio
 from rlflow.algorithms.transforms.importance import at_level, multiplied
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
@@ -32,7 +26,7 @@ class SequenceMask(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"current"} | needs_of(self.anchor))
+        return frozenset({"current", self.anchor})
 
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform sequence_mask")

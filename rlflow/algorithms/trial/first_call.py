@@ -99,11 +99,8 @@ def _fits(kind: Kind, found: Any, given: Any) -> bool:
     shapes = [_shape(given.tokens)]
     values = [found]
     if kind is LOSS:
-        if not (
-            isinstance(found, tuple)
-            and len(found) == 2
-            and isinstance(found[1], Mapping)
-        ):
+        pair = isinstance(found, tuple) and len(found) == 2
+        if not (pair and isinstance(found[1], Mapping)):
             return False
         values = [found[0], *found[1].values()]
     elif kind is ADVANTAGE and isinstance(found, tuple):

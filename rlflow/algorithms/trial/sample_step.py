@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,22 +52,12 @@ def sample_groups(seed: int = 0) -> list[Group]:
     )
     groups = []
     for number, returns in enumerate(rewards):
-        attempts = [
-            _trajectory(number, attempt, value, generator)
-            for attempt, value in enumerate(returns)
-        ]
+        attempts = [_trajectory(number, *one, generator) for one in enumerate(returns)]
         if number == 0:
             attempts[3].stop = StopReason.MAX_TOKENS
             attempts[2].segments[-1].loss_mask[:] = False
-            attempts.append(
-                dataclasses.replace(
-                    attempts[0],
-                    attempt=4,
-                    stop=StopReason.ABORTED,
-                    segments=[],
-                    turns=[],
-                )
-            )
+            aborted = {"stop": StopReason.ABORTED, "segments": [], "turns": []}
+            attempts.append(dataclasses.replace(attempts[0], attempt=4, **aborted))
         stamp(attempts)
         groups.append(Group(f"0:task-{number}", sample_tasks()[number], attempts))
     return groups
@@ -83,17 +72,11 @@ def _trajectory(
         mask = torch.zeros(length, dtype=torch.bool)
         # Prompt, a response, an observation of one token, another response
         mask[2:4], mask[5:] = True, True
+        tokens = torch.randint(1, 20, (length,), generator=generator)
+        logprobs = torch.where(mask, -3 * torch.rand(length, generator=generator), 0.0)
+        versions = torch.randint(0, 3, (length,), generator=generator)
         segments.append(
-            Segment(
-                tokens=torch.randint(1, 20, (length,), generator=generator),
-                loss_mask=mask,
-                logprobs=torch.where(
-                    mask, -3 * torch.rand(length, generator=generator), 0.0
-                ),
-                versions=torch.where(
-                    mask, torch.randint(0, 3, (length,), generator=generator), -1
-                ),
-            )
+            Segment(tokens, mask, logprobs, torch.where(mask, versions, -1))
         )
         turns += [Turn(place, 2, 4, 0.0, 0.5), Turn(place, 5, length, 0.0, 1.5)]
     turns[-1].reward = reward
@@ -117,9 +100,7 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     )
     generator = torch.Generator().manual_seed(1)
     mask = batch.loss_mask
-    centred = (
-        batch.require("rewards", "check") - batch.require("group_mean", "check")
-    ).float()
+    centred = batch.require("rewards", "check") - batch.require("group_mean", "check")
     filled: dict[str, Tensor] = {
         field: torch.where(
             mask,
@@ -135,13 +116,11 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     filled["trainer_version"] = torch.full_like(batch.lengths, 3)
     if "values" in needs:
         for field in ("values", "returns"):
-            filled[field] = torch.where(
-                mask, torch.randn(mask.shape, generator=generator), 0.0
-            )
+            filled[field] = torch.randn(mask.shape, generator=generator) * mask
         filled["final_values"] = torch.randn(len(batch), generator=generator)
     extras = _teacher_top(mask, generator) if "top_logprobs" in needs else {}
     return batch.replace(
-        advantages=centred[:, None] * mask,
+        advantages=centred.float()[:, None] * mask,
         weights=mask / mask.sum(),
         extras=extras,
         **filled,
@@ -150,11 +129,7 @@ def sample_batch(needs: frozenset[str]) -> Batch:
 
 def _teacher_top(mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """The likeliest three of a teacher's twenty tokens."""
-    top = (
-        torch.randn(*mask.shape, 20, generator=generator)
-        .log_softmax(-1)
-        .topk(3, dim=-1)
-    )
+    top = torch.randn(*mask.shape, 20, generator=generator).log_softmax(-1).topk(3)
     return {
         TEACHER_TOP_IDS: top.indices * mask[..., None],
         TEACHER_TOP_LOGPROBS: top.values * mask[..., None],
@@ -166,17 +141,19 @@ def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyO
     near = batch.logprobs + 0.3 * torch.randn(batch.tokens.shape, generator=generator)
     logprobs = torch.where(batch.loss_mask, near.clamp(max=-1e-3), 0.0).requires_grad_()
     more: dict[str, Tensor] = {
-        name: torch.where(
-            batch.loss_mask, torch.rand(batch.tokens.shape, generator=generator), 0.0
+        name: (
+            torch.rand(batch.tokens.shape, generator=generator) * batch.loss_mask
         ).requires_grad_()
         for name in ("entropy", "values")
         if name in needs
     }
     if "top_logprobs" in needs:
-        three = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(
+        twenty = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(
             -1
-        )[..., :3]
-        more["top_logprobs"] = (three * batch.loss_mask[..., None]).requires_grad_()
+        )
+        more["top_logprobs"] = (
+            twenty[..., :3] * batch.loss_mask[..., None]
+        ).requires_grad_()
     return PolicyOutput(logprobs=logprobs, **more)
 
 
@@ -184,10 +161,7 @@ def map_output(
     output: PolicyOutput, change: Callable[[Tensor], Tensor]
 ) -> PolicyOutput:
     """Every tensor of an output put through `change`, with gradients of its own."""
-    fields: dict[str, Any] = {
-        item.name: getattr(output, item.name) for item in dataclasses.fields(output)
-    }
-    there = {name: value for name, value in fields.items() if value is not None}
+    there = {name: value for name, value in vars(output).items() if value is not None}
     return PolicyOutput(
         **{
             name: change(value.detach()).requires_grad_()
@@ -237,8 +211,6 @@ def sample_views(
 
 def _wider(value: Tensor) -> Tensor:
     """(B, T, ...) with three places more; a (B,) as it is."""
-    return (
-        torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1)
-        if value.dim() > 1
-        else value
-    )
+    if value.dim() == 1:
+        return value
+    return torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import PPOClipLoss, SFTLoss, SumLoss, token_weights
+from rlflow.algorithms.advantages.opd import OnPolicyDistillation
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Filter, Transform, as_part
+from rlflow.algorithms.teachers.policy import PolicyTeacher
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, RLFlowError, RolloutError
@@ -95,6 +97,22 @@ def test_what_parts_remember_is_restored_by_its_place():
     for others in ([], [as_part(kept_first), Counting()]):
         with pytest.raises(CheckpointError, match=r"filters\.0 \(Counting\).*does not have"):
             algorithm(filters=others).load_state_dict(state)
+
+
+def test_the_base_of_an_advantage_is_remembered_under_its_own_kind():
+    def distilled(base: str) -> Algorithm:
+        made = OnPolicyDistillation(base={"name": base})
+        return Algorithm(made, PPOClipLoss(), token_weights, teacher=PolicyTeacher("hint: {prompt}"))
+
+    made = distilled("running")
+    made.advantage.base_advantage(make_batch(group("a", 1.0).trajectories))
+    state = made.state_dict()
+    assert state["advantage.base"]["count"] == 1 and state["kinds"]["advantage.base"] == "RunningNormalization"
+    again = distilled("running")
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    with pytest.raises(CheckpointError, match=r"advantage\.base \(RunningNormalization\).*does not have"):
+        distilled("reinforce").load_state_dict(state)
 
 
 def kept_first(groups: list[Group], count: int = 1) -> list[Group]:

@@ -90,6 +90,16 @@ def test_an_overlong_attempt_is_out_of_the_loss_and_in_the_baseline() -> None:
     assert cut.trajectories[1].segments[0].loss_mask.any()  # what was sampled is not written to
 
 
+def test_a_later_filter_leaves_an_overlong_attempt_out_of_the_baseline() -> None:
+    cut = group("a", [0.0, 0.25, 0.5])
+    cut.trajectories[2].stop = StopReason.MAX_TOKENS
+    pool = SuccessPool(seed=0, mode="add")
+    pool([group("a", [1.0])])
+    (made,) = pool(OverlongFilter(baseline=False)([cut]))
+    assert rewards(made) == [0.0, 0.25, 0.5, 1.0]
+    assert [one.group_stats[1] for one in made.trajectories] == pytest.approx([1.25 / 3] * 2 + [0.25, 1.25 / 3])
+
+
 def test_an_overlong_attempt_may_be_out_of_the_baseline_too() -> None:
     cut = group("a", [1.0, 0.0, 0.5])
     cut.trajectories[1].stop = StopReason.MAX_TOKENS

@@ -90,6 +90,20 @@ def test_on_policy_the_gradient_is_the_advantage(loss):
     torch.testing.assert_close(policy.grad, -advantages)
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: PPOClipLoss(clip_low=-5.0), r"PPOClipLoss\.clip_low: expected a number from 0 to 1 or null, found -5\.0"),
+        (lambda: KLLoss(0.1, "k4"), r"KLLoss\.estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'"),
+        (lambda: SFTLoss(source="me"), r"SFTLoss\.source: expected one of local.* or null, found 'me'"),
+        (lambda: EntropyLoss("1"), r"EntropyLoss\.coefficient: expected a number, found '1'"),
+    ],
+)
+def test_the_options_of_a_loss_that_a_script_makes_are_checked(make, told):
+    with pytest.raises(ConfigError, match=told):
+        make()
+
+
 def test_recomputed_log_probs_replace_the_engines():
     batch = batch_of(torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0))
     output = PolicyOutput(torch.full((1, 2), -1.0))
