@@ -35,6 +35,14 @@ class JudgeError(RLFlowError):
     wrong."""
 
 
+class UnreadableVerdictError(JudgeError):
+    """The judge replied, but no reply could be read."""
+
+
+KINDS = {UnreadableReplyError: UnreadableVerdictError, EndpointRefusedError: ConfigError}
+"""Error of an endpoint -> what it is to those who ask a judge; else JudgeError."""
+
+
 class JudgeEndpoint:
     """Asks for verdicts, each of them once: what was asked before is remembered, with a cache
     between runs too.
@@ -78,15 +86,14 @@ class JudgeEndpoint:
         self._where = where
         self._identity = [self._endpoint.url, model, temperature]
         self._folder = None if cache is None else Path(cache).expanduser()
-        self._known: dict[str, Any] = {}
-        self._asked: dict[str, Future[Any]] = {}
+        self._asked: dict[str, Future[Any]] = {}  # but for those that failed
         self._lock = threading.Lock()
 
     async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
         """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON
         can be made. `read` raises UnreadableReply.
 
-        Raises UnreadableReplyError where no reply could be read, JudgeError where none came,
+        Raises UnreadableVerdictError where no reply could be read, JudgeError where none came,
         ConfigError where the endpoint refuses what it is asked.
         """
         key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
@@ -99,15 +106,12 @@ class JudgeEndpoint:
             if asked is None:
                 asked = self._asked[key] = self._endpoint.submit(prompt, read)
         if not shared:
-            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+            asked.add_done_callback(lambda ended: self._forget_failed(key, ended))
         try:  # whoever asks no more leaves the request to the others
             verdict = await asyncio.shield(asyncio.wrap_future(asked))
-        except UnreadableReplyError:
-            raise
-        except EndpointRefusedError as problem:
-            raise ConfigError(f"{self._where}: {problem}") from None
         except EndpointError as problem:
-            raise JudgeError(f"{self._where}: {problem}") from None
+            kind = KINDS.get(type(problem), JudgeError)
+            raise kind(f"{self._where}: {problem}") from None
         if not shared:
             await asyncio.to_thread(self._remember, key, verdict)
         return verdict, shared
@@ -116,21 +120,20 @@ class JudgeEndpoint:
         """Drops what waits for the judge and closes the connections."""
         self._endpoint.close()
 
+    def _forget_failed(self, key: str, ended: Future[Any]) -> None:
+        if ended.cancelled() or ended.exception():
+            self._asked.pop(key, None)
+
     def _recall(self, key: str) -> Any:
-        with self._lock:
-            verdict = self._known.get(key)
-        if verdict is None and self._folder is not None:
-            try:
-                return json.loads((self._folder / f"{key}.json").read_bytes())[
-                    "verdict"
-                ]
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                return None
-        return verdict
+        """The verdict of the folder; None without one."""
+        if self._folder is None:
+            return None
+        try:
+            return json.loads((self._folder / f"{key}.json").read_bytes())["verdict"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
 
     def _remember(self, key: str, verdict: Any) -> None:
-        with self._lock:
-            self._known[key] = verdict
         if self._folder is not None:
             write_text(
                 self._folder / f"{key}.json",
