@@ -15,7 +15,8 @@ from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
-from rlflow_environments.nethack.actions import NAMES, check_names, parse_action
+from rlflow_environments.common.choices import chosen
+from rlflow_environments.nethack.actions import NAMES, parse_action
 from rlflow_environments.nethack.dungeons import Dungeons, Game, NetHackError
 from rlflow_environments.nethack.screen import text_of
 
@@ -70,7 +71,9 @@ class NetHack(Environment):
                 "environment.character: expected role-race-alignment-gender such as "
                 f"val-dwa-law-fem, or @, found '{character}'."
             )
-        self._names = check_names(NAMES if actions is None else actions)
+        self._names = tuple(
+            chosen(NAMES if actions is None else actions, NAMES, "environment.actions", "action")
+        )
         self._dungeons = Dungeons(timeout_s)
         self._character, self._reward, self._window = character, reward, window
         self.max_turns = turns
