@@ -130,7 +130,7 @@ class ChatEndpoint:
         missing = [
             prompt
             for prompt in dict.fromkeys(prompts)
-            if self._answers.get(self._key(prompt)) is None
+            if self._key(prompt) not in self._answers.known
         ]
         done = len(prompts) - len(missing)
         over = threading.Event()
@@ -150,7 +150,7 @@ class ChatEndpoint:
         finally:  # after an error or Ctrl-C: what waits is dropped, answers under way are kept
             over.set()
             wait(futures)
-        return [self._answers.get(self._key(prompt)) or "" for prompt in prompts]
+        return [self._answers.known[self._key(prompt)] for prompt in prompts]
 
     def close(self) -> None:
         """Drops what waits for the model and closes the connections."""
@@ -220,32 +220,21 @@ class _Answers:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._known: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self.known: dict[str, str] = {}
         if path is not None and path.is_file():
             for _, _, record in records(path.read_bytes()):
                 try:
                     row = parse_object(record)
-                    self._known[str(row["key"])] = str(row["answer"])
+                    self.known[str(row["key"])] = str(row["answer"])
                 except (BadRow, KeyError):  # the line that a kill cut off
                     continue
 
-    def get(self, key: str) -> str | None:
-        with self._lock:
-            return self._known.get(key)
-
     def put(self, key: str, answer: str) -> None:
-        with self._lock:
-            self._known[key] = answer
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open(
-                    "a", encoding="utf-8", errors="backslashreplace"
-                ) as file:
-                    # A newline first as well, so that a line that a kill cut off spoils none but
-                    # itself.
-                    file.write(
-                        "\n"
-                        + json.dumps({"key": key, "answer": answer}, ensure_ascii=False)
-                        + "\n"
-                    )
+        """Called in the client's thread alone."""
+        self.known[key] = answer
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            row = json.dumps({"key": key, "answer": answer}, ensure_ascii=False)
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                # A newline first as well, so that a line that a kill cut off spoils none but itself
+                file.write(f"\n{row}\n")

@@ -10,9 +10,9 @@ import json
 import logging
 import mmap
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.errors import DataError
 from rlflow_environments.common.text import load_json
@@ -20,6 +20,7 @@ from rlflow_environments.common.text import load_json
 logger = logging.getLogger(__name__)
 
 _SHOWN_BAD_ROWS = 3
+T = TypeVar("T")
 
 
 class BadRow(Exception):
@@ -89,6 +90,19 @@ def refuse(
             f"{path}: expected the {what}, one JSON object per line, found {found}."
         )
     logger.debug("%s: %d rows of the %s", path, good, what)
+
+
+def read_each(path: str | Path, what: str, make: Callable[[dict[str, Any], int], T]) -> list[T]:
+    """What `make` makes of each row and the number of its line; for a row of no use it raises
+    BadRow. Raises DataError."""
+    file, made, bad = existing(path, what), [], []
+    for line, _, record in records(file.read_bytes()):
+        try:
+            made.append(make(parse_object(record), line))
+        except BadRow as problem:
+            bad.append((f"line {line}", str(problem)))
+    refuse(file, what, bad, len(made))
+    return made
 
 
 def held_out(tasks: Sequence[Any]) -> dict[str, list[Any]]:
