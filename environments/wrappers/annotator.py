@@ -7,8 +7,8 @@ import pickle
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterable, Mapping
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Annotator:
         self._path = path
         self._labels: dict[Question, float] = {}
         self._waiting: OrderedDict[Question, None] = OrderedDict()
-        self._asked: list[Question] = []  # and not answered yet
+        self._asked: dict[Question, Future[float]] = {}  # and not answered yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = self._failing = False
@@ -104,9 +104,9 @@ class Annotator:
 
     def _work(self) -> None:
         while batch := self._take():
-            labels, problems = self._answers(batch)
+            labels, problems = _answers(batch)
             with self._changed:
-                self._asked = []
+                self._asked = {}
                 self._labels |= labels
                 failed = [question for question in batch if question not in labels]
                 for question in failed[: self._most_waiting - len(self._waiting)]:
@@ -120,41 +120,22 @@ class Annotator:
             self._failing = not labels
         self._save_if(bool(self._labels))
 
-    def _take(self) -> list[Question]:
-        """The newest questions, once there are some; none when it is over."""
+    def _take(self) -> dict[Question, Future[float]]:
+        """The newest questions, once there are some, and answers to come; none when it is over."""
         with self._changed:
             if self._failing:
                 self._changed.wait_for(lambda: self._closed, self._retry_s)
             self._changed.wait_for(lambda: self._closed or bool(self._waiting))
             if self._closed:
-                return []
-            batch = [
-                self._waiting.popitem()[0]
-                for _ in range(min(self._batch, len(self._waiting)))
-            ]
-            self._asked = batch
-            return batch
-
-    def _answers(
-        self, batch: Sequence[Question]
-    ) -> tuple[dict[Question, float], list[BaseException]]:
-        """The labels, and why there are no others. The endpoint's own time limits and attempts
-        bound the wait."""
-        model, labels, problems = self._model, {}, []
-        futures = [
-            self._endpoint.submit(model.ask(self._goal, question), model.read)
-            for question in batch
-        ]
-        for question, future in zip(batch, futures, strict=True):
-            try:
-                problem = future.exception()
-            except CancelledError as ended:
-                problem = ended
-            if problem is None:
-                labels[question] = float(future.result())
-            else:
-                problems.append(problem)
-        return labels, problems
+                return {}
+            model, newest = self._model, [*reversed(self._waiting)][: self._batch]
+            for question in newest:
+                del self._waiting[question]
+                # Not without the lock: of an endpoint that was closed no answer comes
+                self._asked[question] = self._endpoint.submit(
+                    model.ask(self._goal, question), model.read
+                )
+            return self._asked
 
     def _tell(self, problems: list[BaseException], *, none: bool) -> None:
         self.failed += len(problems)
@@ -210,3 +191,21 @@ class Annotator:
 
     def _identity(self) -> dict[str, Any]:
         return {"goal": self._goal, "kind": type(self._model).__name__}
+
+
+def _answers(
+    asked: Mapping[Question, Future[float]],
+) -> tuple[dict[Question, float], list[BaseException]]:
+    """The labels, and why there are no others. The endpoint's own time limits and attempts bound
+    the wait."""
+    labels, problems = {}, []
+    for question, future in asked.items():
+        try:
+            problem = future.exception()
+        except CancelledError as ended:
+            problem = ended
+        if problem is None:
+            labels[question] = float(future.result())
+        else:
+            problems.append(problem)
+    return labels, problems
