@@ -72,12 +72,11 @@ class ChatEndpoint:
         temperature: float = 0.0,
         max_tokens: int = 1024,
         cache: Path | None = None,
-        seed: int = 0,
         name_of: Callable[[str], str] = str,
     ) -> None:
         """timeout_s: of one attempt. pause_s: before the second attempt, at the most. cache: a file
-        of answers that `complete` does not ask for again. seed: of the pauses. name_of: what the
-        user calls an option, for messages.
+        of answers that `complete` does not ask for again. name_of: what the user calls an option,
+        for messages.
 
         Raises ConfigError.
         """
@@ -93,7 +92,7 @@ class ChatEndpoint:
             "max_tokens": max_tokens,
         }
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
-        self._generator = random.Random(seed)
+        self._generator = random.Random()
         self._fix = (
             f"Fix {name_of('url')}, {name_of('model')} or the key in "
             f"{name_of('api_key_variable')}."

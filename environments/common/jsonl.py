@@ -10,7 +10,7 @@ import json
 import logging
 import mmap
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +138,16 @@ def text_of(row: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"'{key}': expected text, found {kind_of(value)}")
     return value
+
+
+def are_messages(value: Any) -> bool:
+    """Whether it is a list of {role, content} messages of text."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    texts = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None,)
+    return all(isinstance(text, str) for text in texts)
 
 
 def kind_of(value: Any) -> str:

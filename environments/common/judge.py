@@ -61,14 +61,12 @@ class JudgeEndpoint:
         concurrency: PositiveInt = 32,
         temperature: NonNegativeFloat = 0.0,
         cache: str | Path | None = None,
-        seed: int = 0,
     ) -> None:
         """where: the options' place in the configuration. url: of the API, such as
         http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
         sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies
         that cannot be read included. concurrency: requests at a time. cache: a folder of verdicts,
-        kept between runs (default: in memory). seed: of the pauses between attempts. Raises
-        ConfigError, MissingPackageError.
+        kept between runs (default: in memory). Raises ConfigError, MissingPackageError.
         """
         self._endpoint = ChatEndpoint(
             url,
@@ -80,13 +78,13 @@ class JudgeEndpoint:
             pause_s=PAUSE_S,
             temperature=temperature,
             max_tokens=MAX_REPLY_TOKENS,
-            seed=seed,
             name_of=f"{where}.{{}}".format,
         )
         self._where = where
         self._identity = [self._endpoint.url, model, temperature]
         self._folder = None if cache is None else Path(cache).expanduser()
-        self._asked: dict[str, Future[Any]] = {}  # but for those that failed
+        self._known: dict[str, Any] = {}
+        self._asked: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
 
     async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
@@ -97,7 +95,10 @@ class JudgeEndpoint:
         ConfigError where the endpoint refuses what it is asked.
         """
         key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
-        known = await asyncio.to_thread(self._recall, key)
+        file = None if self._folder is None else self._folder / f"{key}.json"
+        known = self._known.get(key)
+        if known is None and file is not None:
+            known = await asyncio.to_thread(_recall, file)
         if known is not None:
             return known, True
         with self._lock:
@@ -106,40 +107,33 @@ class JudgeEndpoint:
             if asked is None:
                 asked = self._asked[key] = self._endpoint.submit(prompt, read)
         if not shared:
-            asked.add_done_callback(lambda ended: self._forget_failed(key, ended))
+            asked.add_done_callback(lambda ended: self._note(key, ended))
         try:  # whoever asks no more leaves the request to the others
             verdict = await asyncio.shield(asyncio.wrap_future(asked))
         except EndpointError as problem:
             kind = KINDS.get(type(problem), JudgeError)
             raise kind(f"{self._where}: {problem}") from None
-        if not shared:
-            await asyncio.to_thread(self._remember, key, verdict)
+        if not shared and file is not None:
+            text = json.dumps({"verdict": verdict}) + "\n"
+            await asyncio.to_thread(write_text, file, text, durable=False)
         return verdict, shared
 
     def close(self) -> None:
         """Drops what waits for the judge and closes the connections."""
         self._endpoint.close()
 
-    def _forget_failed(self, key: str, ended: Future[Any]) -> None:
-        if ended.cancelled() or ended.exception():
-            self._asked.pop(key, None)
+    def _note(self, key: str, ended: Future[Any]) -> None:
+        if not ended.cancelled() and not ended.exception():
+            self._known[key] = ended.result()
+        self._asked.pop(key, None)
 
-    def _recall(self, key: str) -> Any:
-        """The verdict of the folder; None without one."""
-        if self._folder is None:
-            return None
-        try:
-            return json.loads((self._folder / f"{key}.json").read_bytes())["verdict"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
 
-    def _remember(self, key: str, verdict: Any) -> None:
-        if self._folder is not None:
-            write_text(
-                self._folder / f"{key}.json",
-                json.dumps({"verdict": verdict}) + "\n",
-                durable=False,
-            )
+def _recall(file: Path) -> Any:
+    """The verdict of a file; None without one."""
+    try:
+        return json.loads(file.read_bytes())["verdict"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def make_judge(options: Mapping[str, Any], where: str) -> JudgeEndpoint:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rlflow.errors import ConfigError, did_you_mean
+
 MOST_WORDS = 4  # of a line
 _DIRECTIONS = "north k east l south j west h northeast u southeast n southwest b northwest y"
 _COMMANDS = (
@@ -53,3 +55,16 @@ def parse_action(response: str, names: Collection[str] = NAMES) -> list[Pressed]
         else:
             return None
     return found
+
+
+def check_names(names: Collection[str]) -> tuple[str, ...]:
+    """The names. Raises ConfigError for one that is none."""
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(
+                f"environment.actions: no action '{name}'; expected some of {', '.join(NAMES)}."
+                f"{did_you_mean(str(name), NAMES)}"
+            )
+    if not names:
+        raise ConfigError("environment.actions: expected names of actions, found none.")
+    return tuple(names)

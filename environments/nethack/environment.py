@@ -15,8 +15,7 @@ from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
-from rlflow_environments.common.choices import chosen
-from rlflow_environments.nethack.actions import NAMES, parse_action
+from rlflow_environments.nethack.actions import NAMES, check_names, parse_action
 from rlflow_environments.nethack.dungeons import Dungeons, Game, NetHackError
 from rlflow_environments.nethack.screen import text_of
 
@@ -71,9 +70,7 @@ class NetHack(Environment):
                 "environment.character: expected role-race-alignment-gender such as "
                 f"val-dwa-law-fem, or @, found '{character}'."
             )
-        self._names = tuple(
-            chosen(NAMES if actions is None else actions, NAMES, "environment.actions", "action")
-        )
+        self._names = check_names(NAMES if actions is None else actions)
         self._dungeons = Dungeons(timeout_s)
         self._character, self._reward, self._window = character, reward, window
         self.max_turns = turns
@@ -147,6 +144,5 @@ def _refused(state: dict[str, Any], said: str) -> Step:
 def _numbers(state: Mapping[str, Any]) -> dict[str, float]:
     view = state["view"]
     numbers = {"depth": state["deepest"], "score": view["score"], "died": view["done"]}
-    return {name: float(value) for name, value in numbers.items()} | {
-        "invalid_actions": float(state["invalid"])
-    }
+    numbers["invalid_actions"] = state["invalid"]
+    return {name: float(value) for name, value in numbers.items()}
