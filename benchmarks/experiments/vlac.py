@@ -101,7 +101,6 @@ def correlations(task: Any, endpoint: dict[str, Any], seed: int) -> Figures:
     from experiments.tasks.table import ACTIONS, moved, right_way, shown
     from rlflow_environments.wrappers.critics import CriticEndpoint, Pair
     from rlflow_environments.wrappers.progress_values import (
-        reversed_order_correlation,
         value_order_correlation,
     )
     from rlflow_environments.wrappers.progress_values import (
@@ -134,7 +133,7 @@ def correlations(task: Any, endpoint: dict[str, Any], seed: int) -> Figures:
     return {
         "order_success": fmean([value_order_correlation(one) for one in successes]),
         "order_failure": fmean([value_order_correlation(one) for one in failures]),
-        "order_reversed": fmean([reversed_order_correlation(one) for one in backward]),
+        "order_reversed": fmean([-value_order_correlation(one) for one in backward]),
     }
 
 

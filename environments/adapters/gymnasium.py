@@ -84,12 +84,12 @@ class GymnasiumEnvironment(Environment):
             known = action is not None and self._space.contains(action)
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             known = False
+        state["invalid"] += not known
+        metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
         if not known:
-            state["invalid"] += 1
-            metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
             return Step(f"Not an action; one of: {self._actions}.\n", metrics=metrics)
         observation, reward, ended, cut, _ = state["game"].step(action)
-        metrics = {"finished": float(ended), "invalid_actions": float(state["invalid"])}
+        metrics["finished"] = float(ended)
         return Step(f"{self._text(observation)}\n", float(reward), bool(ended or cut), metrics)
 
     def close(self, episode: Episode) -> None:

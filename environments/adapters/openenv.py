@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import aiohttp
+
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, RLFlowError, described, needing
+from rlflow.errors import ConfigError, RLFlowError, described
 from rlflow.http import GaveUp, Retryable, RetryPolicy, fetch
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
-from rlflow_environments.adapters.text import beginning_with, formatted, seeded_tasks
+from rlflow_environments.adapters.text import bearer, beginning_with, formatted, seeded_tasks
 
 RESPONSE = "{response}"
 SHOWN = ("type", "enum", "description")  # of a field, in the prompt
@@ -67,18 +68,16 @@ class OpenEnv(Environment):
         `file.py:function` of an observation's fields, which gives its text (default: that of a
         single field, else JSON). tasks_per_split: seeds of `reset`, which gets the `options` too.
         timeout_s: of one message. wait_s: for a session, where the server holds as many as it may.
-        api_key_variable: the environment variable of a bearer token. Raises ConfigError,
-        MissingPackageError."""
-        with needing("environment openenv", "pip install aiohttp"):
-            import aiohttp
+        api_key_variable: the environment variable of a bearer token. Raises ConfigError."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 "environment.url: expected an address such as http://localhost:8000, found "
                 f"'{url}'."
             )
-        token = os.environ.get(api_key_variable) if api_key_variable else None
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        fields, needed = _fields_of_an_action(url.rstrip("/"), headers)
+        self._headers = bearer(api_key_variable)
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._patience = RetryPolicy(None, 0.2, 1.0, wait_s)
+        fields, needed = _fields_of_an_action(self._url, self._headers)
         self._action = action or ({needed[0]: RESPONSE} if len(needed) == 1 else None)
         described_as = (
             "text"
@@ -86,9 +85,6 @@ class OpenEnv(Environment):
             else json.dumps(fields[needed[0]] if self._action else fields, ensure_ascii=False)
         )
         self._prompt = prompt.replace("{action}", described_as)
-        self._sessions = _Sessions(
-            aiohttp, url.rstrip("/"), headers, timeout_s, RetryPolicy(None, 0.2, 1.0, wait_s)
-        )
         self._text = formatted(formatter, _as_text)
         self._options, self._count, self.stop = options or {}, tasks_per_split, tuple(stop)
 
@@ -98,7 +94,16 @@ class OpenEnv(Environment):
     async def reset(self, task: Task) -> Episode:
         """A session, waited for where the server has none to spare; its first observation ends the
         prompt."""
-        session, result = await self._sessions.open({"seed": task.answer, **self._options})
+        options = {"seed": task.answer, **self._options}
+        try:
+            session, result = await self._patience.call_async(
+                lambda deadline: self._opened(options), random.Random()
+            )
+        except GaveUp as end:
+            raise OpenEnvError(
+                f"{self._url}: no session within {self._patience.timeout_s:g} s ({end.last}); let "
+                "the server hold more (max_concurrent_envs), or set environment.wait_s."
+            ) from None
         text = self._text(result["observation"])
         return Episode(beginning_with(task, text), scratch={"session": session, "invalid": 0})
 
@@ -125,12 +130,34 @@ class OpenEnv(Environment):
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
 
+    async def _opened(self, options: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
+        """A session that was reset, and what it shows. Raises Retryable, OpenEnvError."""
+        session = _Session(self._url, self._headers, self._timeout_s)
+        try:
+            return session, await session.begin(options)
+        except BaseException:
+            await session.close()
+            raise
+
 
 class _Session:
     """One websocket, and the episode behind it."""
 
-    def __init__(self, client: Any, socket: Any, url: str, timeout_s: float) -> None:
-        self._client, self._socket, self._url, self._timeout_s = client, socket, url, timeout_s
+    def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._client = aiohttp.ClientSession(headers=headers)
+        self._socket: Any = None
+
+    async def begin(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The first observation. Raises Retryable, OpenEnvError."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._socket = await self._client.ws_connect(
+                    f"{self._url}/ws", heartbeat=HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE
+                )
+        except (aiohttp.ClientError, OSError) as failure:  # TimeoutError is one of them
+            raise OpenEnvError(f"{self._url}/ws: no connection: {described(failure)}.") from None
+        return await self.ask("reset", options)
 
     async def ask(self, kind: str, data: Any) -> dict[str, Any]:
         """The server's observation. Raises NotAnActionError, Retryable where it has no session to
@@ -172,57 +199,6 @@ class _Session:
         await self._client.close()
 
 
-class _Sessions:
-    """Opens sessions on one server."""
-
-    def __init__(
-        self,
-        aiohttp: Any,
-        url: str,
-        headers: dict[str, str],
-        timeout_s: float,
-        patience: RetryPolicy,
-    ) -> None:
-        self._aiohttp, self._url, self._headers, self._timeout_s, self._patience = (
-            aiohttp,
-            url,
-            headers,
-            timeout_s,
-            patience,
-        )
-
-    async def open(self, data: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
-        """A session that was reset, and what it shows. Raises OpenEnvError."""
-        try:
-            return await self._patience.call_async(
-                lambda deadline: self._attempt(data), random.Random()
-            )
-        except GaveUp as end:
-            raise OpenEnvError(
-                f"{self._url}: no session within {self._patience.timeout_s:g} s ({end.last}); let "
-                "the server hold more (max_concurrent_envs), or set environment.wait_s."
-            ) from None
-
-    async def _attempt(self, data: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
-        client = self._aiohttp.ClientSession(headers=self._headers)
-        session = None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                socket = await client.ws_connect(
-                    f"{self._url}/ws", heartbeat=HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE
-                )
-            session = _Session(client, socket, self._url, self._timeout_s)
-            return session, await session.ask("reset", data)
-        except BaseException as failure:
-            await (session or client).close()
-            # TimeoutError is one of them
-            if isinstance(failure, (self._aiohttp.ClientError, OSError)):
-                raise OpenEnvError(
-                    f"{self._url}/ws: no connection: {described(failure)}."
-                ) from None
-            raise
-
-
 def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
     """(name -> what the JSON schema says of it, the names of those that are needed; of all, where
     none is). Raises ConfigError where no OpenEnv server answers."""
@@ -231,17 +207,13 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
         if reply.status != 200:
             raise Retryable(f"status {reply.status}")
         schema = reply.json()["action"]
-        told = {
-            name: field
+        fields = {
+            name: {key: field[key] for key in SHOWN if key in field}
             for name, field in schema.get("properties", {}).items()
             if name != "metadata"
         }
-        fields = {
-            name: {key: field[key] for key in SHOWN if key in field} for name, field in told.items()
-        }
-        return fields, [name for name in schema.get("required", ()) if name in fields] or list(
-            fields
-        )
+        needed = [name for name in schema.get("required", ()) if name in fields]
+        return fields, needed or list(fields)
     except (Retryable, ValueError, KeyError, TypeError, AttributeError) as failure:
         why = str(failure) if isinstance(failure, Retryable) else described(failure)
         raise ConfigError(

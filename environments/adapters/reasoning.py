@@ -80,15 +80,15 @@ class ReasoningGym(Environment):
         self._prompt, self._harmless = prompt, HARMLESS.get(dataset)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        found = []
-        for number, entry in enumerate(self._data[split]):
-            prompt = self._prompt.replace("{question}", entry["question"])
-            found.append(
-                Task(
-                    f"{split}-{number}", prompt, entry["answer"], {"split": split, "number": number}
-                )
+        return [
+            Task(
+                f"{split}-{number}",
+                self._prompt.replace("{question}", entry["question"]),
+                entry["answer"],
+                {"split": split, "number": number},
             )
-        return found
+            for number, entry in enumerate(self._data[split])
+        ]
 
     def step(self, episode: Episode, response: str) -> Step:
         data, number = self._data[episode.task.metadata["split"]], episode.task.metadata["number"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,12 @@ VALIDATION = 1_000_000  # the first seed of the validation tasks
 def formatted(name: str | None, default: Callable[[Any], str]) -> Callable[[Any], str]:
     """What makes text of an observation. Raises ConfigError."""
     return FORMATTER.resolve(name, "environment.formatter") if name else default
+
+
+def bearer(api_key_variable: str | None) -> dict[str, str]:
+    """The headers of requests with a token; none where the environment variable is not set."""
+    token = os.environ.get(api_key_variable) if api_key_variable else None
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def seeded_tasks(split: str, prompt: str, count: int) -> list[Task]:

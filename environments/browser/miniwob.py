@@ -110,7 +110,7 @@ class MiniWob(Environment):
         if action is None:
             state["invalid"] += 1
             return Step(NO_ACTION + NEXT, metrics=_numbers(state), picture=picture)
-        seen = await self._run(page.call, action.script)
+        seen = await self._run(page.call, action)
         state["invalid"] += bool(seen["wrong"])
         if not seen["done"]:
             said = f"{seen['wrong']}\n" if seen["wrong"] else ""

@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
 ALIVE_S = 5.0  # for a browser to say that it is
+PICTURE = {"width": 160, "height": 210}  # pixels
+WINDOW = {"width": 340, "height": 210}  # what lies beside a task is not to be scrolled away
 
 
 @dataclass(frozen=True)
 class PoolOptions:
     """browsers: processes. pages: at the most, of all of them. timeout_s: of one call of a page.
-    start_s: of a browser, and of a new page. window, picture: in pixels."""
+    start_s: of a browser, and of a new page."""
 
     program: str
     browsers: int
     pages: int
     timeout_s: float
     start_s: float
-    window: tuple[int, int] = (340, 210)  # what lies beside a task is not to be scrolled away
-    picture: tuple[int, int] = (160, 210)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Page:
     browser: Chromium
     target: str
     session: str
-    options: PoolOptions
+    timeout_s: float
     url: str = ""
     failed: bool = False
 
@@ -62,15 +62,13 @@ class Page:
 
     async def picture(self) -> str:
         """A screenshot as a data URL. Raises BrowserError."""
-        width, height = self.options.picture
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": 0, **PICTURE, "scale": 1}
         found = await self._ask("Page.captureScreenshot", format="jpeg", quality=60, clip=clip)
         return f"data:image/jpeg;base64,{found['data']}"
 
     async def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         try:
-            limit_s = self.options.timeout_s
-            return await self.browser.ask(method, limit_s, self.session, **parameters)
+            return await self.browser.ask(method, self.timeout_s, self.session, **parameters)
         except BaseException:  # cancelled: what it was at may still be going on
             self.failed = True
             raise
@@ -169,18 +167,18 @@ class Pool:
             return place.browser
 
     async def _tab(self, browser: Chromium) -> Page:
-        limit_s, (width, height) = self._options.start_s, self._options.window
+        limit_s = self._options.start_s
         # In a window of its own: a tab behind another one is not drawn
         how = {"url": "about:blank", "newWindow": True}
         made = await browser.ask("Target.createTarget", limit_s, **how)
         target = made["targetId"]
         joined = await browser.ask("Target.attachToTarget", limit_s, targetId=target, flatten=True)
         session = joined["sessionId"]
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        metrics = {**WINDOW, "deviceScaleFactor": 1, "mobile": False}
         await browser.ask("Page.enable", limit_s, session)
         await browser.ask("Emulation.setDeviceMetricsOverride", limit_s, session, **metrics)
         await browser.ask("Page.addScriptToEvaluateOnNewDocument", limit_s, session, source=SCRIPT)
-        return Page(browser, target, session, self._options)
+        return Page(browser, target, session, self._options.timeout_s)
 
     async def _discard(self, page: Page) -> None:
         """Closes a page, and its browser where that cannot."""

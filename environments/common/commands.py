@@ -87,7 +87,6 @@ class _LazyParser(argparse.ArgumentParser):
     """The parser of one command: it imports the command's module when it has to parse."""
 
     module = ""
-    _loaded = False
 
     def format_help(self) -> str:
         return as_called(super().format_help())
@@ -95,9 +94,8 @@ class _LazyParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        if not self._loaded:
-            self._loaded = True
-            module = importlib.import_module(self.module)
+        if self.module:
+            module, self.module = importlib.import_module(self.module), ""
             self.description = module.__doc__
             module.add_arguments(self)
             self.set_defaults(run=module.run)

@@ -72,12 +72,11 @@ class ChatEndpoint:
         temperature: float = 0.0,
         max_tokens: int = 1024,
         cache: Path | None = None,
-        seed: int = 0,
         name_of: Callable[[str], str] = str,
     ) -> None:
         """timeout_s: of one attempt. pause_s: before the second attempt, at the most. cache: a file
-        of answers that `complete` does not ask for again. seed: of the pauses. name_of: what the
-        user calls an option, for messages.
+        of answers that `complete` does not ask for again. name_of: what the user calls an option,
+        for messages.
 
         Raises ConfigError.
         """
@@ -93,7 +92,7 @@ class ChatEndpoint:
             "max_tokens": max_tokens,
         }
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
-        self._generator = random.Random(seed)
+        self._generator = random.Random()
         self._fix = (
             f"Fix {name_of('url')}, {name_of('model')} or the key in "
             f"{name_of('api_key_variable')}."
@@ -130,7 +129,7 @@ class ChatEndpoint:
         missing = [
             prompt
             for prompt in dict.fromkeys(prompts)
-            if self._answers.get(self._key(prompt)) is None
+            if self._key(prompt) not in self._answers.known
         ]
         done = len(prompts) - len(missing)
         over = threading.Event()
@@ -150,7 +149,7 @@ class ChatEndpoint:
         finally:  # after an error or Ctrl-C: what waits is dropped, answers under way are kept
             over.set()
             wait(futures)
-        return [self._answers.get(self._key(prompt)) or "" for prompt in prompts]
+        return [self._answers.known[self._key(prompt)] for prompt in prompts]
 
     def close(self) -> None:
         """Drops what waits for the model and closes the connections."""
@@ -220,32 +219,21 @@ class _Answers:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._known: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self.known: dict[str, str] = {}
         if path is not None and path.is_file():
             for _, _, record in records(path.read_bytes()):
                 try:
                     row = parse_object(record)
-                    self._known[str(row["key"])] = str(row["answer"])
+                    self.known[str(row["key"])] = str(row["answer"])
                 except (BadRow, KeyError):  # the line that a kill cut off
                     continue
 
-    def get(self, key: str) -> str | None:
-        with self._lock:
-            return self._known.get(key)
-
     def put(self, key: str, answer: str) -> None:
-        with self._lock:
-            self._known[key] = answer
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open(
-                    "a", encoding="utf-8", errors="backslashreplace"
-                ) as file:
-                    # A newline first as well, so that a line that a kill cut off spoils none but
-                    # itself.
-                    file.write(
-                        "\n"
-                        + json.dumps({"key": key, "answer": answer}, ensure_ascii=False)
-                        + "\n"
-                    )
+        """Called in the client's thread alone."""
+        self.known[key] = answer
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            row = json.dumps({"key": key, "answer": answer}, ensure_ascii=False)
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                # A newline first as well, so that a line that a kill cut off spoils none but itself
+                file.write(f"\n{row}\n")

@@ -10,9 +10,9 @@ import json
 import logging
 import mmap
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.errors import DataError
 from rlflow_environments.common.text import load_json
@@ -20,6 +20,7 @@ from rlflow_environments.common.text import load_json
 logger = logging.getLogger(__name__)
 
 _SHOWN_BAD_ROWS = 3
+T = TypeVar("T")
 
 
 class BadRow(Exception):
@@ -91,6 +92,19 @@ def refuse(
     logger.debug("%s: %d rows of the %s", path, good, what)
 
 
+def read_each(path: str | Path, what: str, make: Callable[[dict[str, Any], int], T]) -> list[T]:
+    """What `make` makes of each row and the number of its line; for a row of no use it raises
+    BadRow. Raises DataError."""
+    file, made, bad = existing(path, what), [], []
+    for line, _, record in records(file.read_bytes()):
+        try:
+            made.append(make(parse_object(record), line))
+        except BadRow as problem:
+            bad.append((f"line {line}", str(problem)))
+    refuse(file, what, bad, len(made))
+    return made
+
+
 def held_out(tasks: Sequence[Any]) -> dict[str, list[Any]]:
     """Every tenth task for validation; all of them for both where they are fewer than ten."""
     if len(tasks) < 10:
@@ -124,6 +138,16 @@ def text_of(row: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"'{key}': expected text, found {kind_of(value)}")
     return value
+
+
+def are_messages(value: Any) -> bool:
+    """Whether it is a list of {role, content} messages of text."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    texts = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None,)
+    return all(isinstance(text, str) for text in texts)
 
 
 def kind_of(value: Any) -> str:

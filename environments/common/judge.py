@@ -35,6 +35,14 @@ class JudgeError(RLFlowError):
     wrong."""
 
 
+class UnreadableVerdictError(JudgeError):
+    """The judge replied, but no reply could be read."""
+
+
+KINDS = {UnreadableReplyError: UnreadableVerdictError, EndpointRefusedError: ConfigError}
+"""Error of an endpoint -> what it is to those who ask a judge; else JudgeError."""
+
+
 class JudgeEndpoint:
     """Asks for verdicts, each of them once: what was asked before is remembered, with a cache
     between runs too.
@@ -53,14 +61,12 @@ class JudgeEndpoint:
         concurrency: PositiveInt = 32,
         temperature: NonNegativeFloat = 0.0,
         cache: str | Path | None = None,
-        seed: int = 0,
     ) -> None:
         """where: the options' place in the configuration. url: of the API, such as
         http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
         sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies
         that cannot be read included. concurrency: requests at a time. cache: a folder of verdicts,
-        kept between runs (default: in memory). seed: of the pauses between attempts. Raises
-        ConfigError, MissingPackageError.
+        kept between runs (default: in memory). Raises ConfigError, MissingPackageError.
         """
         self._endpoint = ChatEndpoint(
             url,
@@ -72,7 +78,6 @@ class JudgeEndpoint:
             pause_s=PAUSE_S,
             temperature=temperature,
             max_tokens=MAX_REPLY_TOKENS,
-            seed=seed,
             name_of=f"{where}.{{}}".format,
         )
         self._where = where
@@ -86,11 +91,14 @@ class JudgeEndpoint:
         """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON
         can be made. `read` raises UnreadableReply.
 
-        Raises UnreadableReplyError where no reply could be read, JudgeError where none came,
+        Raises UnreadableVerdictError where no reply could be read, JudgeError where none came,
         ConfigError where the endpoint refuses what it is asked.
         """
         key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
-        known = await asyncio.to_thread(self._recall, key)
+        file = None if self._folder is None else self._folder / f"{key}.json"
+        known = self._known.get(key)
+        if known is None and file is not None:
+            known = await asyncio.to_thread(_recall, file)
         if known is not None:
             return known, True
         with self._lock:
@@ -99,44 +107,33 @@ class JudgeEndpoint:
             if asked is None:
                 asked = self._asked[key] = self._endpoint.submit(prompt, read)
         if not shared:
-            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+            asked.add_done_callback(lambda ended: self._note(key, ended))
         try:  # whoever asks no more leaves the request to the others
             verdict = await asyncio.shield(asyncio.wrap_future(asked))
-        except UnreadableReplyError:
-            raise
-        except EndpointRefusedError as problem:
-            raise ConfigError(f"{self._where}: {problem}") from None
         except EndpointError as problem:
-            raise JudgeError(f"{self._where}: {problem}") from None
-        if not shared:
-            await asyncio.to_thread(self._remember, key, verdict)
+            kind = KINDS.get(type(problem), JudgeError)
+            raise kind(f"{self._where}: {problem}") from None
+        if not shared and file is not None:
+            text = json.dumps({"verdict": verdict}) + "\n"
+            await asyncio.to_thread(write_text, file, text, durable=False)
         return verdict, shared
 
     def close(self) -> None:
         """Drops what waits for the judge and closes the connections."""
         self._endpoint.close()
 
-    def _recall(self, key: str) -> Any:
-        with self._lock:
-            verdict = self._known.get(key)
-        if verdict is None and self._folder is not None:
-            try:
-                return json.loads((self._folder / f"{key}.json").read_bytes())[
-                    "verdict"
-                ]
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                return None
-        return verdict
+    def _note(self, key: str, ended: Future[Any]) -> None:
+        if not ended.cancelled() and not ended.exception():
+            self._known[key] = ended.result()
+        self._asked.pop(key, None)
 
-    def _remember(self, key: str, verdict: Any) -> None:
-        with self._lock:
-            self._known[key] = verdict
-        if self._folder is not None:
-            write_text(
-                self._folder / f"{key}.json",
-                json.dumps({"verdict": verdict}) + "\n",
-                durable=False,
-            )
+
+def _recall(file: Path) -> Any:
+    """The verdict of a file; None without one."""
+    try:
+        return json.loads(file.read_bytes())["verdict"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def make_judge(options: Mapping[str, Any], where: str) -> JudgeEndpoint:

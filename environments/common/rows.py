@@ -58,14 +58,11 @@ def _text_rows(data: bytes) -> Iterator[tuple[str, Row | BadRow]]:
             yield f"item {number}", item if isinstance(item, dict) else found
         return
     for line, _, record in records(data):
-        yield f"line {line}", _parsed(record)
-
-
-def _parsed(record: bytes) -> Row | BadRow:
-    try:
-        return parse_object(record)
-    except BadRow as problem:
-        return problem
+        try:
+            row: Row | BadRow = parse_object(record)
+        except BadRow as problem:
+            row = problem
+        yield f"line {line}", row
 
 
 def _json_array(data: bytes) -> list[Any] | None:

@@ -7,7 +7,8 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 LONG_TEXT = 50_000  # characters: as long to normalize as a change of threads may take
 
@@ -33,11 +34,9 @@ class EpisodePlaces:
 
     def __init__(self, at_once: int | None = None) -> None:
         self._at_once = at_once or 2 * len(os.sched_getaffinity(0))
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
     def here(self) -> asyncio.Semaphore:
         """Those of this loop, as checks have another one."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = (loop, asyncio.Semaphore(self._at_once))
-        return self._places[1]
+        places = asyncio.Semaphore(self._at_once)
+        return self._places.setdefault(asyncio.get_running_loop(), places)

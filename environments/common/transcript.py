@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 
 from rlflow.types import Observation, Task
@@ -43,14 +43,8 @@ class Transcript:
     @property
     def whole_text(self) -> str:
         """Responses and observations in their order."""
-        return "".join(text for turn in self._turns() for text in turn)
-
-    def _turns(self) -> Iterator[tuple[str, str]]:
-        for number, response in enumerate(self.responses):
-            yield (
-                response,
-                self.observations[number] if number < len(self.observations) else "",
-            )
+        turns = zip(self.responses, itertools.chain(self.observations, itertools.repeat("")))
+        return "".join(text for turn in turns for text in turn)
 
 
 def as_text(observation: Observation) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.errors import ConfigError, DataError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.common.choices import chosen
 from rlflow_environments.mathematics.answers import boxed, number, on_last_line
 from rlflow_environments.mathematics.files import read_tasks
 from rlflow_environments.mathematics.problems import FAMILIES, made_tasks
@@ -70,15 +71,7 @@ class Mathematics(Environment):
         be checked. timeout_s, memory_mb: of a check. at_once: checks at the same time; none: one
         per processor. Raises ConfigError, DataError, MissingPackageError."""
         known = [family.name for family in FAMILIES]
-        for name in families:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise ConfigError(
-                    f"environment.families: expected some of {', '.join(known)}, found '{name}'."
-                    f"{hint}"
-                )
-        if not families:
-            raise ConfigError("environment.families: expected names of families, found none.")
+        families = chosen(families, known, "environment.families", "family")
         made = train is None and val is None
         self.stop = tuple(stop) if stop is not None else (("\n",) if made else ())
         self._prompt = prompt or PROMPTS["made" if made else "file"]
@@ -97,7 +90,6 @@ class Mathematics(Environment):
         numbers = checks == "numbers" or (made and checks is None)
         self._verifier = None if numbers else Verifier(at_once, timeout_s, memory_mb)
         self._unchecked = unchecked
-        self._told = (0, 0)
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
@@ -121,13 +113,7 @@ class Mathematics(Environment):
         return Step(said, float(solved), True, {"solved": float(solved), "answered": 1.0})
 
     def report(self) -> dict[str, float]:
-        verifier, before = self._verifier, self._told
-        if verifier is None:
-            return {}
-        self._told = (verifier.checked, verifier.unchecked)
-        names = ("mathematics/checks", "mathematics/unchecked")
-        counts = zip(names, self._told, before, strict=True)
-        return {name: float(now - earlier) for name, now, earlier in counts}
+        return {} if self._verifier is None else self._verifier.report()
 
     def shutdown(self) -> None:
         if self._verifier is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.types import Task
-from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
+from rlflow_environments.common.jsonl import BadRow, are_messages, kind_of, refuse, text_of
 from rlflow_environments.common.rows import Row, read_rows
 from rlflow_environments.mathematics.answers import LAST_LINE, boxed, number
 
@@ -57,15 +57,7 @@ def _problem(row: Row) -> tuple[Any, str]:
 def _messages(prompt: Any) -> Any:
     if isinstance(prompt, str) and prompt.strip():
         return prompt
-    fine = (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(one, Mapping) and isinstance(one.get("content"), str) and "role" in one
-            for one in prompt
-        )
-    )
-    if not fine:
+    if not are_messages(prompt):
         raise BadRow(f"'prompt': expected text or messages, found {kind_of(prompt)}")
     return [{"role": one["role"], "content": one["content"]} for one in prompt]
 

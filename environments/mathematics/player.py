@@ -26,5 +26,5 @@ def play(
         lines.append(f"{text} = {text_of(value)}")
         return value
 
-    answer = family.work(say, *numbers)
+    answer = family.work(say, numbers)
     return f"{', '.join(lines)}: \\boxed{{{text_of(answer)}}}\n"

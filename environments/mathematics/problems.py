@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 import zlib
@@ -15,6 +16,13 @@ from rlflow.types import Task
 Say = Callable[[str, Fraction], Fraction]
 """Writes `3 + 4` and its value as a line of the working; returns the value that was written."""
 Numbers = Sequence[int]
+OPERATIONS = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+}
 SHARE_OF_VAL = 4  # every fourth question is for validation
 MOST_DRAWS = 10_000  # for a question of the split
 
@@ -22,12 +30,13 @@ MOST_DRAWS = 10_000  # for a question of the split
 @dataclass(frozen=True)
 class Family:
     """Questions of one form. words: with {} for each number. draw: the numbers, of at most that
-    size. work: says the steps, and returns the answer."""
+    size. steps: of the working, on the numbers a, b, c and on the results x, y, z of earlier steps;
+    nothing is said of a division by //. The last one gives the answer."""
 
     name: str
     words: str
     draw: Callable[[random.Random, int], Numbers]
-    work: Callable[..., Fraction]
+    steps: Sequence[str]
 
     def numbers(self, text: str) -> list[int] | None:
         """Those of the first question of this family in a text; None without one."""
@@ -35,24 +44,19 @@ class Family:
         match = re.search(pattern, text)
         return [int(one) for one in match.groups()] if match else None
 
+    def work(self, say: Say, numbers: Numbers) -> Fraction:
+        """Says the steps, and returns the answer."""
+        values = dict(zip("abc", map(Fraction, numbers)))
+        for name, step in zip("xyz", self.steps):
+            left, sign, right = step.split()
+            over, by = (Fraction(values.get(one, one)) for one in (left, right))
+            found = Fraction(OPERATIONS[sign](over, by))
+            values[name] = found if sign == "//" else say(f"{over} {sign} {by}", found)
+        return values[name]
+
 
 def _three(drawn: random.Random, top: int) -> Numbers:
     return [drawn.randint(1, top) for _ in range(3)]
-
-
-def _sum(say: Say, a: int, b: int, c: int) -> Fraction:
-    first = say(f"{a} + {b}", Fraction(a + b))
-    return say(f"{first} + {c}", first + c)
-
-
-def _difference(say: Say, a: int, b: int, c: int) -> Fraction:
-    first = say(f"{a} + {b}", Fraction(a + b))
-    return say(f"{first} - {c}", first - c)
-
-
-def _product(say: Say, a: int, b: int, c: int) -> Fraction:
-    first = say(f"{a} * {b}", Fraction(a * b))
-    return say(f"{first} + {c}", first + c)
 
 
 def _remainder_numbers(drawn: random.Random, top: int) -> Numbers:
@@ -60,19 +64,9 @@ def _remainder_numbers(drawn: random.Random, top: int) -> Numbers:
     return [drawn.randint(1, top) * by + drawn.randrange(by), by]
 
 
-def _remainder(say: Say, a: int, b: int) -> Fraction:
-    nearest = say(f"{a // b} * {b}", Fraction(a // b * b))
-    return say(f"{a} - {nearest}", a - nearest)
-
-
 def _equation_numbers(drawn: random.Random, top: int) -> Numbers:
     a, b, x = drawn.randint(2, max(2, top)), drawn.randint(1, top), drawn.randint(1, top)
     return [a, b, a * x + b]
-
-
-def _equation(say: Say, a: int, b: int, c: int) -> Fraction:
-    left = say(f"{c} - {b}", Fraction(c - b))
-    return say(f"{left} / {a}", left / a)
 
 
 def _sequence_numbers(drawn: random.Random, top: int) -> Numbers:
@@ -80,38 +74,23 @@ def _sequence_numbers(drawn: random.Random, top: int) -> Numbers:
     return [first + number * step for number in range(3)]
 
 
-def _sequence(say: Say, a: int, b: int, c: int) -> Fraction:
-    step = say(f"{b} - {a}", Fraction(b - a))
-    return say(f"{c} + {step}", c + step)
-
-
 def _percent_numbers(drawn: random.Random, top: int) -> Numbers:
     return [10 * drawn.randint(1, 9), 10 * drawn.randint(1, top)]
-
-
-def _percent(say: Say, a: int, b: int) -> Fraction:
-    hundredth = say(f"{b} / 10", Fraction(b, 10))
-    return say(f"{hundredth} * {a // 10}", hundredth * (a // 10))
 
 
 def _fraction_numbers(drawn: random.Random, top: int) -> Numbers:
     return [drawn.randint(1, top), drawn.randint(1, top), drawn.randint(2, max(2, top))]
 
 
-def _fraction(say: Say, a: int, b: int, c: int) -> Fraction:
-    over = say(f"{a} + {b}", Fraction(a + b))
-    return say(f"{over} / {c}", over / c)
-
-
 FAMILIES = (
-    Family("sum", "{} + {} + {}", _three, _sum),
-    Family("difference", "{} + {} - {}", _three, _difference),
-    Family("product", "{} * {} + {}", _three, _product),
-    Family("remainder", "{} mod {}", _remainder_numbers, _remainder),
-    Family("equation", "x with {}x + {} = {}", _equation_numbers, _equation),
-    Family("sequence", "the number after {}, {}, {}", _sequence_numbers, _sequence),
-    Family("percent", "{}% of {}", _percent_numbers, _percent),
-    Family("fraction", "({} + {}) / {}", _fraction_numbers, _fraction),
+    Family("sum", "{} + {} + {}", _three, ("a + b", "x + c")),
+    Family("difference", "{} + {} - {}", _three, ("a + b", "x - c")),
+    Family("product", "{} * {} + {}", _three, ("a * b", "x + c")),
+    Family("remainder", "{} mod {}", _remainder_numbers, ("a // b", "x * b", "a - y")),
+    Family("equation", "x with {}x + {} = {}", _equation_numbers, ("c - b", "x / a")),
+    Family("sequence", "the number after {}, {}, {}", _sequence_numbers, ("b - a", "c + x")),
+    Family("percent", "{}% of {}", _percent_numbers, ("a // 10", "b / 10", "y * x")),
+    Family("fraction", "({} + {}) / {}", _fraction_numbers, ("a + b", "x / c")),
 )
 
 
@@ -155,5 +134,5 @@ def _made_task(
             f"environment.highest: expected more than {highest}, of which '{family.name}' makes no "
             f"question for {split}."
         )
-    answer = text_of(family.work(silent, *numbers))
+    answer = text_of(family.work(silent, numbers))
     return Task(name, prompt.replace("{question}", question), answer, {"family": family.name})

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Verifier:
         with needing("environment mathematics", install_command("mathematics")):
             if importlib.util.find_spec("math_verify") is None:
                 raise ImportError(name="math-verify")
-        self.checked = self.unchecked = 0
+        self._counts: Counter[str] = Counter()
         self._timeout_s, self._command = timeout_s, (str(program), str(memory_mb))
         self._places = threading.Semaphore(at_once)
         self._lock = threading.Lock()
@@ -47,6 +48,7 @@ class Verifier:
 
     def same(self, wanted: str, found: str) -> bool:
         """Whether the answers are equal. Raises VerifierError where that cannot be found out."""
+        outcome = "unchecked"
         try:
             if len(found) > MOST_CHARACTERS:
                 raise VerifierError(
@@ -55,13 +57,17 @@ class Verifier:
                 )
             with self._places:
                 same = self._asked({"wanted": wanted, "found": found, "limit_s": self._timeout_s})
-        except VerifierError:
+            outcome = "checks"
+            return same
+        finally:
             with self._lock:
-                self.unchecked += 1
-            raise
+                self._counts[outcome] += 1
+
+    def report(self) -> dict[str, float]:
+        """How many answers were checked, and could not be, since the last call."""
         with self._lock:
-            self.checked += 1
-        return same
+            told, self._counts = self._counts, Counter()
+        return {f"mathematics/{name}": float(told[name]) for name in ("checks", "unchecked")}
 
     def close(self) -> None:
         """Ends the processes, those that are busy when their check is over."""
@@ -78,10 +84,9 @@ class Verifier:
             _end(process)
             raise
         with self._lock:
-            kept = not self._closed
-            if kept:
-                self._idle.append(process)
-        if not kept:
+            closed = self._closed
+            self._idle += [] if closed else [process]
+        if closed:
             _end(process)
         if "same" not in answer:
             raise VerifierError(f"mathematics: a check failed: {answer.get('failed', answer)}.")

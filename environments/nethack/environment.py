@@ -144,6 +144,5 @@ def _refused(state: dict[str, Any], said: str) -> Step:
 def _numbers(state: Mapping[str, Any]) -> dict[str, float]:
     view = state["view"]
     numbers = {"depth": state["deepest"], "score": view["score"], "died": view["done"]}
-    return {name: float(value) for name, value in numbers.items()} | {
-        "invalid_actions": float(state["invalid"])
-    }
+    numbers["invalid_actions"] = state["invalid"]
+    return {name: float(value) for name, value in numbers.items()}

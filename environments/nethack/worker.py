@@ -1,4 +1,5 @@
-"""Plays games of NetHack, each in a process of its own, forked for every connection to a socket.
+"""Plays games of NetHack, each in a process of its own that another one watches, forked for every
+connection to a socket.
 
 nle is C inside of the process that plays, so that a crash of it ends one game alone; a timer of the
 system ends one that hangs. Started apart from the training process, with which all of it ends."""
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 MORE, ESCAPE, MORE_MARK = ord(" "), ord("\x1b"), "--More--"
 MENU_MARKS = ("(end)", "(1 of ")
 MOST_PAGES = 100
-QUESTION, TEXT, PAGE = range(3)  # of `misc`: what the game waits for
+PAGE = 2  # of `misc`: what the game waits for, beside an answer and a text
 SCORE, DEPTH, DUNGEON, LEVEL = 9, 12, 23, 24  # of `blstats`; it begins with column and row
 PANICKED = 11  # of `how_done`: the game gave itself up
 KEYS = ("chars", "blstats", "message", "misc", "tty_chars")
@@ -148,82 +149,56 @@ def address(folder: Path) -> Iterator[str]:
         os.close(opened)
 
 
-class GameServer:
-    """Forks a process per connection, and tells a connection why its process has ended."""
+def serve(folder: Path, nethack: Any) -> None:
+    """Forks a game for every connection; returns where the training process has ended or wants an
+    end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a watch has ended
+    listener = socket.socket(socket.AF_UNIX)
+    with address(folder) as place:
+        listener.bind(place)
+    listener.listen(1024)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while 0 not in select.select([0, listener], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            watch(connection, folder / f"game-{os.getpid()}", nethack)
+        connection.close()
 
-    def __init__(self, folder: Path, nethack: Any) -> None:
-        self._folder, self._nethack = folder, nethack
-        self._listener = socket.socket(socket.AF_UNIX)
-        with address(folder) as place:
-            self._listener.bind(place)
-        self._listener.listen(1024)
-        self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
-        self._poll.register(0, select.POLLIN)
-        self._games: dict[int, tuple[int, socket.socket]] = {}  # by the file of the process
-        self._left: dict[int, int] = {}  # file of the connection -> that of the process
 
-    def serve(self) -> None:
-        """Returns where the training process has ended or wants an end."""
-        new = self._listener.fileno()
-        while True:
-            # New ones last: theirs may be the number of a file that was closed just now
-            for file, _ in sorted(self._poll.poll(), key=lambda event: event[0] == new):
-                if file == 0:
-                    return
-                if file in self._games:
-                    self._reap(file)
-                elif file in self._left:
-                    self._poll.unregister(file)
-                    signal.pidfd_send_signal(self._left[file], signal.SIGKILL)
-                elif file == new:
-                    self._fork(self._listener.accept()[0])
-
-    def close(self) -> None:
-        for pid, _ in self._games.values():
-            os.kill(pid, signal.SIGKILL)
-
-    def _fork(self, connection: socket.socket) -> None:
-        pid = os.fork()
-        if pid == 0:
-            self._play(connection)
-        process = os.pidfd_open(pid)
-        self._games[process], self._left[connection.fileno()] = (pid, connection), process
-        self._poll.register(process, select.POLLIN)
-        self._poll.register(connection, select.POLLRDHUP)
-
-    def _play(self, connection: socket.socket) -> NoReturn:
-        try:
-            self._listener.close()
-            for _, other in self._games.values():
-                other.close()
-            tempfile.tempdir = str(self._own(os.getpid()))
-            os.mkdir(tempfile.tempdir)
-            play(connection, self._nethack)
-        except Exception as error:  # noqa: BLE001 -- of whatever kind: it is this game's
-            _tell(connection, f"{type(error).__name__}: {error}")
-        finally:
-            os._exit(0)  # nothing of the server's is to be cleaned up here
-
-    def _reap(self, process: int) -> None:
-        pid, connection = self._games.pop(process)
-        self._poll.unregister(process)
-        os.close(process)
-        _, status = os.waitpid(pid, 0)
+def watch(connection: socket.socket, folder: Path, nethack: Any) -> NoReturn:
+    """Plays a game in a process of its own, which ends with its connection, and tells the
+    connection why the process has ended. folder: of the game's files."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        game = os.fork()
+        if game == 0:
+            play_alone(connection, folder, nethack)
+        poll = select.poll()
+        poll.register(os.pidfd_open(game), select.POLLIN)
+        poll.register(connection, select.POLLRDHUP)
+        poll.poll()
+        os.kill(game, signal.SIGKILL)  # unless it has ended
+        _, status = os.waitpid(game, 0)
+        shutil.rmtree(folder, ignore_errors=True)
         if os.WIFSIGNALED(status):
             number = signal.Signals(os.WTERMSIG(status))
             hung = number == signal.SIGALRM
             _tell(connection, "it hung" if hung else f"its process ended by {number.name}")
-        with contextlib.suppress(KeyError):
-            self._poll.unregister(connection)
-        del self._left[connection.fileno()]
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # others may hold a copy of it
-        connection.close()
-        shutil.rmtree(self._own(pid), ignore_errors=True)
+    finally:
+        os._exit(0)
 
-    def _own(self, pid: int) -> Path:
-        return self._folder / f"game-{pid}"
+
+def play_alone(connection: socket.socket, folder: Path, nethack: Any) -> NoReturn:
+    try:
+        folder.mkdir()
+        tempfile.tempdir = str(folder)
+        play(connection, nethack)
+    except Exception as error:  # noqa: BLE001 -- of whatever kind: it is this game's
+        _tell(connection, f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(0)  # nothing of the server's is to be cleaned up here
 
 
 def _tell(connection: socket.socket, why: str) -> None:
@@ -237,14 +212,11 @@ def main() -> None:
     from nle.nethack import nethack
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody empties the pipe from here on
-    server = GameServer(folder, nethack)
     try:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        server.serve()
+        serve(folder, nethack)
     finally:
-        server.close()
         shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)  # all games, and this
 
 
 if __name__ == "__main__":

@@ -19,14 +19,7 @@ from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
-from rlflow_environments.common.jsonl import (
-    BadRow,
-    existing,
-    held_out,
-    parse_object,
-    records,
-    refuse,
-)
+from rlflow_environments.common.jsonl import BadRow, held_out, read_each
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
@@ -75,7 +68,8 @@ class ProgramEnvironment(AgentEnvironment):
             raise ConfigError("environment: expected reward or reward_command, found both.")
         super().__init__(messages == "text", sampling == "ignore", timeout_s, host, port)
         files = {"train": train, "val": val}
-        rows = {split: _rows(path) for split, path in files.items() if path is not None}
+        given = {split: path for split, path in files.items() if path is not None}
+        rows = {split: read_each(path, "tasks", _row) for split, path in given.items()}
         self._agent = agent
         without = agent is None and any("agent" not in row for own in rows.values() for row in own)
         if without or not rows:
@@ -168,19 +162,10 @@ class ProgramEnvironment(AgentEnvironment):
         return number
 
 
-def _rows(path: str | Path) -> list[dict[str, Any]]:
-    file = existing(path, "tasks")
-    rows, bad = [], []
-    for line, _, record in records(file.read_bytes()):
-        try:
-            row = parse_object(record)
-            if not isinstance(row.get("agent", ""), str):
-                raise BadRow(f"'agent': expected text, found {row['agent']!r:.40}")
-            rows.append(row)
-        except BadRow as problem:
-            bad.append((f"line {line}", str(problem)))
-    refuse(file, "tasks", bad, len(rows))
-    return rows
+def _row(row: dict[str, Any], line: int) -> dict[str, Any]:
+    if not isinstance(row.get("agent", ""), str):
+        raise BadRow(f"'agent': expected text, found {row['agent']!r:.40}")
+    return row
 
 
 def _is_code(agent: str, option: str) -> bool:

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rlflow_environments.sandbox.bubblewrap import (
@@ -59,12 +58,7 @@ class Sandbox:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -238,18 +232,19 @@ class Sandbox:
 async def _gone(process: Process) -> None:
     """Waits for the end of a sandbox that was told to leave, and kills one that does not."""
     try:
-        async with asyncio.timeout(STOP_S):
-            await process.communicate()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await process.communicate()
+        await _communicated(process)
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+    if process.returncode is None:
+        await _communicated(process)
+
+
+async def _communicated(process: Process) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            await process.communicate()
 
 
 @functools.cache

@@ -12,12 +12,12 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rlflow.errors import RLFlowError
+from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow_environments.sandbox.limits import Limits
 
 Confinement = Literal["bubblewrap", "none"]
@@ -27,9 +27,9 @@ HERE = Path(__file__).parent
 OWN = (Path(inspect.getfile(RLFlowError)).parent, HERE.parent)
 """Which no program finds among its packages: who can make a task again has its answer."""
 UIDS = range(1_900_000_000, 2_100_000_000)  # given to nobody (systemd: UIDS-GIDS.md)
+SPACES = ("ipc", "pid", "uts", "cgroup-try", "net")
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SETTINGS = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
-NETWORK_SETTINGS = ("resolv.conf", "hosts", "nsswitch.conf", "ssl", "ca-certificates")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -40,14 +40,28 @@ class SandboxError(RLFlowError):
 @dataclass(frozen=True)
 class Confines:
     """What surrounds programs. readable: folders and files that they may read, beside the system's
-    and this interpreter's. network: whether they reach it. places: further writable folders, as
-    programs of an image expect them; bubblewrap alone has them."""
+    and this interpreter's. places: further writable folders, as programs of an image expect them;
+    bubblewrap alone has them."""
 
     limits: Limits = field(default_factory=Limits)
     confinement: Confinement = "bubblewrap"
     readable: tuple[str, ...] = ()
-    network: bool = False
     places: tuple[str, ...] = ()
+
+
+def make_confines(
+    limits: Mapping[str, Any] | None, defaults: Limits, confinement: Confinement = "bubblewrap"
+) -> Confines:
+    """Those of an environment's options. limits: in place of the defaults. Raises ConfigError,
+    SandboxError where bubblewrap is missing."""
+    known = asdict(defaults)
+    for name in limits or ():
+        if name not in known:
+            told = f"no limit '{name}'; expected {', '.join(known)}.{did_you_mean(name, known)}"
+            raise ConfigError(f"environment.limits: {told}")
+    confines = Confines(replace(defaults, **(limits or {})), confinement)
+    command(confines, FOLDER, -1)
+    return confines
 
 
 def command(confines: Confines, folder: str, filter_fd: int) -> list[str]:
@@ -73,8 +87,7 @@ def command(confines: Confines, folder: str, filter_fd: int) -> list[str]:
             "sandbox: bubblewrap is missing (no bwrap on PATH): apt-get install bubblewrap, 0.8 or "
             "newer. confinement=none runs programs without it, with all your rights."
         )
-    spaces = ["ipc", "pid", "uts", "cgroup-try"] + ([] if confines.network else ["net"])
-    words = [program, *(f"--unshare-{name}" for name in spaces)]
+    words = [program, *(f"--unshare-{name}" for name in SPACES)]
     if root:
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -118,7 +131,7 @@ def _file_system(confines: Confines) -> list[str]:
             words += ["--ro-bind", str(path), str(path)]
     folders = _outermost([*_python_folders(), *confines.readable])
     words += _parents(["/etc/x", "/run/x", *folders])
-    for name in SETTINGS + (NETWORK_SETTINGS if confines.network else ()):
+    for name in SETTINGS:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for folder in folders:
         words += ["--ro-bind", folder, folder]

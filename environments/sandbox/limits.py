@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError
 from rlflow.values import PositiveFloat, PositiveInt, checked, hints_of
 
 ENDINGS = {
@@ -48,16 +45,6 @@ class Limits:
                 f"limits.disk_mb: expected less than half of memory_mb ({self.memory_mb}), as "
                 f"files are held in memory, found {self.disk_mb}."
             )
-
-
-def make_limits(options: Mapping[str, Any], defaults: Limits, where: str) -> Limits:
-    """The defaults with what the options change. Raises ConfigError."""
-    known = [field.name for field in dataclasses.fields(Limits)]
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigError(f"{where}: no limit '{name}'; expected {', '.join(known)}.{hint}")
-    return dataclasses.replace(defaults, **options)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ ADDRESS_SPACE = 4 << 30  # bytes that libraries map beyond what they use
 OPEN_FILES = 512
 CHUNK, PIPE_READS = 1 << 16, 16  # a pipe holds 1 MiB at most
 PDEATHSIG, DUMPABLE, CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
-CELLS, MARKS = 3, 4  # descriptors of an interpreter that is kept
 
 
 class Output:

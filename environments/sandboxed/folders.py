@@ -26,13 +26,32 @@ INSTALLS = re.compile(
 )
 CLOSED = ("usr", "etc", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "run", "sys", "box")
 TESTS, LOGS = "/tests", "/logs"
+NEEDS = {
+    "docker_image": "an image (docker_image)",
+    "gpus": "GPUs",
+    "mcp_servers": "MCP servers",
+    "healthcheck": "a service (healthcheck)",
+}
+"""Key of [environment] -> what it asks for."""
+NEEDING = {
+    "docker-compose.yaml": "services",
+    "docker-compose.yml": "services",
+    ".dockerignore": "an image (.dockerignore)",
+    "Dockerfile.dockerignore": "an image (.dockerignore)",
+}
+"""File -> what it asks for."""
 ROOTS = ("/tmp", "/opt", "/srv", "/home", "/root", "/mnt", "/media", "/var")
+
+
+Files = list[tuple[Path, str]]
+"""(path in the task's folder, path in the sandbox)."""
+Layer = tuple[str, str, Files]
+"""(where it stands, shell script, files)."""
 
 
 @dataclass
 class TaskFolder:
-    """What a folder asks for. layers: (where, shell script, files as (path in the folder, path in
-    the sandbox)) in the order of the Dockerfile. agent_s, tests_s: limits."""
+    """What a folder asks for. layers: in the order of the Dockerfile. agent_s, tests_s: limits."""
 
     name: str
     path: Path
@@ -40,12 +59,12 @@ class TaskFolder:
     agent_s: float
     tests_s: float
     workdir: str = "/app"
-    layers: list[tuple[str, str, list[tuple[Path, str]]]] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     tests_variables: dict[str, str] = field(default_factory=dict)
 
     @property
-    def files(self) -> list[tuple[Path, str]]:
+    def files(self) -> Files:
         return [file for _, _, files in self.layers for file in files]
 
     @property
@@ -71,7 +90,7 @@ def read_folders(path: str, installed: bool, own_tests: bool) -> list[TaskFolder
     return [_read(folder, installed, own_tests) for folder in found]
 
 
-def packed(files: list[tuple[Path, str]]) -> bytes:
+def packed(files: Files) -> bytes:
     """An archive of the files under their paths in the sandbox."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -80,17 +99,22 @@ def packed(files: list[tuple[Path, str]]) -> bytes:
     return buffer.getvalue()
 
 
-def files_below(folder: Path, target: str) -> list[tuple[Path, str]]:
+def files_below(folder: Path, target: str) -> Files:
     """Every file below a folder, with its path below the target. Raises DataError for a link that
     leads out of the folder."""
-    found = []
+    found: Files = []
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         if not file.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"{file}: expected a file of the task, found a link out of it.")
-        found.append(
-            (file.resolve(), f"{target.rstrip('/')}/{file.relative_to(folder).as_posix()}")
-        )
+        name = f"{target.rstrip('/')}/{file.relative_to(folder).as_posix()}"
+        found.append((file.resolve(), name))
     return found
+
+
+def entering(workdir: str, variables: dict[str, str]) -> str:
+    """How a shell's script begins that runs there."""
+    exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in variables.items())
+    return f"{exports}cd {shlex.quote(workdir)}\n"
 
 
 def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
@@ -103,32 +127,24 @@ def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
     agent, tests, world = (
         _table(config, name, toml) for name in ("agent", "verifier", "environment")
     )
-    for asked, what in (
-        (config.get("steps"), "several steps"),
-        (world.get("docker_image"), "an image (docker_image)"),
-        (world.get("gpus"), "GPUs"),
-        (world.get("mcp_servers"), "MCP servers"),
-        (world.get("healthcheck"), "a service (healthcheck)"),
-        (str(world.get("os", "linux")).lower() != "linux", "another system (os)"),
-        (
-            tests.get("environment") or tests.get("environment_mode") == "separate",
-            "tests in an image",
-        ),
-        (world.get("network_mode") == "allowlist", "a network (network_mode)"),
-    ):
-        if asked:
-            raise _needs(toml, what)
+    system = str(world.get("os", "linux")).lower()
+    apart = tests.get("environment") or tests.get("environment_mode") == "separate"
+    allowed = world.get("network_mode") == "allowlist"
+    asked = {
+        "several steps": config.get("steps"),
+        **{what: world.get(key) for key, what in NEEDS.items()},
+        "another system (os)": system != "linux",
+        "tests in an image": apart,
+        "a network (network_mode)": allowed,
+    }
+    for what in filter(asked.get, asked):
+        raise _needs(toml, what)
     task = TaskFolder(
         folder.name, folder, text, _seconds(agent, 900.0, toml), _seconds(tests, 600.0, toml)
     )
     task.variables = _plain_variables(world, toml)
     task.tests_variables = _plain_variables(tests, toml)
-    for name, what in (
-        ("docker-compose.yaml", "services"),
-        ("docker-compose.yml", "services"),
-        (".dockerignore", "an image (.dockerignore)"),
-        ("Dockerfile.dockerignore", "an image (.dockerignore)"),
-    ):
+    for name, what in NEEDING.items():
         if (folder / "environment" / name).exists():
             raise _needs(folder / "environment" / name, what)
     _lay_out(task, installed)
@@ -172,17 +188,13 @@ def _lay_out(task: TaskFolder, installed: bool) -> None:
         elif kind == "RUN" and not INSTALLS.search(rest):
             rest = re.sub(r"^(--\S+\s+)+", "", rest)
             script = shlex.join(_words(rest, where)) if rest.startswith("[") else rest
-            entered = _entered(task.workdir, {**arguments, **task.variables})
-            task.layers.append((where, entered + script, []))
+            entered = entering(task.workdir, {**arguments, **task.variables})
+            made = f"mkdir -p {shlex.quote(task.workdir)}\n"
+            task.layers.append((where, made + entered + script, []))
         elif kind == "RUN" and not installed:
             raise _needs(where, f"an image ({rest[:60]}); installed=true says that it is here")
         elif kind not in ("RUN", *SAYING_NOTHING):
             raise _needs(where, f"an image ({kind} {rest[:60]})")
-
-
-def _entered(workdir: str, variables: dict[str, str]) -> str:
-    exports = "".join(f"export {key}={shlex.quote(text)}; " for key, text in variables.items())
-    return f"mkdir -p {shlex.quote(workdir)}; {exports}cd {shlex.quote(workdir)}; "
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -209,9 +221,7 @@ def _words(rest: str, where: str) -> list[str]:
         raise DataError(f"{where}: {rest[:60]}: {problem}.") from None
 
 
-def _copied(
-    kind: str, rest: str, context: Path, task: TaskFolder, where: str
-) -> list[tuple[str, str, list[tuple[Path, str]]]]:
+def _copied(kind: str, rest: str, context: Path, task: TaskFolder, where: str) -> list[Layer]:
     words = _words(rest, where)
     flags = [word for word in words if word.startswith("--")]
     if any("://" in word or "$" in word for word in words) or any(
@@ -222,7 +232,7 @@ def _copied(
     into = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
     target = str(PurePosixPath(task.workdir, target))
     into = into or target in _there(task)
-    found: list[tuple[Path, str]] = []
+    found: Files = []
     for source in sources:
         paths = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/")))
         if not paths:

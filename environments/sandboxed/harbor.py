@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shlex
@@ -15,22 +16,19 @@ from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.jsonl import held_out
 from rlflow_environments.common.tool_calls import TextCall
-from rlflow_environments.sandbox import Confines, Limits, Sandbox, make_limits
-from rlflow_environments.sandbox.bubblewrap import FOLDER, command
+from rlflow_environments.sandbox import Limits, Sandbox, make_confines
 from rlflow_environments.sandboxed.folders import (
     TESTS,
+    Files,
     TaskFolder,
+    entering,
     files_below,
     packed,
     read_folders,
 )
 from rlflow_environments.sandboxed.shell import SHELL_METRICS
 from rlflow_environments.sandboxed.tools import BoxTools
-from rlflow_environments.tool_use.environment import (
-    RuleScore,
-    ToolEnvironment,
-    as_messages,
-)
+from rlflow_environments.tool_use.environment import RuleScore, ToolEnvironment, as_messages
 
 REWARDS = "/logs/verifier"
 EMPTY = f"find {TESTS} -mindepth 1 -delete; rm -rf {REWARDS}; mkdir -p {REWARDS}\n"
@@ -77,16 +75,13 @@ class HarborTasks(ToolEnvironment):
         that run at the same time; none: two per processor. Raises ConfigError, DataError,
         SandboxError."""
         defaults = Limits(memory_mb=1024, disk_mb=128, processes=64)
-        self._limits = make_limits(limits or {}, defaults, "environment.limits")
-        command(Confines(self._limits), FOLDER, -1)  # is bubblewrap there?
+        self._confines = make_confines(limits, defaults)
         self._tests, self._command_s = tests, command_s
         given = [folder] if val_folder is None else [folder, val_folder]
         found = [read_folders(path, installed, tests is None) for path in given]
         self._folders = {str(one.path): one for folders in found for one in folders}
-        made = [[_task(one, system) for one in folders] for folders in found]
-        self._tasks = (
-            held_out(made[0]) if len(made) == 1 else dict(zip(("train", "val"), made, strict=True))
-        )
+        train, *val = [[_task(one, system) for one in folders] for folders in found]
+        self._tasks = {"train": train, "val": val[0]} if val else held_out(train)
         self._box_tools = BoxTools(tools, at_once)
         self.tools = self._box_tools.schemas
 
@@ -94,12 +89,9 @@ class HarborTasks(ToolEnvironment):
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         return {"val_folder": path}
 
-    def tasks(self, split: str) -> Sequence[Task]:
-        return self._tasks.get(split, [])
-
     async def reset(self, task: Task) -> Episode:
         folder = self._folders[task.metadata["folder"]]
-        box = Sandbox(Confines(self._limits, places=folder.places))
+        box = Sandbox(dataclasses.replace(self._confines, places=folder.places))
         async with self._box_tools.places.here():
             await box.open()
             try:
@@ -120,7 +112,7 @@ class HarborTasks(ToolEnvironment):
         if "path" in call.arguments:
             path = Path(folder.workdir, str(call.arguments["path"]))
             call = TextCall(call.name, {**call.arguments, "path": str(path)})
-        start = _script(folder.workdir, folder.variables)
+        start = entering(folder.workdir, folder.variables)
         text, result = await self._box_tools.call(state["box"], call, left_s, start)
         state["limits_reached"] += bool(result.limit)
         state["program_s"] += result.duration_s
@@ -152,7 +144,7 @@ class HarborTasks(ToolEnvironment):
         except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox
             return {"reward": 0.0}, 1.0
         variables = {**folder.variables, **folder.tests_variables, "PYTHONNOUSERSITE": "1"}
-        script = _script(folder.workdir, variables) + (self._tests or f"bash {TESTS}/test.sh")
+        script = entering(folder.workdir, variables) + (self._tests or f"bash {TESTS}/test.sh")
         result = await box.bash(f"{script}\n", folder.tests_s)
         if result.limit or box.ended:
             return {"reward": 0.0}, 1.0
@@ -170,16 +162,11 @@ def _task(folder: TaskFolder, system: str) -> Task:
     return Task(folder.name, prompt, metadata={"folder": str(folder.path)})
 
 
-def _script(workdir: str, variables: dict[str, str]) -> str:
-    exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in variables.items())
-    return f"{exports}cd {shlex.quote(workdir)}\n"
-
-
 async def _lay(
     box: Sandbox,
     where: str,
     before: str,
-    files: list[tuple[Path, str]],
+    files: Files,
     limit_s: float | None = None,
 ) -> None:
     """Runs a script in a sandbox and puts files there. Raises HarborError."""

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
 from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.choices import chosen
 from rlflow_environments.common.judge import make_judge
 from rlflow_environments.common.threads import EpisodePlaces
-from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
-from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
+from rlflow_environments.sandbox import Limits, ProgramResult, Sandbox, make_confines
+from rlflow_environments.sandbox.bubblewrap import Confinement
 from rlflow_environments.sandboxed import stages
 from rlflow_environments.sandboxed.python import source_of
 from rlflow_environments.sandboxed.tables import (
@@ -83,24 +83,16 @@ class MlEngineering(Environment):
         """rules: of the tables. tries: programs of an episode. instrumenter: a model (url, model
         and further options of JudgeEndpoint) that inserts the print statements; none: patterns do.
         limits: of each program. at_once: programs that run at the same time; none: two per
-        processor. Raises ConfigError, SandboxError."""
-        known = RULE_NAMES
-        for name in rules:
-            if name not in known:
-                raise ConfigError(
-                    f"environment.rules: expected some of {', '.join(known)}, found '{name}'."
-                    f"{did_you_mean(str(name), known)}"
-                )
-        if not rules:
-            raise ConfigError("environment.rules: expected names of rules, found none.")
+        processor. seed: of the tables, which whoever knows it and this code can make again: where
+        that matters, one that nobody guesses. Raises ConfigError, SandboxError."""
+        rules = chosen(rules, RULE_NAMES, "environment.rules", "rule")
         defaults = Limits(timeout_s=60.0, memory_mb=1024, processes=32)
-        limited = make_limits(limits or {}, defaults, "environment.limits")
-        self._confines = Confines(limited, confinement)
-        command(self._confines, FOLDER, -1)  # is bubblewrap there?
+        self._confines = make_confines(limits, defaults, confinement)
+        limit_s = self._confines.limits.timeout_s
         self._model = make_judge(instrumenter, "environment.instrumenter") if instrumenter else None
         self._tasks = {
             split: [
-                _task(f"{split}-{at}", rules[at % len(rules)], seed, limited.timeout_s)
+                _task(f"{split}-{at}", rules[at % len(rules)], seed, limit_s)
                 for at in range(tasks_per_split)
             ]
             for split in ("train", "val")
@@ -140,8 +132,7 @@ class MlEngineering(Environment):
         before = state["counts"]["score"]
         _count(state["counts"], result, len(reached), score)
         gained = state["counts"]["score"] - before
-        numbers = dict(state["counts"])
-        return Step(told + said, gained, ended, numbers, waited_s=waited_s)
+        return Step(told + said, gained, ended, dict(state["counts"]), waited_s=waited_s)
 
     def shutdown(self) -> None:
         if self._model is not None:

@@ -16,8 +16,8 @@ from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
 from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.threads import EpisodePlaces
-from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, make_limits
-from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
+from rlflow_environments.sandbox import Limits, ProgramResult, Sandbox, make_confines
+from rlflow_environments.sandbox.bubblewrap import Confinement
 from rlflow_environments.sandboxed.tasks import TRANSFORMATIONS, made_tasks
 
 HARNESS = (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
@@ -67,10 +67,7 @@ class PythonPrograms(Environment):
                 f"environment.depth: expected at most {len(TRANSFORMATIONS)}, found {depth}."
             )
         defaults = Limits(timeout_s=10.0, memory_mb=512, processes=16)
-        self._confines = Confines(
-            make_limits(limits or {}, defaults, "environment.limits"), confinement
-        )
-        command(self._confines, FOLDER, -1)  # is bubblewrap there?
+        self._confines = make_confines(limits, defaults, confinement)
         self._tasks = {
             split: made_tasks(split, tasks_per_split, depth, examples, seed)
             for split in ("train", "val")

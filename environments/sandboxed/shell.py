@@ -10,8 +10,8 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import Component, PositiveInt
 from rlflow_environments.common.tool_calls import TextCall
-from rlflow_environments.sandbox import Confines, Limits, Sandbox, make_limits
-from rlflow_environments.sandbox.bubblewrap import FOLDER, Confinement, command
+from rlflow_environments.sandbox import Limits, Sandbox, make_confines
+from rlflow_environments.sandbox.bubblewrap import Confinement
 from rlflow_environments.sandboxed.tools import BoxTools
 from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
@@ -49,9 +49,7 @@ class ShellTasks(ToolEnvironment):
         write_file. limits: of each program. at_once: programs that run at the same time; none: two
         per processor. Raises ConfigError, DataError, SandboxError."""
         defaults = Limits(timeout_s=30.0, memory_mb=512)
-        limited = make_limits(limits or {}, defaults, "environment.limits")
-        self._confines = Confines(limited, confinement)
-        command(self._confines, FOLDER, -1)  # is bubblewrap there?
+        self._confines = make_confines(limits, defaults, confinement)
         self._rule = make_rule(reward) if reward else None
         matched = bool(reward) and reward["name"] == "match"
         needed = ["answer"] if matched else [] if reward else ["check"]
@@ -69,9 +67,6 @@ class ShellTasks(ToolEnvironment):
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         return {"val_data": path}
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return self._tasks.get(split, [])
 
     async def reset(self, task: Task) -> Episode:
         async with self._box_tools.places.here():

@@ -9,8 +9,8 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from rlflow_environments.common.blocks import blocks
-from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
-from rlflow_environments.common.judge import JudgeEndpoint
+from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.judge import JudgeEndpoint, UnreadableVerdictError
 from rlflow_environments.common.patterns import Pattern
 
 STAGES = {
@@ -77,7 +77,7 @@ async def by_model(source: str, model: JudgeEndpoint) -> list[Mark]:
     prompt = PROMPT.format(marks="\n".join(prints), source=source)
     try:
         return (await model.verdict(prompt, read))[0]
-    except UnreadableReplyError:
+    except UnreadableVerdictError:
         return by_patterns(source)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlflow.types import Task
 
-Numbers = list[int]
 PROMPT = (
     "Write a Python function f(xs) of a list of whole numbers. Rule: {rule}.\nFor example "
     "{examples}.\n<python>program</python> runs a program and shows what it prints, "
@@ -26,26 +24,17 @@ class Transformation:
 
     words: str
     expression: str
-    apply: Callable[[Numbers, int], Numbers]
 
 
 TRANSFORMATIONS = (
-    Transformation("add {n} to each", "[x + {n} for x in xs]", lambda xs, n: [x + n for x in xs]),
-    Transformation(
-        "take each {n} times", "[x * {n} for x in xs]", lambda xs, n: [x * n for x in xs]
-    ),
-    Transformation(
-        "keep those above {n}", "[x for x in xs if x > {n}]", lambda xs, n: [x for x in xs if x > n]
-    ),
-    Transformation(
-        "drop multiples of {n}",
-        "[x for x in xs if x % {n}]",
-        lambda xs, n: [x for x in xs if x % n],
-    ),
-    Transformation("keep the first {n}", "xs[:{n}]", lambda xs, n: xs[:n]),
-    Transformation("drop the last {n}", "xs[:-{n}]", lambda xs, n: xs[:-n]),
-    Transformation("sort them", "sorted(xs)", lambda xs, n: sorted(xs)),
-    Transformation("reverse their order", "xs[::-1]", lambda xs, n: xs[::-1]),
+    Transformation("add {n} to each", "[x + {n} for x in xs]"),
+    Transformation("take each {n} times", "[x * {n} for x in xs]"),
+    Transformation("keep those above {n}", "[x for x in xs if x > {n}]"),
+    Transformation("drop multiples of {n}", "[x for x in xs if x % {n}]"),
+    Transformation("keep the first {n}", "xs[:{n}]"),
+    Transformation("drop the last {n}", "xs[:-{n}]"),
+    Transformation("sort them", "sorted(xs)"),
+    Transformation("reverse their order", "xs[::-1]"),
 )
 Step = tuple[Transformation, int]
 
@@ -76,19 +65,17 @@ def _made_task(name: str, split: str, depth: int, examples: int, seed: int) -> T
         rule = rule_of(steps)
         if (zlib.crc32(f"rule {rule}".encode()) % SHARE_OF_VAL == 0) != (split == "val"):
             continue
-        cases = [_case(steps, drawn) for _ in range(examples + CASES)]
+        solution = solution_of(steps)
+        exec(solution, made := {})
+        inputs = [
+            [drawn.randint(-20, 40) for _ in range(drawn.randint(4, 12))]
+            for _ in range(examples + CASES)
+        ]
+        cases = [([numbers], made["f"](numbers)) for numbers in inputs]
         results = {json.dumps(result) for _, result in cases[examples:]}
         if len(results) > CASES // 2:  # else one answer would be right too often
             break
     shown = ", ".join(f"f({arguments[0]}) = {result}" for arguments, result in cases[:examples])
     prompt = PROMPT.format(rule=rule, examples=shown)
     metadata = {"function": "f", "cases": cases[examples:]}
-    return Task(name, prompt, solution_of(steps), metadata)
-
-
-def _case(steps: Sequence[Step], drawn: random.Random) -> tuple[list[Any], Any]:
-    numbers = [drawn.randint(-20, 40) for _ in range(drawn.randint(4, 12))]
-    result = list(numbers)
-    for step, n in steps:
-        result = step.apply(result, n)
-    return [numbers], result
+    return Task(name, prompt, solution, metadata)

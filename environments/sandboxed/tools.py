@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.common.choices import chosen
 from rlflow_environments.common.threads import EpisodePlaces
 from rlflow_environments.common.tool_calls import TextCall, tool_schema
 from rlflow_environments.sandbox import ProgramResult, Sandbox
@@ -24,14 +24,9 @@ class BoxTools:
 
     def __init__(self, names: Sequence[str], at_once: int | None = None) -> None:
         """names: of the tools. at_once: programs at a time. Raises ConfigError."""
-        for name in names:
-            if name not in _TOOLS:
-                raise ConfigError(
-                    f"environment.tools: no tool '{name}'; expected {', '.join(_TOOLS)}."
-                    f"{did_you_mean(name, _TOOLS)}"
-                )
+        found = names and chosen(names, _TOOLS, "environment.tools", "tool")
         self.places = EpisodePlaces(at_once)
-        self.schemas = tuple(_schema(name, *_TOOLS[name]) for name in names)
+        self.schemas = tuple(_schema(name, *_TOOLS[name]) for name in found)
 
     async def call(
         self, box: Sandbox, call: TextCall, timeout_s: float | None = None, prefix: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
-from rlflow.types import Episode, Message, Step
+from rlflow.types import Episode, Message, Step, Task
 from rlflow_environments.common.text import well_formed
 from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message
 
@@ -47,6 +47,11 @@ class ToolEnvironment(Environment):
     behind. What the policy did wrong is a result that says so; whatever else fails aborts."""
 
     metrics: Mapping[str, Metric] = TOOL_METRICS
+    _tasks: Mapping[str, Sequence[Task]]
+    """Split -> tasks."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._tasks.get(split, [])
 
     @abstractmethod
     async def call(self, episode: Episode, call: TextCall) -> str:
@@ -102,10 +107,10 @@ class ToolEnvironment(Environment):
             return shortened(str(problem))
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+def shortened(text: str) -> str:
     """The text in UTF-8, without the middle of a long one."""
-    if len(text) > most:
-        half = most // 2
+    if len(text) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
     return well_formed(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rlflow.components import Kind
@@ -15,12 +15,10 @@ from rlflow.types import Message, Task
 from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.jsonl import (
     BadRow,
-    existing,
+    are_messages,
     held_out,
     kind_of,
-    parse_object,
-    records,
-    refuse,
+    read_each,
     text_of,
 )
 from rlflow_environments.tool_use.environment import as_messages
@@ -31,10 +29,10 @@ TASK_REWARD = Kind("task_reward", "rlflow_environments.tool_use.rows", call=2)
 Rule = Callable[[Task, Sequence[Message]], Awaitable[float]]
 
 
-def make_rule(component: Any, where: str = "environment.reward") -> Rule:
+def make_rule(component: Any) -> Rule:
     """A rule by name: `match`, `file.py:reward`, or a mapping with its options. A plain function
     runs in a thread. Raises ConfigError."""
-    made = TASK_REWARD.build(component, where)
+    made = TASK_REWARD.build(component, "environment.reward")
     function = made.func if isinstance(made, functools.partial) else made
     plain = not inspect.iscoroutinefunction(function)
 
@@ -45,7 +43,7 @@ def make_rule(component: Any, where: str = "environment.reward") -> Rule:
             return float(value)
         except (TypeError, ValueError) as problem:
             told = f"expected a number, found {described(problem)}"
-            raise RolloutError(f"{where}: {told} ({component}).") from None
+            raise RolloutError(f"environment.reward: {told} ({component}).") from None
 
     return rule
 
@@ -65,39 +63,28 @@ def read_tasks(
     """Split -> tasks of rows {"prompt": text or messages, "id", "answer", ...}; the rest of a row
     is the task's metadata. Without val_data every tenth is for validation. needed: what each row
     must have. Raises DataError."""
-    training = _tasks_of(data, "train", needed, system)
+
+    def read(path: str, split: str) -> list[Task]:
+        return read_each(
+            path, "tasks", lambda row, line: _task(row, f"{split}-{line}", needed, system)
+        )
+
+    training = read(data, "train")
     if val_data is None:
         return held_out(training)
-    return {"train": training, "val": _tasks_of(val_data, "val", needed, system)}
-
-
-def _tasks_of(path: str, split: str, needed: Sequence[str], system: str | None) -> list[Task]:
-    file, tasks, bad = existing(path, "tasks"), [], []
-    for line, _, record in records(file.read_bytes()):
-        try:
-            tasks.append(_task(parse_object(record), f"{split}-{line}", needed, system))
-        except BadRow as problem:
-            bad.append((f"line {line}", str(problem)))
-    refuse(file, "tasks", bad, len(tasks))
-    return tasks
+    return {"train": training, "val": read(val_data, "val")}
 
 
 def _task(row: dict[str, Any], name: str, needed: Sequence[str], system: str | None) -> Task:
     prompt = row.pop("prompt", None)
     if not isinstance(prompt, list):
         prompt = text_of({"prompt": prompt}, "prompt")
-    elif not prompt or not all(_is_message(message) for message in prompt):
+    elif not are_messages(prompt):
         raise BadRow("'prompt': expected text, or messages with a role and a content")
     if missing := [key for key in needed if row.get(key) is None]:
         raise BadRow(f"'{missing[0]}': expected a value, found {kind_of(None)}")
     answer, name = row.pop("answer", None), str(row.pop("id", name))
     return Task(name, as_messages(prompt, system), answer, row)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
 
 
 def _normal(text: str) -> str:

@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Annotator:
         self._path = path
         self._labels: dict[Question, float] = {}
         self._waiting: OrderedDict[Question, None] = OrderedDict()
-        self._asked: set[Question] = set()  # and not answered yet
+        self._asked: dict[Question, Future[float]] = {}  # and not answered yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = self._failing = False
@@ -70,13 +70,10 @@ class Annotator:
         """Takes questions that have no label yet and do not wait for one."""
         with self._changed:
             for question in questions:
-                known = (
-                    question in self._labels
-                    or question in self._waiting
-                    or question in self._asked
-                )
-                if known or self._closed or len(self._labels) >= self._most_labels:
+                if any(question in known for known in (self._labels, self._waiting, self._asked)):
                     continue
+                if self._closed or len(self._labels) >= self._most_labels:
+                    break
                 if len(self._waiting) >= self._most_waiting:
                     self._waiting.popitem(last=False)
                     self.dropped += 1
@@ -107,22 +104,9 @@ class Annotator:
 
     def _work(self) -> None:
         while batch := self._take():
-            futures = {question: self._submit(question) for question in batch}
-            outcomes = {
-                question: _outcome(future) for question, future in futures.items()
-            }
-            labels = {
-                question: value
-                for question, value in outcomes.items()
-                if isinstance(value, float)
-            }
-            problems = [
-                problem
-                for problem in outcomes.values()
-                if isinstance(problem, BaseException)
-            ]
+            labels, problems = _answers(batch)
             with self._changed:
-                self._asked.difference_update(batch)
+                self._asked = {}
                 self._labels |= labels
                 failed = [question for question in batch if question not in labels]
                 for question in failed[: self._most_waiting - len(self._waiting)]:
@@ -136,28 +120,22 @@ class Annotator:
             self._failing = not labels
         self._save_if(bool(self._labels))
 
-    def _take(self) -> list[Question]:
-        """The newest questions, once there are some; none when it is over."""
+    def _take(self) -> dict[Question, Future[float]]:
+        """The newest questions, once there are some, and answers to come; none when it is over."""
         with self._changed:
             if self._failing:
                 self._changed.wait_for(lambda: self._closed, self._retry_s)
             self._changed.wait_for(lambda: self._closed or bool(self._waiting))
             if self._closed:
-                return []
-            batch = [
-                self._waiting.popitem()[0]
-                for _ in range(min(self._batch, len(self._waiting)))
-            ]
-            self._asked.update(batch)
-            return batch
-
-    def _submit(self, question: Question) -> Future[float] | BaseException:
-        try:
-            return self._endpoint.submit(
-                self._model.ask(self._goal, question), self._model.read
-            )
-        except RuntimeError as ended:  # the endpoint was closed in the meantime
-            return ended
+                return {}
+            model, newest = self._model, [*reversed(self._waiting)][: self._batch]
+            for question in newest:
+                del self._waiting[question]
+                # Not without the lock: of an endpoint that was closed no answer comes
+                self._asked[question] = self._endpoint.submit(
+                    model.ask(self._goal, question), model.read
+                )
+            return self._asked
 
     def _tell(self, problems: list[BaseException], *, none: bool) -> None:
         self.failed += len(problems)
@@ -215,12 +193,19 @@ class Annotator:
         return {"goal": self._goal, "kind": type(self._model).__name__}
 
 
-def _outcome(future: Future[float] | BaseException) -> float | BaseException:
-    """The label, or why there is none. The endpoint's own time limits and attempts bound the
-    wait."""
-    if isinstance(future, BaseException):
-        return future
-    try:
-        return future.exception() or float(future.result())
-    except CancelledError as ended:
-        return ended
+def _answers(
+    asked: Mapping[Question, Future[float]],
+) -> tuple[dict[Question, float], list[BaseException]]:
+    """The labels, and why there are no others. The endpoint's own time limits and attempts bound
+    the wait."""
+    labels, problems = {}, []
+    for question, future in asked.items():
+        try:
+            problem = future.exception()
+        except CancelledError as ended:
+            problem = ended
+        if problem is None:
+            labels[question] = float(future.result())
+        else:
+            problems.append(problem)
+    return labels, problems

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlflow.components import Kind, takes
 from rlflow.errors import EnvironmentContractError
-from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
-from rlflow_environments.common.judge import JudgeEndpoint, JudgeError
+from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.judge import JudgeEndpoint
 
 LONGEST_TEXT = 10_000  # characters of an observation that the critic reads, the last ones
 
@@ -63,18 +63,15 @@ class CriticEndpoint:
         self._judge = JudgeEndpoint("environment.critic", **judge)
 
     async def __call__(self, pair: Pair) -> tuple[float, bool]:
-        """Raises JudgeError where the model cannot be asked, ConfigError where it refuses the
+        """Raises JudgeError where the model gives no answer, ConfigError where it refuses the
         request."""
         texts = {
             name: json.dumps(text[-LONGEST_TEXT:], ensure_ascii=False)
             for name, text in vars(pair).items()
         }
-        try:
-            (percent, done), _ = await self._judge.verdict(
-                PROMPT.format(reference=self._reference, **texts), read_progress
-            )
-        except UnreadableReplyError as problem:
-            raise JudgeError(f"environment.critic: {problem}") from None
+        (percent, done), _ = await self._judge.verdict(
+            PROMPT.format(reference=self._reference, **texts), read_progress
+        )
         return percent / 100, bool(done)
 
     def close(self) -> None:

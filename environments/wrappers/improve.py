@@ -98,12 +98,4 @@ def improved(prompt: Observation, response: str, observation: str) -> Observatio
     if isinstance(prompt, str):
         return PROMPT.format(prompt=prompt, response=response, observation=observation)
     *before, last = prompt
-    return [
-        *before,
-        {
-            **last,
-            "content": PROMPT.format(
-                prompt=last["content"], response=response, observation=observation
-            ),
-        },
-    ]
+    return [*before, {**last, "content": improved(last["content"], response, observation)}]

@@ -105,9 +105,7 @@ class IntrinsicRewards(Wrapper):
         if caption:
             counts: dict[str, int] = seen.own.setdefault("counts", {})
             counts[caption] = counts.get(caption, 0) + 1
-            value = self._model.reward(caption) * count_weight(
-                counts[caption], self._beta
-            )
+            value = self._model.reward(caption) * float(counts[caption]) ** -self._beta
             self._annotator.offer(self._model.questions(caption))
         seen.own["return"] = seen.own.get("return", 0.0) + value
         return dataclasses.replace(
@@ -144,11 +142,6 @@ class IntrinsicRewards(Wrapper):
         """Ends the annotator, which keeps its state, and the base."""
         self._annotator.close()
         super().shutdown()
-
-
-def count_weight(count: int, beta: float) -> float:
-    """1 / count^beta: 1, 0.125, 0.037037 for the first three times with beta 3."""
-    return float(count) ** -beta
 
 
 def make_endpoint(

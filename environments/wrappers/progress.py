@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from rlflow.environment import awaited
 from rlflow.report.metrics import Metric
@@ -71,7 +70,9 @@ class ProgressRewards(Wrapper):
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step with the reward of its progress."""
         if not seen.own:
-            seen.own = _beginning(episode)
+            prompt = as_text(episode.task.prompt).strip()
+            seen.own = {"task": prompt, "last": prompt, "done": False}
+            seen.own |= {"deltas": [], "values": [0.0]}
         own = seen.own
         delta, done = 0.0, False
         if own["last"] != seen.observations[-1].strip() != "":
@@ -102,15 +103,3 @@ class ProgressRewards(Wrapper):
         if hasattr(self._critic, "close"):
             self._critic.close()
         super().shutdown()
-
-
-def _beginning(episode: Episode) -> dict[str, Any]:
-    """What is remembered of an episode before its first step; v_0 is 0."""
-    prompt = as_text(episode.task.prompt).strip()
-    return {
-        "task": prompt,
-        "last": prompt,
-        "deltas": [],
-        "values": [0.0],
-        "done": False,
-    }

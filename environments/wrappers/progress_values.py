@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 Backward = Literal["paper", "mix_f"]
 """What a step back does to the value; the released code has a rule of its own."""
 
@@ -39,47 +41,15 @@ def values(deltas: Sequence[float], backward: Backward = "paper") -> list[float]
 def value_order_correlation(found: Sequence[float]) -> float:
     """VOC: Spearman's rank correlation of values with time, in [-1, 1]; equal values share the mean
     of their ranks, and where all are equal it is 0."""
-    count = len(found)
-    ranks = _ranks(found)
-    middle = (count - 1) / 2
-    joint = sum((rank - middle) * (time - middle) for time, rank in enumerate(ranks))
-    spread = sum((rank - middle) ** 2 for rank in ranks) * sum(
-        (time - middle) ** 2 for time in range(count)
-    )
-    return joint / spread**0.5 if spread > 0 else 0.0
-
-
-def reversed_order_correlation(found: Sequence[float]) -> float:
-    """VROC: of the values that a critic gives to a trajectory played backward, which should fall.
-    The sign is turned, so that 1 is best: the paper's F1 of the two makes sense for nothing
-    else."""
-    return -value_order_correlation(found)
-
-
-def order_f1(forward: float, backward: float) -> float:
-    """VOC-F1 = 2 VOC VROC / (VOC + VROC); 0 where one of them is not above 0."""
-    return (
-        2 * forward * backward / (forward + backward)
-        if forward > 0 and backward > 0
-        else 0.0
-    )
+    if len(found) < 2:
+        return 0.0
+    _, places, counts = np.unique(found, return_inverse=True, return_counts=True)
+    ranks, times = (counts.cumsum() - counts / 2)[places], np.arange(len(found))
+    ranks, times = ranks - ranks.mean(), times - times.mean()
+    spread = np.sqrt((ranks @ ranks) * (times @ times))
+    return float(ranks @ times / spread) if spread > 0 else 0.0
 
 
 def negative_rate(deltas: Sequence[float]) -> float:
     """NR: the share of steps that went back; 0 without steps."""
     return sum(delta < 0 for delta in deltas) / len(deltas) if deltas else 0.0
-
-
-def _ranks(found: Sequence[float]) -> list[float]:
-    """From 0; equal values share the mean of theirs."""
-    order = sorted(range(len(found)), key=found.__getitem__)
-    ranks = [0.0] * len(found)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and found[order[end + 1]] == found[order[start]]:
-            end += 1
-        for place in order[start : end + 1]:
-            ranks[place] = (start + end) / 2
-        start = end + 1
-    return ranks

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import random
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rlflow.environment import awaited
@@ -48,7 +48,7 @@ class RevisitFailures(Wrapper):
         ] = {}  # the responses of the latest failure, by task
 
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
-        return self._from_a_failure(task)
+        return self._from_a_failure(task, super().reset(task))
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step; an episode that ends as a failure is remembered, and what it began with
@@ -64,8 +64,8 @@ class RevisitFailures(Wrapper):
             step, metrics={**step.metrics, "revisited": float(len(way))}
         )
 
-    async def _from_a_failure(self, task: Task) -> Episode:
-        episode = await super().reset(task)
+    async def _from_a_failure(self, task: Task, begun: Coroutine[Any, Any, Episode]) -> Episode:
+        episode = await begun
         with self._lock:
             said = self._failed.get(task.id, [])
             if (
@@ -79,8 +79,7 @@ class RevisitFailures(Wrapper):
         try:
             for response in way:
                 episode.turns += 1
-                # A plain one may take its time
-                step = await awaited(await asyncio.to_thread(self.base.step, episode, response))
+                step = await _aside(self.base.step, episode, response)
                 if step.terminated or step.replace or not isinstance(step.observation, str):
                     break
                 text += response + step.observation
@@ -90,7 +89,13 @@ class RevisitFailures(Wrapper):
                 episode.task = dataclasses.replace(episode.task, prompt=text)
                 return episode
         except BaseException:
-            await awaited(self.base.close(episode))
+            await _aside(self.base.close, episode)
             raise
-        await awaited(self.base.close(episode))
-        return await super().reset(task)
+        await _aside(self.base.close, episode)
+        again: Episode = await _aside(super().reset, task)
+        return again
+
+
+async def _aside(method: Callable[..., Any], *arguments: Any) -> Any:
+    """What a method of the base answers: a plain one may take its time."""
+    return await awaited(await asyncio.to_thread(method, *arguments))

@@ -10,12 +10,13 @@ when it is done.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from rlflow.values import PositiveFloat, PositiveInt, Share
 
 Question = tuple[str, ...]
 """What the language model is asked about: one caption, or two to compare."""
+Values = Callable[[list[str]], Tensor]
+"""(B,) of a network for captions."""
+Reward = Callable[[str], float]
+WIDTH = 32
 READ_BYTES = 128  # of a caption, the first ones
 RECENT = 10_000  # captions from which pairs are drawn, the newest
 MAX_GRADIENT_NORM = 10.0
@@ -113,13 +118,11 @@ class CaptionNetwork(nn.Module):
     """(B, READ_BYTES) bytes -> (B,) values: a convolution over characters, its greatest values, two
     layers."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.characters = nn.Embedding(257, 16, padding_idx=256)
-        self.convolution = nn.Conv1d(16, width, kernel_size=5, padding=2)
-        self.head = nn.Sequential(
-            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
-        )
+        self.convolution = nn.Conv1d(16, WIDTH, kernel_size=5, padding=2)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, captions: Tensor) -> Tensor:
         features = self.convolution(self.characters(captions).transpose(1, 2))
@@ -145,7 +148,10 @@ class _Learned(RewardModel):
         self._optimizer = torch.optim.Adam(self._network.parameters(), lr=lr)
         self._batch, self._steps = batch, steps
         self._random = random.Random(seed)
-        self._serving: _Serving | None = None
+        self._serving: Reward | None = None
+
+    def reward(self, caption: str) -> float:
+        return 0.0 if self._serving is None else self._serving(caption)
 
     @abstractmethod
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
@@ -166,15 +172,18 @@ class _Learned(RewardModel):
             loss.backward()
             nn.utils.clip_grad_norm_(self._network.parameters(), MAX_GRADIENT_NORM)
             self._optimizer.step()
-        self._serve([caption for question in labels for caption in question])
+        network = copy.deepcopy(self._network).eval()
 
-    def value(self, caption: str) -> float | None:
-        """The serving network's value; None before anything was learned."""
-        serving = self._serving
-        return None if serving is None else serving.value(caption)
+        @torch.no_grad()
+        def value(captions: list[str]) -> Tensor:
+            return network(encoded(captions))
 
-    def _serve(self, captions: list[str]) -> None:
-        self._serving = _Serving(copy.deepcopy(self._network).eval())
+        rewards = self.rewards_of(value, [one for question in labels for one in question])
+        self._serving = functools.lru_cache(RECENT)(rewards)
+
+    @abstractmethod
+    def rewards_of(self, value: Values, captions: list[str]) -> Reward:
+        """The reward of a caption by the network's values. captions: from which it has learned."""
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -198,13 +207,8 @@ class Classifier(_Learned):
         super().__init__(**learning)
         self._threshold = threshold
 
-    def reward(self, caption: str) -> float:
-        value = self.value(caption)
-        return (
-            0.0
-            if value is None
-            else float(torch.sigmoid(torch.tensor(value)) > self._threshold)
-        )
+    def rewards_of(self, value: Values, captions: list[str]) -> Reward:
+        return lambda caption: float(torch.sigmoid(value([caption])[0]) > self._threshold)
 
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(
@@ -234,40 +238,16 @@ class Ranking(_Learned):
         pair = (caption, other) if self._pairs.random() < 0.5 else (other, caption)
         return [] if other == caption else [pair]
 
-    def reward(self, caption: str) -> float:
-        serving, value = self._serving, self.value(caption)
-        if serving is None or value is None:
-            return 0.0
-        return above(standardized(value, serving.mean, serving.std), self._threshold)
+    def rewards_of(self, value: Values, captions: list[str]) -> Reward:
+        values = value(list(dict.fromkeys(captions))[-RECENT:]).double()
+        mean, std = float(values.mean()), float(values.std(unbiased=False))
+        return lambda caption: above(
+            standardized(float(value([caption])), mean, std), self._threshold
+        )
 
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
         first, second = captions
         return bradley_terry(self._network(first), self._network(second), labels).mean()
-
-    def _serve(self, captions: list[str]) -> None:
-        network = copy.deepcopy(self._network).eval()
-        with torch.no_grad():
-            values = network(encoded(list(dict.fromkeys(captions))[-RECENT:])).double()
-        self._serving = _Serving(
-            network, float(values.mean()), float(values.std(unbiased=False))
-        )
-
-
-class _Serving:
-    """The network that answers, with the mean and deviation of its values; what it was asked before
-    is kept."""
-
-    def __init__(self, network: nn.Module, mean: float = 0.0, std: float = 1.0) -> None:
-        self._network, self.mean, self.std = network, mean, std
-        self._known: dict[str, float] = {}
-
-    def value(self, caption: str) -> float:
-        if caption not in self._known:
-            if len(self._known) >= RECENT:
-                self._known = {}
-            with torch.no_grad():
-                self._known[caption] = float(self._network(encoded([caption])))
-        return self._known.get(caption, 0.0)
 
 
 def bradley_terry(first: Tensor, second: Tensor, label: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
-from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
-from rlflow_environments.common.judge import JudgeError, make_judge
+from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.judge import make_judge
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
@@ -137,10 +137,7 @@ class StageRewards(Wrapper):
             response=json.dumps(response[-LONGEST_TEXT:], ensure_ascii=False),
             observation=json.dumps(observation[-LONGEST_TEXT:], ensure_ascii=False),
         )
-        try:
-            found, _ = await self._labeller.verdict(prompt, read_stages)
-        except UnreadableReplyError as problem:
-            raise JudgeError(f"environment.labeller: {problem}") from None
+        found, _ = await self._labeller.verdict(prompt, read_stages)
         return set(found) & set(stages)
 
     def shutdown(self) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean, needing
+from rlflow.errors import ConfigError, needing
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import Component, PositiveFloat, PositiveInt
 from rlflow_environments.adapters.mcp.session import McpError, McpSession, Server
+from rlflow_environments.adapters.text import bearer
+from rlflow_environments.common.choices import chosen
 from rlflow_environments.common.threads import EpisodePlaces
 from rlflow_environments.common.tool_calls import TextCall, tool_schema
 from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
@@ -67,9 +69,6 @@ class McpTools(ToolEnvironment):
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         return {"val_data": path}
 
-    def tasks(self, split: str) -> Sequence[Task]:
-        return self._tasks.get(split, [])
-
     async def reset(self, task: Task) -> Episode:
         async with self._places.here():
             return Episode(task, scratch={"session": await McpSession(self._server).open()})
@@ -92,8 +91,6 @@ def _server(
     timeout_s: float,
     start_s: float,
 ) -> Server:
-    token = os.environ.get(api_key_variable) if api_key_variable else None
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     over_http = server.startswith(("http://", "https://"))
     try:
         command = () if over_http else tuple(shlex.split(server))
@@ -105,7 +102,7 @@ def _server(
     if missing:
         raise ConfigError(f"environment.variables: '{missing[0]}' is not set.")
     passed = {name: os.environ[name] for name in (*INHERITED, *variables) if name in os.environ}
-    return Server(server, command, headers, passed, timeout_s, start_s)
+    return Server(server, command, bearer(api_key_variable), passed, timeout_s, start_s)
 
 
 async def _schemas(server: Server) -> list[dict[str, Any]]:
@@ -120,16 +117,11 @@ async def _schemas(server: Server) -> list[dict[str, Any]]:
 
 
 def _offered(schemas: list[dict[str, Any]], only: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    names = [schema["function"]["name"] for schema in schemas]
-    for name in only:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise ConfigError(
-                f"environment.only: no tool '{name}'; the server has {', '.join(names)}.{hint}"
-            )
-    if not names:
+    named = {schema["function"]["name"]: schema for schema in schemas}
+    if not named:
         raise ConfigError("environment.server: it has no tools.")
-    return tuple(one for one in schemas if not only or one["function"]["name"] in only)
+    offered = chosen(only or named, named, "environment.only", "tool")
+    return tuple(named[name] for name in named if name in offered)
 
 
 def _without_loop(asked: Any) -> Any:

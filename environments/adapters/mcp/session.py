@@ -14,7 +14,6 @@ import os
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +113,10 @@ class McpSession:
             raise self._failure(f"no {what}: {_innermost(problem)}") from None
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        mcp = importlib.import_module("mcp")
+        mcp, server = importlib.import_module("mcp"), self._server
+        streams = _program(server, self._said) if server.command else _over_http(server)
         try:
-            async with mcp.Client(self._transport(), cache=None) as client:
+            async with mcp.Client(streams, cache=None) as client:
                 if not ready.done():
                     ready.set_result(client)
                 await self._closing.wait()
@@ -127,11 +127,6 @@ class McpSession:
                 )
             elif not isinstance(problem, Exception):
                 raise
-
-    def _transport(self) -> AbstractAsyncContextManager[Any]:
-        if self._server.command:
-            return _program(self._server, self._said)
-        return _over_http(self._server)
 
     def _failure(self, why: str) -> McpError:
         last = " ".join(self._said.decode(errors="replace").split())[-LAST_WORDS:]

@@ -6,6 +6,7 @@ up and scored, and when).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import time
@@ -22,6 +23,7 @@ from rlflow_environments.adapters.verifiers.shared import (
     split_rows,
 )
 from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.tool_calls import tool_schema
 
 
 class VerifiersEnvironment(Environment):
@@ -30,14 +32,18 @@ class VerifiersEnvironment(Environment):
     metrics = METRICS
 
     def __init__(self, library: Any, name: str, environment: Any) -> None:
-        self._library, self._environment = library, environment
+        self._environment = environment
         if problem := _unfit(library, environment):
             raise ConfigError(f"environment.environment: '{name}' {problem}.")
         self.max_turns = environment.max_turns if environment.max_turns > 0 else None
-        self.tools = tuple(_schema(tool) for tool in environment.tool_defs or ())
-        train, held_out = environment.build_dataset() or [], environment.build_eval_dataset()
-        rows = split_rows(list(train)) if held_out is None else (list(train), list(held_out))
-        self._rows = dict(zip(("train", "val"), rows, strict=True))
+        self.tools = tuple(
+            tool_schema(tool.name, tool.description, tool.parameters)
+            for tool in environment.tool_defs or ()
+        )
+        rows, held_out = list(environment.build_dataset() or []), environment.build_eval_dataset()
+        self._rows = split_rows(rows)
+        if held_out is not None:
+            self._rows = {"train": rows, "val": list(held_out)}
         self._client = _no_model(importlib.import_module("verifiers.clients").Client)
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -57,17 +63,12 @@ class VerifiersEnvironment(Environment):
         state = await theirs.init_state(row, self._client, "policy", {})
         state = await theirs.setup_state(state) or state
         prompt = await theirs.get_prompt_messages(state)
-        shown = Task(
-            task.id, [as_message(message) for message in prompt], task.answer, task.metadata
-        )
+        shown = dataclasses.replace(task, prompt=[as_message(message) for message in prompt])
         return Episode(shown, scratch={"state": state, "prompt": prompt, "open": True})
 
     async def step(self, episode: Episode, response: str) -> Step:
-        theirs, state, prompt = (
-            self._environment,
-            episode.scratch["state"],
-            episode.scratch["prompt"],
-        )
+        theirs = self._environment
+        state, prompt = episode.scratch["state"], episode.scratch["prompt"]
         await theirs.add_model_response(state, prompt, self._response(response, episode))
         if await theirs.is_completed(state):
             return await self._scored(episode)
@@ -148,11 +149,6 @@ def _unfit(library: Any, environment: Any) -> str:
     ):
         return "scores groups of rollouts together, and a reward here is an episode's own"
     return ""
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 def _no_model(client: type) -> Any:

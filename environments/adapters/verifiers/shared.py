@@ -34,6 +34,7 @@ def as_message(message: Any) -> dict[str, str]:
     return {"role": str(role), "content": content}
 
 
-def split_rows(rows: list[Any]) -> tuple[list[Any], list[Any]]:
-    """(for training, for validation)."""
-    return [row for number, row in enumerate(rows) if number % HELD_OUT], rows[::HELD_OUT]
+def split_rows(rows: list[Any]) -> dict[str, list[Any]]:
+    """Split -> rows."""
+    training = [row for number, row in enumerate(rows) if number % HELD_OUT]
+    return {"train": training, "val": rows[::HELD_OUT]}

@@ -55,7 +55,7 @@ class LoadedTaskset:
             )
         for problem in filter(None, map(_refused, tasks)):
             raise ConfigError(f"environment.environment: '{name}': a task {problem}.")
-        return cls(v1, taskset, dict(zip(("train", "val"), split_rows(tasks), strict=True)))
+        return cls(v1, taskset, split_rows(tasks))
 
     def needs_harness(self) -> bool:
         """Whether a task takes more than a prompt and one response."""

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from rlflow.components import takes
-from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
-from rlflow_environments.common.judge import JudgeEndpoint
+from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.judge import JudgeEndpoint, UnreadableVerdictError
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.make import Score
@@ -62,7 +62,7 @@ class Judge:
         )
         try:
             verdict, cached = await self._judge.verdict(prompt, read_verdict)
-        except UnreadableReplyError as problem:
+        except UnreadableVerdictError as problem:
             logger.info("the judge's reply could not be read: %s", problem)
             return Score(0.0, {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": 1.0})
         asked = {

@@ -19,7 +19,6 @@ NAMES = {
     "gymnasium:Taxi-v4": ("gymnasium", "pip install gymnasium"),
     "reasoning_gym:leg_counting": ("reasoning_gym", "pip install reasoning-gym"),
     "verifiers:wordle": ("verifiers", "pip install verifiers"),
-    "openenv:http://127.0.0.1:9": ("aiohttp", "pip install aiohttp"),
 }
 
 

@@ -243,14 +243,14 @@ def test_a_check_that_fails_is_neither_right_nor_wrong(
     monkeypatch.setattr(verifying.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(verifying, "GRACE_S", 0.1)
     environment, task = Mathematics(), Task("a", "?", "x + 1")
-    verifier = environment._verifier = Verifier(2, 0.2, 512, program=fake(tmp_path, body))
+    environment._verifier = Verifier(2, 0.2, 512, program=fake(tmp_path, body))
     with pytest.raises(VerifierError, match=told):
         said(environment, "bad", task)
     assert said(environment, "ok", task).reward == 1.0
     assert environment.report() == {"mathematics/checks": 1.0, "mathematics/unchecked": 1.0}
     assert environment.report() == {"mathematics/checks": 0.0, "mathematics/unchecked": 0.0}
     environment._unchecked = "wrong"
-    assert said(environment, "bad", task).reward == 0.0 and verifier.unchecked == 2
+    assert said(environment, "bad", task).reward == 0.0 and environment.report()["mathematics/unchecked"] == 1.0
     environment.shutdown()
 
 

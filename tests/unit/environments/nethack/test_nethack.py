@@ -163,7 +163,7 @@ def test_a_game_that_ends_keeps_its_numbers(made: NetHack) -> None:
 def processes() -> list[psutil.Process]:
     """Of games."""
     server = [one for one in psutil.Process().children() if "nethack" in " ".join(one.cmdline())]
-    return [game for one in server for game in one.children()]
+    return [game for one in server for watch in one.children() for game in watch.children()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGALRM])

@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow_environments.nethack import dungeons
-from rlflow_environments.nethack.actions import NAMES, check_names, parse_action
+from rlflow_environments.nethack.actions import NAMES, parse_action
 from rlflow_environments.nethack.environment import NetHack
 from rlflow_environments.nethack.player import play
 from rlflow_environments.nethack.screen import text_of
@@ -78,9 +78,9 @@ def test_a_window_surrounds_the_player_and_tells_the_way_to_stairs() -> None:
 
 def test_what_is_missing_or_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no action 'nort'; expected some of .*Did you mean 'north'"):
-        check_names(["nort"])
+        NetHack(actions=["nort"])
     with pytest.raises(ConfigError, match="found none"):
-        check_names([])
+        NetHack(actions=[])
     for wrong in ("monk", "mon-hum-neu-mal,playmode:debug", "xxx-hum-neu-mal"):
         with pytest.raises(ConfigError, match=r"environment\.character"):
             NetHack(wrong)

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.sandbox import Confines, Limits, ProgramResult, Sandbox, SandboxError, bubblewrap, make_limits
+from rlflow_environments.sandbox import (
+    Confines,
+    Limits,
+    ProgramResult,
+    Sandbox,
+    SandboxError,
+    bubblewrap,
+    make_confines,
+)
 from rlflow_environments.sandbox.bubblewrap import Confinement, _outermost
 from rlflow_environments.sandbox.system_calls import ALLOW, DENIED, NOT_PERMITTED, NOT_THERE, system_call_filter
 from tests.waiting import until
@@ -251,7 +259,7 @@ def test_a_bubblewrap_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_limits_are_named_and_positive() -> None:
     with pytest.raises(ConfigError, match=r"environment\.limits: no limit 'memory'.*memory_mb"):
-        make_limits({"memory": 3}, SMALL, "environment.limits")
+        make_confines({"memory": 3}, SMALL)
     with pytest.raises(ConfigError, match=r"limits\.timeout_s: expected a number above 0, found 0"):
         Limits(timeout_s=0)
     with pytest.raises(ConfigError, match=r"less than half of memory_mb \(100\)"):

@@ -239,7 +239,7 @@ def test_sixty_four_programs_at_once_and_one_that_forks() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.rules: expected some of .*found 'rings'\. Did you mean 'ring'"):
+    with pytest.raises(ConfigError, match=r"environment\.rules: no rule 'rings'; expected some of .* Did you mean 'ring'"):
         environment(rules=["rings"])
     with pytest.raises(ConfigError, match="found none"):
         environment(rules=[])

@@ -39,11 +39,13 @@ def in_tags(program: str) -> str:
     return f"<answer>\n{program}</answer>"
 
 
-def test_every_step_of_a_rule_is_what_its_expression_computes() -> None:
-    drawn = random.Random(0)
-    for kind in TRANSFORMATIONS:
-        xs, n = [drawn.randint(-9, 9) for _ in range(12)], drawn.randint(2, 9)
-        assert kind.apply(list(xs), n) == eval(kind.expression.format(n=n), {"xs": xs})  # noqa: S307
+BY_HAND = ([5, 3, 8, 4], [6, 2, 12, 4], [3, 6], [3, 1], [3, 1], [3, 1], [1, 2, 3, 6], [2, 6, 1, 3])
+"""What each step, with 2, makes of 3, 1, 6, 2."""
+
+
+def test_every_step_of_a_rule_computes_what_it_says() -> None:
+    for kind, wanted in zip(TRANSFORMATIONS, BY_HAND, strict=True):
+        assert eval(kind.expression.format(n=2), {"xs": [3, 1, 6, 2]}) == wanted  # noqa: S307
     steps = [(TRANSFORMATIONS[0], 3), (TRANSFORMATIONS[7], 2)]
     assert rule_of(steps) == "add 3 to each, then reverse their order"
     assert solution_of(steps) == "def f(xs):\n    xs = [x + 3 for x in xs]\n    xs = xs[::-1]\n    return xs\n"

@@ -127,6 +127,26 @@ def test_a_slow_endpoint_keeps_nobody_from_ending() -> None:
     assert time.monotonic() - start < 5
 
 
+def test_an_end_just_as_questions_are_asked_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the thread that asks: between its taking of questions and its asking the endpoint may be closed."""
+    with serving(ChatServer()) as url:
+        environment = intrinsic(url)
+        note = environment._annotator
+        ask, ends = note._model.ask, []
+
+        def closing(*arguments: str) -> str:
+            ends.append(threading.Thread(target=environment.shutdown))
+            ends[-1].start()
+            time.sleep(0.3)  # the end comes now, or is held back
+            return ask(*arguments)
+
+        monkeypatch.setattr(note._model, "ask", closing)
+        note.offer([("a",)])
+        until(lambda: ends)
+        ends[0].join(5)
+        assert not ends[0].is_alive()
+
+
 @pytest.mark.parametrize("model", ["retrieval", "classifier"])
 def test_labels_and_model_are_kept_for_the_next_run(tmp_path: Path, model: str) -> None:
     kept = tmp_path / "state" / "labels.pt"

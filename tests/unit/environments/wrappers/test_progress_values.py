@@ -7,9 +7,7 @@ import pytest
 from rlflow_environments.wrappers.progress_values import (
     negative_rate,
     next_value,
-    order_f1,
     pair_label,
-    reversed_order_correlation,
     value_order_correlation,
     values,
 )
@@ -63,9 +61,3 @@ def test_a_step_back_by_either_rule(value: float, delta: float, paper: float, mi
 )
 def test_the_order_of_values_against_time(found: list[float], correlation: float) -> None:
     assert value_order_correlation(found) == pytest.approx(correlation, abs=1e-6)
-    assert reversed_order_correlation(found) == pytest.approx(-correlation, abs=1e-6)
-
-
-def test_f1_of_both_orders() -> None:
-    assert order_f1(0.8, 0.4) == pytest.approx(0.5333333333, abs=1e-6) and order_f1(1.0, 1.0) == 1.0
-    assert order_f1(1.0, 0.0) == order_f1(-0.5, 0.5) == order_f1(-1.0, -1.0) == 0.0

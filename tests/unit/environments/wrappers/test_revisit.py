@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlflow.checks.environments import check_environment
-from rlflow.types import Episode
+from rlflow.types import Episode, Task
 from rlflow_environments.wrappers.revisit import RevisitFailures
 from tests.unit.environments.wrappers.small import Rooms, played
 
@@ -47,6 +47,25 @@ def test_where_the_base_does_not_go_that_way_twice_it_begins_from_scratch() -> N
     environment._failed["train0"] = ["out", "on"]  # the first response ends the episode now
     episode = begun(environment)
     assert episode.turns == 0 and episode.task.prompt == "Walk 0. " and environment.base.closed == 1
+
+
+class Slow(Rooms):
+    """Its plain methods must not hold up the event loop."""
+
+    def reset(self, task: Task) -> Episode:  # type: ignore[override]
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return Episode(task)
+
+    def close(self, episode: Episode) -> None:  # type: ignore[override]
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+
+
+def test_plain_methods_of_the_base_run_in_a_thread_on_the_way_too() -> None:
+    environment = RevisitFailures(Slow(), 1.0, success=5.0)
+    environment._failed["train0"] = ["out", "on"]
+    assert [step.reward for step in played(environment, "on", "out")] == [0.0, 1.0]
 
 
 def test_an_episode_whose_way_fails_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

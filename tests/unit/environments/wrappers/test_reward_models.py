@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from rlflow_environments.wrappers.intrinsic import count_weight
 from rlflow_environments.wrappers.reward_models import (
     Classifier,
     Ranking,
@@ -21,10 +20,6 @@ from rlflow_environments.wrappers.reward_models import (
 
 GOOD = [f"You {word} the key {number}." for word in ("find", "take", "use") for number in range(10)]
 BAD = [f"A wall of {word} {number}." for word in ("stone", "wood", "ice") for number in range(10)]
-
-
-def test_counts() -> None:
-    assert [count_weight(n, 3.0) for n in (1, 2, 3)] == pytest.approx([1.0, 0.125, 0.037037037], abs=1e-6)
 
 
 def test_bradley_terry_by_hand() -> None:
@@ -91,7 +86,8 @@ def test_a_model_is_kept_and_taken_over(kind) -> None:
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     other.learn(labels)
     model.learn(labels)
-    assert model.value("a") == pytest.approx(other.value("a"), abs=1e-6)
+    values = [float(one._network(encoded(["a"]))) for one in (model, other)]
+    assert values[0] == pytest.approx(values[1], abs=1e-6) and model.reward("a") == other.reward("a")
 
 
 def test_captions_of_any_text_are_rows_of_one_width() -> None:
