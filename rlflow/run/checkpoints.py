@@ -29,6 +29,7 @@ from rlflow.storage.files import (
     PARTIAL,
     aside_path,
     clear_partials,
+    is_held,
     plain,
     remove_directory,
     replace_directory,
@@ -116,6 +117,8 @@ class Checkpoints:
         replace_directory(self.partial, self.path(step))
         older = [other for other in self.steps() if other < step]
         for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
+            if is_held(self.path(old)):  # an evaluation reads it: the next commit removes it
+                continue
             remove_directory(self.path(old))
             converted = Path(f"{self.path(old)}.hf")  # what `rlflow eval` made of it
             if (converted / EXPORT_MANIFEST).is_file():

@@ -54,7 +54,7 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
     path = Path(path).absolute()  # "." has no name
     restore_replaced(path)
     _clear_killed(path)
-    with _aside(path) as aside, _locked_directory(aside):
+    with _aside(path) as aside, holding(aside, make=True):
         yield aside
         try:
             replace_directory(aside, path, keep_existing=keep_existing)
@@ -153,10 +153,7 @@ def clear_partials(folder: Path) -> None:
     what was being written or removed goes, but for a directory that a living process fills; one
     that was being exchanged is put back where it is missing."""
     for entry in _of_processes(folder, PARTIAL):
-        held = False
-        with suppress(OSError):  # gone, or a file system without locks
-            held = _is_held(entry)
-        if not held:
+        if not is_held(entry):
             _remove(entry)
     for entry in _of_processes(folder, REPLACED):
         restore_replaced(folder / _OF_A_PROCESS.sub("", entry.name))
@@ -193,13 +190,15 @@ def _aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked_directory(path: Path) -> Iterator[None]:
-    """A new directory, by whose lock others see that its process lives."""
-    path.mkdir()
+def holding(path: Path, make: bool = False) -> Iterator[None]:
+    """A directory, by whose lock others see that somebody fills it, or reads it. make: a new
+    one."""
+    if make:
+        path.mkdir()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)
@@ -215,8 +214,14 @@ def _clear_killed(path: Path) -> None:
                 _remove(entry)
 
 
+def is_held(entry: Path) -> bool:
+    """Whether it is a directory that a living process is `holding`."""
+    with suppress(OSError):  # gone, or a file system without locks
+        return _is_held(entry)
+    return False
+
+
 def _is_held(entry: Path) -> bool:
-    """Whether it is a directory whose process lives."""
     if entry.is_symlink() or not entry.is_dir():
         return False
     descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
