@@ -239,7 +239,10 @@ def why_unwritable(path: Path) -> str | None:
     ground = next(
         place for place in (path, *path.absolute().parents) if os.path.exists(place)
     )
-    if ground.is_dir() and os.access(ground, os.W_OK | os.X_OK):
+    probe = aside_path(ground / "probe")
+    with suppress(OSError):  # nothing but trying says it: root may write to /proc, and cannot
+        probe.mkdir()
+        probe.rmdir()
         return None
     return f"{path} cannot be written, as {ground} does not allow it"
 
