@@ -8,7 +8,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
     for what, curves in drawn.items():
         if any(curves.values()):
             title = f"{label(comparison.score)}, {what}"
-            image = picture(partial(comparison_svg, curves), title)
+            image = picture(comparison_svg(curves), title)
             parts.append(f"<h2>{markup(title)}</h2>{image}")
     for title, rows in sections(comparison):
         parts.append(f"<h2>{markup(title)}</h2>{table([], rows) if rows else ''}")
