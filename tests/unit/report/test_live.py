@@ -190,9 +190,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        original = live.PageServer
-        monkeypatch.setattr(live, "PageServer", lambda answer: original(answer, port))
+        monkeypatch.setattr(live, "ADDRESS", taken.getsockname())
         page = LivePage(Progress())
         page.close()
     assert page.url == ""
