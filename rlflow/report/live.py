@@ -64,7 +64,7 @@ class LivePage:
         self._content = Content(progress.title, opens="run")
         self._version, self._look_at = 0, 0.0
         self._seen: list[int] = []
-        self._entries: dict[tuple[str, int], list[Entry]] = {}
+        self._entries: dict[tuple[str, int, int], list[Entry]] = {}
         self._server: PageServer | None = None
         self.url = ""  # where it is not served
         try:
@@ -126,13 +126,15 @@ class LivePage:
                 return self._content
             run, groups = RunFiles.open(self.run), list[Entry]()
             for place in steps_of(run):
-                if place not in self._entries:
-                    self._entries[place] = [
+                # The last evaluation may be a second one at its step
+                version = (*place, run.file(*place).stat().st_mtime_ns)
+                if version not in self._entries:
+                    self._entries[version] = [
                         entry
                         for name, part in parts(run, *place).items()
                         for entry in entries(run, part, *place, name)
                     ]
-                groups += self._entries[place]
+                groups += self._entries[version]
             self._content, _ = content_of(run, groups, opens="run")
             self._seen, self._version = seen, self._version + 1
             self._look_at = time.monotonic() + REST * (time.monotonic() - began)

@@ -86,8 +86,11 @@ class RunFiles:
 
     def records(self, kind: str, step: int) -> list[Record]:
         """The episodes of a step, whose files are there. kind: train or eval."""
-        files = self.training if kind == "train" else self.evaluations
-        return read_trajectories(files[step])
+        return read_trajectories(self.file(kind, step))
+
+    def file(self, kind: str, step: int) -> Path:
+        """Where these episodes are."""
+        return (self.training if kind == "train" else self.evaluations)[step]
 
     def tokens_of(self, step: int) -> dict[str, EpisodeTokens]:
         """{id of the episode: its tokens} of a training step; empty where none were stored."""
