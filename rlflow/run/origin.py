@@ -216,7 +216,8 @@ def model_directory(
         name = whole.parent.name if whole.name == "export" else whole.name
         if is_hub_name(str(given)):  # the directory is called after the commit
             name = str(given).partition("@")[0].rpartition("/")[2]
-        yield ModelDirectory(path, name, beside if beside.is_file() else None)
+        with holding(path):
+            yield ModelDirectory(path, name, beside if beside.is_file() else None)
         return
     checkpoint, run = _checkpoint(path)
     if checkpoint is None:  # a run that was only exported

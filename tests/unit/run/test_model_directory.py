@@ -100,8 +100,11 @@ def test_a_checkpoint_that_is_read_outlives_the_newer_ones(
     with model_directory(saved.path(1), start, print) as model:
         save(2)
         assert saved.steps() == [1, 2] and (model.path / "config.json").is_file()
-    save(3)
-    assert saved.steps() == [3]
+    with model_directory(model.path, None, print):
+        save(3)
+        assert saved.steps() == [1, 3]
+    save(4)
+    assert saved.steps() == [4]
 
 
 def test_rlflows_own_converter_is_installed() -> None:
