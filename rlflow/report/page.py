@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -261,19 +261,18 @@ def entries(
             "question": question_of(group[0])[:QUESTION_CHARACTERS],
             "outcomes": "".join(_outcome(run, one) for one in group),
             "rewards": [one if one is None else round(one, 4) for one in rewards],
-            "attributes": dict(_short_facts(group[0])),
+            "attributes": {
+                key: value
+                for key, value in (group[0].get("metadata") or {}).items()
+                if key != "question"
+                and isinstance(value, (str, int))
+                and len(str(value)) <= LONGEST_VALUE
+            },
             "chunk": chunk,
             "place": place,
         }
         found.append(plain(entry))
     return found
-
-
-def _short_facts(record: Record) -> Iterator[tuple[str, Any]]:
-    for key, value in (record.get("metadata") or {}).items():
-        short = isinstance(value, (str, int, bool)) and len(str(value)) <= LONGEST_VALUE
-        if short and key != "question":
-            yield key, value
 
 
 def _outcome(run: RunFiles, record: Record) -> str:
