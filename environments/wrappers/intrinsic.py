@@ -43,13 +43,13 @@ class IntrinsicRewards(Wrapper):
             "reward",
             "sum of the episode's intrinsic rewards, without their coefficient",
         ),
-        "intrinsic/labels": Metric("count", "that the annotator has"),
-        "intrinsic/waiting": Metric("count", "questions that were not asked yet"),
+        "intrinsic/labels": Metric("count", "that the annotator has", "sum"),
+        "intrinsic/waiting": Metric("count", "questions that were not asked yet", "sum"),
         "intrinsic/failed": Metric(
-            "count", "questions that the endpoint failed to answer since the last step"
+            "count", "questions that the endpoint failed to answer since the last step", "sum"
         ),
         "intrinsic/dropped": Metric(
-            "count", "questions that were too old to be asked since the last step"
+            "count", "questions that were too old to be asked since the last step", "sum"
         ),
     }
 

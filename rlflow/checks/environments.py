@@ -77,7 +77,7 @@ def check_environment(
             return audit.report
         return running.result()
     finally:
-        audit.close()
+        audit.threads.close()
         loop.close()
 
 
@@ -116,7 +116,8 @@ class _Audit:
     async def check_all(self) -> None:
         if self.environment.max_turns is not None:
             self.max_turns = self.environment.max_turns
-        self.check_stop_strings()
+        if problem := stop_problem(self.environment.stop):
+            self.breach("stop", problem)
         self.check_registered()
         train, val = await self.check_tasks("train"), await self.check_tasks("val")
         if train and not val:
@@ -131,9 +132,6 @@ class _Audit:
 
     def breach(self, kind: str, text: str) -> None:
         self.report.breach(text, kind)
-
-    def close(self) -> None:
-        self.threads.close()
 
     async def call(
         self, what: str, method: Callable[..., Any], *arguments: Any
@@ -165,10 +163,6 @@ class _Audit:
             f"{what} ({count} calls)" for what, count in self.pending.items() if count
         ]
         return ", ".join(left) or "the check itself"
-
-    def check_stop_strings(self) -> None:
-        if problem := stop_problem(self.environment.stop):
-            self.breach("stop", problem)
 
     def check_registered(self) -> None:
         registered = self.environment.metrics

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ from rlflow.storage.states import put_back, take_out
 from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
 
 EXTREME = 1e4  # a log-ratio that exp cannot take
+CHANGED = (
+    *("coefficients", "weights", "advantages", "rewards", "token_rewards"),
+    *("ratio_low", "ratio_high"),
+)
+"""Fields of a batch that a transform may set."""
 
 
 def check_loss(report: ContractReport, make: Callable[[], Any]) -> None:
@@ -164,10 +169,11 @@ def check_advantage(report: ContractReport, make: Callable[[], Any]) -> None:
     for place, what in enumerate(("the advantage", "the returns")[: len(result)]):
         _check_views(
             report,
-            functools.partial(_answer_of, make, place),
+            make,
             batch,
             result[place],
             what,
+            read=partial(_answer, place),
         )
     _check_state(report, make, lambda part: _answers(part(batch))[0])
     trained = result[0][batch.loss_mask] if result[0].dim() == 2 else result[0]
@@ -179,9 +185,8 @@ def _answers(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _answer_of(make: Callable[[], Any], place: int) -> Callable[[Batch], Tensor]:
-    part = make()
-    return lambda batch: _answers(part(batch))[place]
+def _answer(place: int, found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return _answers(found)[place]
 
 
 def check_aggregate(report: ContractReport, make: Callable[[], Any]) -> None:
@@ -216,42 +221,19 @@ def check_transform(report: ContractReport, make: Callable[[], Any]) -> None:
             expect_tensor(report, f"batch.{name}", value, batch.tokens.shape)
     if not report.passed:
         return
-    for name in (
-        "coefficients",
-        "weights",
-        "rewards",
-        "token_rewards",
-        "ratio_low",
-        "ratio_high",
-    ):
-        if (value := getattr(made, name)) is not None:
+    changed = []
+    for name in CHANGED:
+        value, before = getattr(made, name), getattr(batch, name)
+        if value is not None:
             with torch.no_grad():
-                one = functools.partial(_field_of, make, name)
-                _check_views(report, one, batch, value, f"batch.{name}")
-    fields = (
-        "coefficients",
-        "weights",
-        "advantages",
-        "rewards",
-        "ratio_low",
-        "ratio_high",
-    )
-    pairs = {name: (getattr(made, name), getattr(batch, name)) for name in fields}
-    changed = [
-        name
-        for name, (value, before) in pairs.items()
-        if value is not before and (before is None or not torch.equal(value, before))
-    ]
+                _check_views(report, make, batch, value, f"batch.{name}", attrgetter(name))
+            if before is None or not torch.equal(value, before):
+                changed.append(name)
     report.fact(f"changes {', '.join(changed) or 'none'} of the made-up batch")
     if made.coefficients is not None:
         kept = made.coefficients[batch.loss_mask]
         share = float((kept == 0).float().mean())
         report.fact(f"coefficients: mean {float(kept.mean()):.3g}, {share:.0%} are 0")
-
-
-def _field_of(make: Callable[[], Any], name: str) -> Callable[[Batch], Tensor]:
-    part = make()
-    return lambda batch: getattr(part(batch), name)
 
 
 def check_filter(report: ContractReport, make: Callable[[], Any]) -> None:
@@ -307,6 +289,7 @@ def _check_views(
     batch: Batch,
     values: Tensor,
     what: str,
+    read: Callable[[Any], Tensor] = lambda found: found,
 ) -> None:
     mask = (
         batch.loss_mask
@@ -316,11 +299,11 @@ def _check_views(
     for done, view, _, back in sample_views(batch):
         with expecting(report, f"{what} with {done}"):
             expect_same(
-                report, back(make()(view)), values, f"{done} change {what}", mask
+                report, back(read(make()(view))), values, f"{done} change {what}", mask
             )
     with expecting(report, f"{what} with other numbers off the loss mask"):
         told = f"other numbers off the loss mask change {what} on it"
-        expect_same(report, make()(disturbed(batch)), values, told, mask)
+        expect_same(report, read(make()(disturbed(batch))), values, told, mask)
 
 
 def _check_state(

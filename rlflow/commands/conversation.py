@@ -125,17 +125,16 @@ class Columns:
         paint: Paint,
         *,
         whole: bool = False,
-        live: bool | None = None,
     ) -> None:
         self.heard = [
             (name, Conversation(paint, live=False, whole=whole, changed=self._draw))
             for name in names
         ]
-        self._paint, self._live = paint, sys.stdout.isatty() if live is None else live
+        self._paint = paint
         self._screen: Any = None
 
     def __enter__(self) -> Columns:
-        if self._live:
+        if sys.stdout.isatty():
             from rich.console import Console
             from rich.live import Live
 
@@ -161,11 +160,9 @@ class Columns:
             self._screen.update(Text.from_ansi("\n".join(lines[-room:])), refresh=True)
 
 
-def side_by_side(
-    heard: Sequence[tuple[str, Conversation]], paint: Paint, width: int | None = None
-) -> str:
+def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint) -> str:
     """The conversations in columns of equal width, turn beside turn."""
-    width = width or shutil.get_terminal_size((80, 24)).columns
+    width = shutil.get_terminal_size((80, 24)).columns
     room = (width - 3 * (len(heard) - 1)) // len(heard)
     rows = [_row([[name] for name, _ in heard], room, paint, "bold")]
     for turns in itertools.zip_longest(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
-import operator
 import os
 import platform
 import shutil
@@ -111,9 +109,7 @@ def all_jobs() -> list[Job]:
 
 def versions_tested() -> dict[str, str]:
     """Package -> version, the plug-ins' included."""
-    return functools.reduce(
-        operator.or_, (dict(job.tested) for job in all_jobs()), TESTED
-    )
+    return TESTED | {name: one for job in all_jobs() for name, one in job.tested.items()}
 
 
 def diagnose() -> int:
@@ -167,12 +163,11 @@ def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
 
 
 def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
-    def there(need: str) -> bool:
-        return any(
-            installed.get(name) or installed_version(name) for name in need.split("|")
-        )
-
-    return [need for need in job.packages if not there(need)]
+    return [
+        need
+        for need in job.packages
+        if not any(installed.get(name) or installed_version(name) for name in need.split("|"))
+    ]
 
 
 def job_row(
@@ -206,12 +201,10 @@ def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
 
 def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0))
-    given = {
-        name: os.environ.get(name, "unset")
-        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-    }
-    said = " ".join(f"{name}={value}" for name, value in given.items())
-    if given["OMP_NUM_THREADS"] == "unset" and given["OMP_WAIT_POLICY"] != "passive":
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
+    said = f"OMP_NUM_THREADS={threads} OMP_WAIT_POLICY={waiting}"
+    if threads == "unset" and waiting != "passive":
         said += " (set OMP_NUM_THREADS or OMP_WAIT_POLICY=passive: waiting threads are slow)"
     disk = shutil.disk_usage(os.getcwd()).free / 2**30
     return [

@@ -109,19 +109,15 @@ def print_time(config: RunConfig, model: Architecture) -> None:
     if cores is None:
         print("unknown: seconds on GPUs were not held against measurements yet")
         return
-    time = estimate_step(config, model, cores)
-    total = timedelta(seconds=round(time.total_s * config.run.steps))
+    spent = estimate_step(config, model, cores)
+    step_s = sum(spent.values())
+    total = timedelta(seconds=round(step_s * config.run.steps))
     print(
         f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode "
         "fills its budget"
     )
-    spent = {
-        "sampling": time.sample_s,
-        "scores": time.score_s,
-        "updates": time.update_s,
-    }
     parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in spent.items())
-    print(f"a step: {clock(time.total_s)} ({parts}) on {cores} CPU cores")
+    print(f"a step: {clock(step_s)} ({parts}) on {cores} CPU cores")
 
 
 def fitted(table: str) -> str:

@@ -244,7 +244,7 @@ def run_check(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def run_play(args: argparse.Namespace) -> int:
+def run_play(args: argparse.Namespace) -> None:
     """Lets a person be the policy, or shows how a scripted player is."""
     from rlflow.commands.play import play
     from rlflow.components import Kind
@@ -253,7 +253,7 @@ def run_play(args: argparse.Namespace) -> int:
     agent = _watched(Kind("player").resolve(args.player)) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
-        return play(
+        play(
             environment, split=args.split, task=args.task, max_turns=args.turns, agent=agent
         )
 
@@ -301,24 +301,17 @@ def _make_policy(
     lessons: Lessons,
     overwrite: bool = False,
 ) -> None:
-    """Imitates the player, with a line that counts the steps."""
+    """Imitates the player, with a line every 50 steps."""
     from rlflow.algorithms.imitation import make_policy
     from rlflow.components import Kind
 
-    began, live = time.monotonic(), sys.stderr.isatty()
+    began = time.monotonic()
 
     def say(step: int, loss: float) -> None:
-        last = step == lessons.steps
-        if live or step % 50 == 0 or last:
+        if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"
             done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"
-            start, end = ("\r" if live else "", "" if live and not last else "\n")
-            print(
-                f"{start}imitating the player: {done}",
-                end=end,
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"imitating the player: {done}", file=sys.stderr, flush=True)
 
     played = Kind("player").resolve(player)
     reward = make_policy(

@@ -21,7 +21,7 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError, StorageError
-from rlflow.report.metrics import Metrics, label, shown
+from rlflow.report.metrics import Metrics, shown
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -195,7 +195,7 @@ def _print_scores(
     means: Mapping[str, float],
     registered: Metrics,
 ) -> None:
-    from rlflow.report.lines import evaluation_line, shown_names
+    from rlflow.report.lines import evaluation_line
 
     for name, values in by_set.items():
         print(f"{name + ':':17}{evaluation_line(values, registered)}")
@@ -203,9 +203,6 @@ def _print_scores(
         print(f"{'mean over sets:':17}{shown(name, registered[name], value)}")
     line = evaluation_line(metrics, registered)
     print(f"{'all tasks:':17}{line}" if by_set else line)
-    for name in (*shown_names(registered), "turns", "response_tokens"):
-        if f"eval/{name}" in metrics:
-            print(f"{label(name)} per task: {metrics[f'eval/{name}']:.2f}")
 
 
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:

@@ -27,9 +27,8 @@ def play(
     source: TextIO | None = None,
     color: str = "auto",
     agent: Agent | None = None,
-) -> int:
-    """Plays one episode with responses read from the terminal (or `source`), or the agent's;
-    returns the exit code.
+) -> None:
+    """Plays one episode with responses read from the terminal (or `source`), or the agent's.
 
     A response ends with an empty line, with the first stop string, or with the end of the input.
     """
@@ -37,7 +36,7 @@ def play(
     chosen = find_task(tasks, task, split)
     paint = Paint(color)
     typed = source or sys.stdin
-    return asyncio.run(_episode(environment, chosen, max_turns, typed, paint, agent))
+    asyncio.run(_episode(environment, chosen, max_turns, typed, paint, agent))
 
 
 def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
@@ -67,7 +66,7 @@ async def _episode(
     source: TextIO,
     paint: Paint,
     agent: Agent | None,
-) -> int:
+) -> None:
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
@@ -94,7 +93,7 @@ async def _episode(
                 print(f"{caret}{printable(response)}")
             if response is None:
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
-                return 0
+                return
             note_response(episode, response, most)
             step = await awaited(environment.step(episode, response))
             check_fields(environment, "step", step)
@@ -111,9 +110,8 @@ async def _episode(
             print(f"{reward}  {numbers}".rstrip())
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
-                return 0
+                return
         print(paint(f"turn limit ({most}) reached, return {total:g}", "bold"))
-        return 0
     finally:
         await awaited(environment.close(episode))
 
@@ -130,22 +128,14 @@ def read_response(
         line = line.rstrip("\r\n") + "\n"
         begin = len(said)
         said += line
-        ends = [
-            span
-            for text in stop
-            if (span := _first_span(said, text, begin)) is not None
-        ]
+        # What this line completes: a stop string may begin in the one before
+        found = {text: said.find(text, max(0, begin - len(text) + 1)) for text in stop}
+        ends = [at + len(text) for text, at in found.items() if at >= 0]
         if ends:
-            return said[: min(ends)[1]]
+            return said[: min(ends)]
         if line == "\n":
             return said[:begin].removesuffix("\n")
     return said.removesuffix("\n") if said else None
-
-
-def _first_span(said: str, stop: str, begin: int) -> tuple[int, int] | None:
-    """(start, end) of the first `stop` that the text from `begin` on completes."""
-    found = said.find(stop, max(0, begin - len(stop) + 1))
-    return (found, found + len(stop)) if found >= 0 else None
 
 
 def _shown_stop(stop: str) -> str:

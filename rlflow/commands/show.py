@@ -7,13 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rlflow.commands.arguments import Commands, add_color, add_command, flag, option
 from rlflow.errors import ConfigError
 from rlflow.report.lines import (
     clock,
+    ending,
     evaluation_line,
     numbers,
     printable,
@@ -77,27 +77,18 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the run."""
-    chosen = "failed" if args.failed else "solved" if args.solved else "all"
-    if args.changed:
-        return show_changed(
-            args.path, count=args.trajectories, chosen=chosen, color=args.color
-        )
-    return show(
-        args.path,
-        step=args.step,
-        evaluation=args.eval,
-        count=args.trajectories,
-        chosen=chosen,
-        color=args.color,
-    )
+    """Prints the run. Raises ConfigError where there is none, or nothing of what is asked for."""
+    args.chosen = "failed" if args.failed else "solved" if args.solved else "all"
+    print_them = show_changed if args.changed else show
+    print_them(RunFiles.open(args.path), Paint(args.color), args)
+    return 0
 
 
 class Paint:
     """Text in colour where colour is wanted: `auto` is on a terminal, unless NO_COLOR is set."""
 
-    def __init__(self, color: str = "auto", stream: TextIO | None = None) -> None:
-        terminal = (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
+    def __init__(self, color: str) -> None:
+        terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.on = color == "always" or (color == "auto" and terminal)
 
     def __call__(self, text: str, *styles: str) -> str:
@@ -110,61 +101,42 @@ class Paint:
         )
 
 
-def show(
-    path: str | Path,
-    *,
-    step: int | None = None,
-    evaluation: bool = False,
-    count: int = 3,
-    chosen: str = "all",
-    color: str = "auto",
-) -> int:
-    """Prints a run, an evaluation or a file of episodes; returns the exit code. chosen: all, failed
-    or solved.
-
-    Raises:
-        ConfigError: nothing of the kind there, or no episodes of that step.
-    """
-    paint, recorded = Paint(color), RunFiles.open(path)
+def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
+    """Prints a run, an evaluation or a file of episodes."""
     registered = recorded.registered
     if recorded.is_run:
         print(summary_text(recorded, paint))
     elif recorded.path.is_dir():  # of `rlflow eval`
         scored = evaluation_line(recorded.summary, registered)
         print(paint(str(recorded.path), "bold"), scored, sep="\n")
-    if count <= 0:
-        return 0
-    files = (
-        recorded.training
-        if recorded.is_run and not evaluation
-        else recorded.evaluations
-    )
-    if not files and step is None:
+    if args.trajectories <= 0:
+        return
+    training = recorded.is_run and not args.eval
+    files = recorded.training if training else recorded.evaluations
+    if not files and args.step is None:
         print(paint("\nno episodes were written", "dim"))
-        return 0
-    asked = step if recorded.is_run and step is not None else max(files)
+        return
+    asked = args.step if recorded.is_run and args.step is not None else max(files)
     if asked not in files:
         there = f"there are {_shorten(list(files))}" if files else "there are none"
         raise ConfigError(f"{recorded.path}: no episodes of step {asked}; {there}.")
     records = read_trajectories(files[asked])
-    picked = [record for record in records if _wanted(record, registered, chosen)]
-    what = "episodes" if chosen == "all" else f"{chosen} episodes"
-    told = f"{min(count, len(picked))} of {len(picked)} {what}, {len(records)} in all"
+    wanted = [one for one in records if _wanted(one, registered, args.chosen)]
+    picked = wanted[: args.trajectories]
+    what = "episodes" if args.chosen == "all" else f"{args.chosen} episodes"
+    told = f"{len(picked)} of {len(wanted)} {what}, {len(records)} in all"
     print(paint(f"\n{files[asked]}: {told}", "dim"))
-    for record in picked[:count]:
+    for record in picked:
         print("\n" + episode_text(record, registered, paint))
-    return 0
 
 
-def show_changed(path: str | Path, *, count: int, chosen: str, color: str) -> int:
-    """Prints questions that the first and the last evaluation end differently, before and after.
-
-    chosen: solved or failed afterwards, or all. Raises ConfigError without two evaluations."""
-    paint, recorded = Paint(color), RunFiles.open(path)
+def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
+    """Prints questions that the first and the last evaluation end differently, before and after;
+    those that are solved or failed afterwards where it is asked for."""
     steps = sorted(recorded.evaluations)
     if len(steps) < 2:
         raise ConfigError(
-            f"{path}: --changed: expected two evaluations, found {len(steps)}; set "
+            f"{recorded.path}: --changed: expected two evaluations, found {len(steps)}; set "
             "evaluation.at_start=true and let the run end."
         )
     registered, first, last = recorded.registered, steps[0], steps[-1]
@@ -184,12 +156,11 @@ def show_changed(path: str | Path, *, count: int, chosen: str, color: str) -> in
         f"{len(changed)} of {len(pairs)} questions changed, step {first} to step {last}"
     )
     print(f"{told}: {won} won, {len(changed) - won} lost")
-    picked = [pair for pair in changed if _wanted(pair[1], registered, chosen)]
-    for pair in picked[:count]:
+    wanted = [pair for pair in changed if _wanted(pair[1], registered, args.chosen)]
+    for pair in wanted[: args.trajectories]:
         for step, record in zip((first, last), pair, strict=True):
             print("\n" + paint(f"step {step}", "bold"))
             print(episode_text(record, registered, paint, prompt=step == first))
-    return 0
 
 
 def _wanted(record: Mapping[str, Any], registered: Metrics, chosen: str) -> bool:
@@ -229,25 +200,12 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
         )
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
-    summary = recorded.summary
-    if "seconds" in summary:
-        spent = clock(sum(values_of(records, "time/evaluate_s")))
-        took = f"{clock(summary['seconds'])} from start to end"
-        lines.append(f"{'time':<27} {took}, {spent} of it in evaluations")
-    for key, value in summary.items():
-        if key != "seconds" and not isinstance(value, (bool, dict, list, type(None))):
-            shown = f"{value:.4g}" if isinstance(value, float) else value
-            lines.append(f"{key.replace('_', ' '):<27} {shown}")
-    files = {
-        "export": run.export,
-        "adapter": run.adapter,
-        "picture": run.picture,
-        "log": run.log,
-    }
-    held = {name: str(path) for name, path in files.items() if path.exists()}
+    if "seconds" in recorded.summary:
+        lines.append(ending(recorded.summary))
     if steps := run.saved.steps():
-        held = {"checkpoints": _shorten(steps), **held}
-    lines += [paint(f"{name:<12} {text}", "dim") for name, text in held.items()]
+        lines.append(paint(f"checkpoints  {_shorten(steps)}", "dim"))
+    files = (run.export, run.adapter, run.picture, run.log)
+    lines += [paint(str(path), "dim") for path in files if path.exists()]
     return "\n".join(lines)
 
 

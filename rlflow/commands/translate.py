@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 from rlflow.config.foreign import ReadKey, Translation
 from rlflow.config.loading import config_text, differences
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, command
 from rlflow.run.directory import run_path
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
@@ -50,20 +49,18 @@ def write(
         raise ConfigError(f"{path}: there already, with another content; {advice}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, private=True)
-    by_name = Path(sys.argv[0]).name == "rlflow"
-    program = "rlflow" if by_name else f"{sys.executable} -m rlflow"
     config = shlex.quote(str(path))
-    command = f"train --config {config}"
+    words = f"train --config {config}"
     if translation.evaluates:
         asked = translation.config.evaluation
         model = shlex.quote(translation.config.model.path)
-        command = (
+        words = (
             f"eval --config {config} --model {model} --temperature {asked.temperature:g}"
         )
-        command += f" --samples {asked.samples_per_prompt}"
-        command += f" --questions {asked.questions}" if asked.questions else ""
+        words += f" --samples {asked.samples_per_prompt}"
+        words += f" --questions {asked.questions}" if asked.questions else ""
     print(
-        f"\nwritten: {path}. Nothing was started; run it with\n\n  {program} {command}"
+        f"\nwritten: {path}. Nothing was started; run it with\n\n  {command()} {words}"
     )
 
 

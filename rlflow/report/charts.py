@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rlflow.report.lines import (
     Measurement,
     Records,
-    clock,
     curve,
     drawn_score,
+    headline,
     printable,
-    run_seconds,
     values_of,
 )
 from rlflow.report.metrics import PHASES, Metrics, label
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_BARS = 60
-MOST_POINTS = 400  # of a curve: more than a screen has pixels for
 LEAST_SHARE = 0.005  # of the time: what would stand there as 0% is not drawn
 INK, QUIET = "#1f2933", "#7b8794"  # the second on dark pages too
 CURVE_COLORS = {"reward": "#d9730d", "trained": QUIET, "evaluated": "#1f6fb2"}
@@ -41,7 +39,6 @@ PHASE_COLORS = {
 """Of every chart; no phase has the color of a curve."""
 DASH = 8.0
 """Length of a dash and its gap. Later runs have shorter dashes: each shows where all coincide."""
-WIDE, NARROW = 8.6, 3.9  # inches: legends beside the axes; below them, for a phone
 
 
 @contextmanager
@@ -80,28 +77,27 @@ def run_png(
     """Writes what a run learned and where its time went; returns whether there was anything."""
     if not has_curves(records, registered):
         return False
-    score = drawn_score(records, registered)
     with figure(10, 6.4, size=11) as made:
         made.suptitle(
             printable(title), x=0.01, ha="left", size=17, weight="bold", color=INK
         )
-        learning = draw_run(made, records, score, beside=True)
-        learning.set_title(_subtitle(records, score), loc="left", size=11)
+        draw_run(made, records, drawn_score(records, registered))
+        told = printable(headline(records, registered))
+        made.axes[0].set_title(told, loc="left", size=11)
         with replacing(path, durable=False) as aside:
             made.savefig(aside, format="png", dpi=160, facecolor="white")
     return True
 
 
-def run_svg(records: Records, registered: Metrics, width: float = WIDE) -> str:
+def run_svg(records: Records, registered: Metrics) -> str:
     """The same chart for a page, without a title."""
-    beside = width == WIDE
-    with figure(width, 5.0 if beside else 5.6, size=9) as made:
-        draw_run(made, records, drawn_score(records, registered), beside)
+    with figure(8.6, 5.0, size=9) as made:
+        draw_run(made, records, drawn_score(records, registered))
         return svg(made)
 
 
-def draw_run(made: Figure, records: Records, score: str, beside: bool) -> Any:
-    """Draws learning, and below it seconds where some were measured; returns the first axes."""
+def draw_run(made: Figure, records: Records, score: str) -> None:
+    """Draws learning, and below it seconds where some were measured."""
     timed = [record for record in records if "time/step_s" in record]
     heights = (2.4, 1) if timed else (1,)
     made.subplots(len(heights), sharex=True, height_ratios=heights)
@@ -111,10 +107,9 @@ def draw_run(made: Figure, records: Records, score: str, beside: bool) -> Any:
     for axes in below:
         _draw_time(axes, timed)
     for axes in made.axes:
-        _name(axes, beside)
+        _name(axes)
     learning.tick_params(labelbottom=True)
     made.align_ylabels()
-    return learning
 
 
 def _draw_learning(axes: Any, records: Records, score: str) -> None:
@@ -136,11 +131,11 @@ def _draw_trained(
 ) -> None:
     """Values of steps, pale, and their trailing mean."""
     if points:
-        values = [point.value for point in points]
+        steps, values = [one.step for one in points], [one.value for one in points]
         smooth = trailing_mean(values)
-        _draw_line(axes, points, values, color=color, alpha=0.25, linewidth=1)
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         told = f"{label(name)} (training) {smooth[-1]:.2f}"
-        _draw_line(axes, points, smooth, color=color, linewidth=2, label=told)
+        axes.plot(steps, smooth, color=color, linewidth=2, label=told)
 
 
 def trailing_mean(values: Sequence[float]) -> list[float]:
@@ -148,15 +143,6 @@ def trailing_mean(values: Sequence[float]) -> list[float]:
     width = max(1, round(len(values) / 10))
     windows = [values[max(0, end - width) : end] for end in range(1, len(values) + 1)]
     return [math.fsum(window) / len(window) for window in windows]
-
-
-def _draw_line(
-    axes: Any, points: Sequence[Measurement], values: Sequence[float], **look: Any
-) -> None:
-    """A value per point, of at most MOST_POINTS, the last among them."""
-    stride = max(1, math.ceil(len(points) / MOST_POINTS))
-    kept = slice((len(points) - 1) % stride, None, stride)
-    axes.plot([point.step for point in points[kept]], values[kept], **look)
 
 
 def _draw_evaluated(
@@ -232,48 +218,23 @@ def _limit(
     axes.xaxis.set_major_locator(marks)
 
 
-def _name(axes: Any, beside: bool) -> None:
+def _name(axes: Any) -> None:
     """The legend, in the order in which the curves lie above each other."""
     handles, names = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    place, pad = ((1.01, 1.0), 0.0) if beside else ((0.0, 0.0), 3.2)
-    axes.legend(
-        handles[::-1],
-        [printable(name) for name in names[::-1]],
-        ncols=1 if beside or len(names) < 4 else 2,
-        loc="upper left",
-        bbox_to_anchor=place,
-        borderaxespad=pad,
-        handlelength=1.2,
-    )
-
-
-def _subtitle(records: Records, score: str) -> str:
-    """What happened: the evaluated metric from and to, steps, minutes, tokens per second."""
-    parts = []
-    values = values_of(records, f"eval/{score}")
-    if len(values) > 1:
-        parts.append(f"validation {label(score)} {values[0]:.2f} → {values[-1]:.2f}")
-    steps, seconds = int(records[-1]["step"]), run_seconds(records)
-    took = f" in {clock(seconds)}" if seconds else ""
-    parts.append(f"{steps} step{'s' if steps != 1 else ''}{took}")
-    if speeds := values_of(records, "speed/tokens_per_s"):
-        parts.append(f"{math.fsum(speeds) / len(speeds):,.0f} tokens/s")
-    return printable("   ·   ".join(parts))
+    if handles:
+        told = [printable(name) for name in names[::-1]]
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
+        axes.legend(handles[::-1], told, handlelength=1.2, **place)
 
 
 # ---------------------------------------------------------------- several runs
 
 
-def comparison_svg(
-    curves: Mapping[str, Sequence[Measurement]], width: float = WIDE
-) -> str:
+def comparison_svg(curves: Mapping[str, Sequence[Measurement]]) -> str:
     """Scores of runs over steps."""
     drawn = {name: points for name, points in curves.items() if points}
     everything = [point for points in drawn.values() for point in points]
-    beside = width == WIDE
-    with figure(width, 3.2 if beside else 3.2 + 0.25 * len(drawn), size=9) as made:
+    with figure(8.6, 3.2, size=9) as made:
         axes = made.subplots()
         _limit(axes, everything, [0.0], max(point.step for point in everything))
         for place, (name, points) in enumerate(drawn.items()):
@@ -286,7 +247,8 @@ def comparison_svg(
             if points[0].low is not None:
                 _draw_evaluated(axes, points, **look)
             else:
-                _draw_line(axes, points, [point.value for point in points], **look)
+                steps, values = [one.step for one in points], [one.value for one in points]
+                axes.plot(steps, values, **look)
         axes.set_xlabel("step")
-        _name(axes, beside)
+        _name(axes)
         return svg(made)

@@ -8,7 +8,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +231,7 @@ def _when(points: Sequence[Measurement], target: float) -> str:
     point = first_at(points, target)
     if point is None:
         return "not reached"
-    tokens, unit = point.tokens, ""
-    for larger in ("k", "M"):
-        if tokens >= 1e3:
-            tokens, unit = tokens / 1e3, larger
-    count = f"{tokens:.1f}M" if unit == "M" else f"{tokens:.0f}{unit}"
-    return f"step {point.step}, {clock(point.seconds)}, {count} tokens"
+    return f"step {point.step}, {clock(point.seconds)}, {point.tokens:,.0f} tokens"
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -248,27 +242,14 @@ def comparison_text(comparison: Comparison) -> str:
     for title, rows in sections(comparison):
         lines += ["", *_wrapped(title, 2)]
         wide = min(LABEL_WIDTH, max((len(row[0]) for row in rows), default=0))
-        for row in rows:
-            lines += _lines(row, wide)
+        for name, *cells in rows:
+            line = f"  {name:<{wide}}  {'  |  '.join(cells)}"
+            lines += _wrapped(line, wide + 4)
     return printable("\n".join(lines).lstrip("\n"))
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
-
-
-def _lines(row: Sequence[str], wide: int) -> list[str]:
-    """A row in one line, or in as many as it has cells where it is too long."""
-    named = f"  {row[0]:<{wide}}  " if wide else "  "
-    line = named + "  |  ".join(row[1:])
-    if len(line) <= WIDTH:
-        return [line]
-    if len(row) > 2 or len(row[0]) > wide:
-        cells = [f"  {row[0]}", *(f"      {cell}" for cell in row[1:])]
-        return [
-            cell if len(cell) <= WIDTH else f"{cell[: WIDTH - 1]}…" for cell in cells
-        ]
-    return _wrapped(line, len(named))
 
 
 def write_comparison(comparison: Comparison, out: str | Path) -> None:
@@ -281,7 +262,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
     for what, curves in drawn.items():
         if any(curves.values()):
             title = f"{label(comparison.score)}, {what}"
-            image = picture(partial(comparison_svg, curves), title)
+            image = picture(comparison_svg(curves), title)
             parts.append(f"<h2>{markup(title)}</h2>{image}")
     for title, rows in sections(comparison):
         parts.append(f"<h2>{markup(title)}</h2>{table([], rows) if rows else ''}")

@@ -175,9 +175,8 @@ def entropy_collapse(recent: Records) -> str:
 
 def drift(recent: Records, first_gaps: Sequence[float]) -> str:
     """The engine's log-probs are not the trainer's, though both have the same policy."""
-    gaps = _lasting(recent, "train/logprob_gap")
-    stale = values_of(recent[-LASTING:], "rollout/staleness")
-    if not gaps or max(stale, default=0.0) > 0:
+    gaps = _gaps_of_fresh_tokens(recent)
+    if not gaps:
         return ""
     # An engine that never gets new weights is right in the first step
     usual = min(first_gaps)
@@ -207,12 +206,11 @@ def router_collapse(recent: Records) -> str:
 
 def routed_apart(recent: Records) -> str:
     """Log-probs differ where the trainer routes tokens itself, without the engine's routes."""
-    gaps = _lasting(recent, "train/logprob_gap")
+    gaps = _gaps_of_fresh_tokens(recent)
     free = _lasting(recent, "train/expert_spread") and not values_of(
         recent, "train/routes_differ"
     )
-    stale = values_of(recent[-LASTING:], "rollout/staleness")
-    if not free or not gaps or min(gaps) < FREE_GAP or max(stale, default=0.0) > 0:
+    if not free or not gaps or min(gaps) < FREE_GAP:
         return ""
     return (
         f"Engine and trainer differ by {gaps[-1]:.2g} nats per token in a model with experts, each "
@@ -260,6 +258,12 @@ def undeclared(latest: Mapping[str, float], registered: Metrics) -> dict[str, st
         for name in names
         if name not in registered
     }
+
+
+def _gaps_of_fresh_tokens(recent: Records) -> list[float]:
+    """The gaps of the last steps, where the newest weights sampled all tokens; else nothing."""
+    stale = values_of(recent[-LASTING:], "rollout/staleness")
+    return [] if any(stale) else _lasting(recent, "train/logprob_gap")
 
 
 def _lasting(recent: Records, name: str) -> list[float]:

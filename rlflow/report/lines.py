@@ -82,22 +82,6 @@ def run_seconds(records: Records) -> float:
 # ---------------------------------------------------------------- as text
 
 
-def step_line(
-    step: int, steps: int, metrics: Mapping[str, float], registered: Metrics
-) -> str:
-    """One step of `steps`: its number, its leading metrics, seconds per phase."""
-    place = f"step {step:>{len(str(steps))}}/{steps}"
-    parts = [place, *numbers(metrics, registered), phase_times(metrics)]
-    return "  ".join(part for part in parts if part)
-
-
-def evaluated_line(
-    step: int, steps: int, metrics: Mapping[str, float], registered: Metrics
-) -> str:
-    """An evaluation after `step` of `steps`."""
-    return f"eval {step:>{len(str(steps))}}/{steps}  {evaluation_line(metrics, registered)}"
-
-
 def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
     """The leading metrics that are there."""
     above_zero = {name: value for name, value in metrics.items() if value > 0}

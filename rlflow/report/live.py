@@ -44,6 +44,7 @@ WRITTEN = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.js
 """Files and folders in which something changes once the run has written more."""
 REQUEST_S = 10.0  # for a whole request
 MOST_CLIENTS = 16
+ADDRESS = ("127.0.0.1", 0)
 RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; "
     "img-src data:; connect-src 'self'; base-uri 'none'"
@@ -63,8 +64,9 @@ class LivePage:
         self._content = Content(progress.title, opens="run")
         self._version, self._look_at = 0, 0.0
         self._seen: list[int] = []
-        self._entries: dict[tuple[str, int], list[Entry]] = {}
+        self._entries: dict[tuple[str, int, int], list[Entry]] = {}
         self._server: PageServer | None = None
+        self.url = ""  # where it is not served
         try:
             self._server = PageServer(self._answer)
         except OSError as error:
@@ -73,12 +75,8 @@ class LivePage:
                 "metrics.page: no page (%s); the run goes on without it", found
             )
         else:
+            self.url = self._server.url
             progress.message(f"page: {self.url}")
-
-    @property
-    def url(self) -> str:
-        """Where the page is; empty where it is not served."""
-        return self._server.url if self._server is not None else ""
 
     def write(self, path: Path) -> None:
         """Writes the page as a file, as the run's report."""
@@ -95,7 +93,6 @@ class LivePage:
         """Ends the service."""
         if self._server is not None:
             self._server.close()
-            self._server = None
 
     def _answer(self, path: str, nonce: str) -> str | None:
         content = self._look()
@@ -121,49 +118,27 @@ class LivePage:
         """The content, made anew where there is more and the last look was a while ago."""
         with self._lock:
             began = time.monotonic()
-            there = (
-                [self.run / name for name in WRITTEN] if self.run is not None else []
-            )
-            seen = [path.stat().st_mtime_ns for path in there if path.exists()]
-            if self.run is None or seen == self._seen or began < self._look_at:
+            if self.run is None or began < self._look_at:
                 return self._content
-            run = RunFiles.open(self.run)
+            there = [self.run / name for name in WRITTEN]
+            seen = [path.stat().st_mtime_ns for path in there if path.exists()]
+            if seen == self._seen:
+                return self._content
+            run, groups = RunFiles.open(self.run), list[Entry]()
             for place in steps_of(run):
-                if place not in self._entries:
-                    self._entries[place] = [
+                # The last evaluation may be a second one at its step
+                version = (*place, run.file(*place).stat().st_mtime_ns)
+                if version not in self._entries:
+                    self._entries[version] = [
                         entry
                         for name, part in parts(run, *place).items()
                         for entry in entries(run, part, *place, name)
                     ]
-            groups = [
-                entry for place in steps_of(run) for entry in self._entries[place]
-            ]
+                groups += self._entries[version]
             self._content, _ = content_of(run, groups, opens="run")
             self._seen, self._version = seen, self._version + 1
             self._look_at = time.monotonic() + REST * (time.monotonic() - began)
             return self._content
-
-
-class PageServer:
-    """Answers `/TOKEN/...` with what `answer` returns, which it calls in another thread."""
-
-    def __init__(self, answer: Answer, port: int = 0) -> None:
-        """Raises OSError where the port cannot be had."""
-        self.token = secrets.token_urlsafe(16)
-        self._server = _Host(("127.0.0.1", port), _Request)
-        self._server.token, self._server.answer = self.token, answer
-        self._thread = start_daemon("rlflow-page", self._server.serve_forever)
-
-    @property
-    def url(self) -> str:
-        """Where the page is."""
-        return f"http://127.0.0.1:{self._server.server_port}/{self.token}/"
-
-    def close(self) -> None:
-        """Ends the service; answers that are under way are cut."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=REQUEST_S)
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -171,7 +146,7 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "rlflow", ""
 
     def do_GET(self) -> None:
-        host, nonce = cast(_Host, self.server), secrets.token_urlsafe(12)
+        host, nonce = cast(PageServer, self.server), secrets.token_urlsafe(12)
         # By another name a page of another site may have sent the browser here, to read this one.
         names = [f"{name}:{host.server_port}" for name in ("127.0.0.1", "localhost")]
         given, _, rest = self.path.removeprefix("/").partition("/")
@@ -204,20 +179,25 @@ class _Request(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-class _Host(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = (
-        128  # a full one makes a newcomer wait a second before the kernel retries
-    )
-    token: str
-    answer: Answer
+class PageServer(ThreadingHTTPServer):
+    """Answers `/TOKEN/...` with what `answer` returns, which it calls in another thread."""
 
-    def __init__(
-        self, address: tuple[str, int], request: type[BaseHTTPRequestHandler]
-    ) -> None:
-        super().__init__(address, request)
+    # A full one makes a newcomer wait a second before the kernel retries
+    request_queue_size = 128
+
+    def __init__(self, answer: Answer) -> None:
+        """Raises OSError where the port cannot be had."""
+        super().__init__(ADDRESS, _Request)
+        self.answer, self.token = answer, secrets.token_urlsafe(16)
+        self.url = f"http://{ADDRESS[0]}:{self.server_port}/{self.token}/"
         self._places = Places(MOST_CLIENTS)
+        self._thread = start_daemon("rlflow-page", self.serve_forever)
+
+    def close(self) -> None:
+        """Ends the service; answers that are under way are cut."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join(timeout=REQUEST_S)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own."""

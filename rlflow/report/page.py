@@ -13,15 +13,14 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.report.charts import NARROW, WIDE, has_curves, run_svg
+from rlflow.report.charts import has_curves, run_svg
 from rlflow.report.findings import Fault, findings
 from rlflow.report.lines import (
     Records,
@@ -176,8 +175,8 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
         return ""
     parts = [f'<p class="headline">{markup(headline(records, registered))}</p>']
     if has_curves(records, registered):
-        drawn = partial(run_svg, records, registered)
-        parts.append(picture(drawn, "what the policy learned, and seconds per step"))
+        what = "what the policy learned, and seconds per step"
+        parts.append(picture(run_svg(records, registered), what))
     trained = [record for record in records if "train/reward" in record]
     if trained:
         shown = [*numbers(trained[-1], registered), phase_times(trained[-1])]
@@ -197,16 +196,10 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     return "\n".join(parts)
 
 
-def picture(drawn: Callable[[float], str], what: str) -> str:
-    """HTML of an SVG of a width, and of the one that a phone gets. what: for those who do not see
-    it."""
-    wide, narrow = (
-        "data:image/svg+xml;base64,"
-        + base64.b64encode(drawn(width).encode("utf-8", "replace")).decode()
-        for width in (WIDE, NARROW)
-    )
-    phone = f'<source media="(max-width: 600px)" srcset="{narrow}">'
-    return f'<picture>{phone}<img alt="{markup(what)}" src="{wide}"></picture>'
+def picture(svg: str, what: str) -> str:
+    """HTML of an image. what: for those who do not see it."""
+    text = base64.b64encode(svg.encode("utf-8", "replace")).decode()
+    return f'<img alt="{markup(what)}" src="data:image/svg+xml;base64,{text}">'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -268,19 +261,18 @@ def entries(
             "question": question_of(group[0])[:QUESTION_CHARACTERS],
             "outcomes": "".join(_outcome(run, one) for one in group),
             "rewards": [one if one is None else round(one, 4) for one in rewards],
-            "attributes": dict(_short_facts(group[0])),
+            "attributes": {
+                key: value
+                for key, value in (group[0].get("metadata") or {}).items()
+                if key != "question"
+                and isinstance(value, (str, int))
+                and len(str(value)) <= LONGEST_VALUE
+            },
             "chunk": chunk,
             "place": place,
         }
         found.append(plain(entry))
     return found
-
-
-def _short_facts(record: Record) -> Iterator[tuple[str, Any]]:
-    for key, value in (record.get("metadata") or {}).items():
-        short = isinstance(value, (str, int, bool)) and len(str(value)) <= LONGEST_VALUE
-        if short and key != "question":
-            yield key, value
 
 
 def _outcome(run: RunFiles, record: Record) -> str:

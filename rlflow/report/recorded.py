@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.config.yaml_text import read_yaml
 from rlflow.report.metrics import Metrics, load_registered
 from rlflow.report.records import read_trajectories, solved
 from rlflow.report.sinks import read_metrics
@@ -69,17 +69,8 @@ class RunFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved config.yaml; empty without one. Raises ConfigError for a damaged file."""
-        import yaml
-
         file = RunDirectory(self.path).config
-        if not file.is_file():
-            return {}
-        try:
-            read = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            found = str(error).splitlines()[0]
-            raise ConfigError(f"{file}: expected YAML, found {found}.") from None
-        return read if isinstance(read, dict) else {}
+        return read_yaml(file, aliases=False) if file.is_file() else {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -95,8 +86,11 @@ class RunFiles:
 
     def records(self, kind: str, step: int) -> list[Record]:
         """The episodes of a step, whose files are there. kind: train or eval."""
-        files = self.training if kind == "train" else self.evaluations
-        return read_trajectories(files[step])
+        return read_trajectories(self.file(kind, step))
+
+    def file(self, kind: str, step: int) -> Path:
+        """Where these episodes are."""
+        return (self.training if kind == "train" else self.evaluations)[step]
 
     def tokens_of(self, step: int) -> dict[str, EpisodeTokens]:
         """{id of the episode: its tokens} of a training step; empty where none were stored."""

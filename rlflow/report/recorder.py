@@ -37,7 +37,6 @@ class Recorder:
         self._directory = directory
         self._texts = TokenTexts(tokenizer)
         self._episodes = episodes
-        self._groups: list[Group] = []
         self._tokens: dict[int, list[SegmentTokens]] = {}
 
     def observe(self, batch: Batch, groups: Sequence[Group], trainer: Trainer) -> None:
@@ -45,19 +44,20 @@ class Recorder:
         advantages."""
         if not self._episodes:
             return
-        self._groups = whole_groups(groups, self._episodes)
         owners = [one for group in groups for one in group.usable]
-        kept = [one for group in self._groups for one in group.trajectories]
+        kept = [
+            one
+            for group in whole_groups(groups, self._episodes)
+            for one in group.trajectories
+        ]
         self._tokens = score_tokens(batch, owners, kept, trainer, always=self._episodes)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the kept groups of the step."""
+        """Writes the kept groups of the step, the same as those of `observe`."""
         if not self._episodes:
             return
-        kept = whole_groups(groups, self._episodes)
-        seen = list(map(id, kept)) == list(map(id, self._groups))
-        tokens = self._tokens if seen else {}
-        self._groups, self._tokens = [], {}
+        kept, tokens = whole_groups(groups, self._episodes), self._tokens
+        self._tokens = {}
         records = []
         rows: list[tuple[Trajectory, list[SegmentTokens]]] = []
         for group in kept:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import uuid
@@ -168,19 +167,14 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     merged: dict[int, dict[str, float]] = {}
     for record in _records(path):
         values = {name: value for name, value in record.items() if value is not None}
-        merged.setdefault(int(record["step"]), {}).update(values)
+        merged.setdefault(record["step"], {}).update(values)
     return [merged[step] for step in sorted(merged)]
 
 
 def _records(path: str | Path) -> list[dict[str, Any]]:
     records = read_json_lines(path, unfinished=True)
     for number, record in enumerate(records, start=1):
-        step = record.get("step") if isinstance(record, dict) else None
-        if (
-            not isinstance(step, (int, float))
-            or isinstance(step, bool)
-            or not math.isfinite(step)
-        ):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise CheckpointError(
                 f"{path}:{number}: expected an object with the number of its step, found "
                 "another value; remove this line."

@@ -11,7 +11,14 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlflow.report.lines import clock, ending, evaluated_line, step_line, summary_text
+from rlflow.report.lines import (
+    clock,
+    ending,
+    evaluation_line,
+    numbers,
+    phase_times,
+    summary_text,
+)
 from rlflow.report.metrics import PHASES, Metrics
 from rlflow.report.timer import Clock
 from rlflow.storage.redaction import redact_text
@@ -71,11 +78,16 @@ class Progress:
         if math.isfinite(metrics.get("time/step_s", math.nan)):
             self._durations = [*self._durations, metrics["time/step_s"]][-SMOOTHED:]
         ends = "" if self.remaining_s is None else f"  ETA {clock(self.remaining_s)}"
-        self._report(step_line(step, self.steps, metrics, self.registered), ends)
+        parts = [*numbers(metrics, self.registered), phase_times(metrics)]
+        self._report("  ".join([self._place("step", step), *filter(None, parts)]), ends)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation ended; metrics are `eval/...`."""
-        self._report(evaluated_line(step, self.steps, metrics, self.registered))
+        scored = evaluation_line(metrics, self.registered)
+        self._report(f"{self._place('eval', step)}  {scored}")
+
+    def _place(self, what: str, step: int) -> str:
+        return f"{what} {step:>{len(str(self.steps))}}/{self.steps}"
 
     def message(self, text: str) -> None:
         """A line that stays on the screen."""

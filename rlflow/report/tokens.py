@@ -81,7 +81,10 @@ def write_tokens(
                 exceptions[at] = text
     arrays, lengths = join([vars(segment) for segment in segments])
     about = {
-        "episodes": [(one.id, len(own), _places(one)) for one, own in episodes],
+        "episodes": [
+            (one.id, len(own), [(turn.segment, turn.start, turn.stop) for turn in one.turns])
+            for one, own in episodes
+        ],
         "lengths": lengths,
         "texts": list(texts.items()),
         "exceptions": list(exceptions.items()),
@@ -89,10 +92,6 @@ def write_tokens(
     document = np.frombuffer(json.dumps(about).encode(), np.uint8)
     with replacing(path, durable=False) as aside, aside.open("wb") as file:
         np.savez_compressed(file, about=document, **arrays)  # type: ignore[arg-type]
-
-
-def _places(trajectory: Trajectory) -> list[tuple[int, int, int]]:
-    return [(turn.segment, turn.start, turn.stop) for turn in trajectory.turns]
 
 
 def read_tokens(path: str | Path) -> dict[str, EpisodeTokens]:

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +25,9 @@ from rlflow.errors import (
     StorageError,
 )
 from rlflow.storage.files import (
-    PARTIAL,
     aside_path,
     clear_partials,
+    is_held,
     plain,
     remove_directory,
     replace_directory,
@@ -116,8 +115,11 @@ class Checkpoints:
         replace_directory(self.partial, self.path(step))
         older = [other for other in self.steps() if other < step]
         for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
-            remove_directory(self.path(old))
             converted = Path(f"{self.path(old)}.hf")  # what `rlflow eval` made of it
+            # An evaluation reads it: the next commit removes it
+            if is_held(self.path(old)) or is_held(converted):
+                continue
+            remove_directory(self.path(old))
             if (converted / EXPORT_MANIFEST).is_file():
                 remove_directory(converted)
 
@@ -125,9 +127,6 @@ class Checkpoints:
         """Clears what a kill left half written or removed; puts back what was being replaced."""
         self.confirm()
         clear_partials(self.folder)
-        for entry in self.folder.glob(f"*{PARTIAL}"):
-            if _STEP.fullmatch(entry.name.removesuffix(PARTIAL)):
-                shutil.rmtree(entry, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Renames the checkpoints after `step`; returns their new names."""

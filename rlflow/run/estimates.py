@@ -50,14 +50,6 @@ class PhaseMemory:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class LargestMicrobatch:
-    """The largest micro-batch. tokens: in it. scored: those that get logits."""
-
-    tokens: int
-    scored: int
-
-
 def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     """Every process and phase of a run: one process, or a driver with the engine and a rank of each
     pipeline stage. Raises ConfigError for a layout that the model cannot have."""
@@ -68,32 +60,41 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     if config.cluster.ranks:
         found.append(PhaseMemory("driver", "rollout", {**libraries, **engine}))
         engine = {}
+    given_back = ("sampling", "keys and values") if sleeps(config) else ("sampling",)
+    kept = {name: size for name, size in engine.items() if name not in given_back}
     for stage in range(layout.pipeline_parallel):
         rank = "rank" if layout.pipeline_parallel == 1 else f"rank of stage {stage + 1}"
         process = rank if config.cluster.ranks else "process"
-        held = {**libraries, **rank_parts(config, model, stage)}
-        given_back = ("sampling", "keys and values") if sleeps(config) else ("sampling",)
-        kept = {name: size for name, size in engine.items() if name not in given_back}
-        released = ("gradients",) if config.trainer.release_gradients else ()
-        between = {name: size for name, size in held.items() if name not in released}
-        if engine and shrinks(config):
-            built = {**libraries, **rank_parts(config, model, stage, building=True)}
-            kept_awake = {name: size for name, size in engine.items() if name != "sampling"}
-            found.append(PhaseMemory(process, "build", {**built, **kept_awake}))
-        if engine:
-            found.append(PhaseMemory(process, "rollout", {**between, **engine}))
-        found.append(
-            PhaseMemory(process, "update", {**held, **kept, **update_parts(config, model, stage)})
-        )
+        phases = rank_phases(config, model, stage, engine, kept)
+        found += [PhaseMemory(process, phase, parts) for phase, parts in phases.items()]
+    return found
+
+
+def rank_phases(
+    config: RunConfig,
+    model: Architecture,
+    stage: int,
+    awake: Mapping[str, int],
+    asleep: Mapping[str, int],
+) -> dict[str, dict[str, int]]:
+    """{phase: {part: bytes}} of a rank beside engines that hold `awake` while they sample and
+    `asleep` while it trains; both empty: beside none."""
+    held = {"libraries": LIBRARIES, **rank_parts(config, model, stage)}
+    found = {}
+    # Whether the rank gives memory back once it is built
+    if awake and (config.trainer.release_gradients or config.trainer.adamw.offload):
+        built = rank_parts(config, model, stage, building=True)
+        found["build"] = {"libraries": LIBRARIES, **built, **awake}
+        found["build"].pop("sampling", None)
+    if awake:
+        found["rollout"] = {**held, **awake}
+        if config.trainer.release_gradients:
+            del found["rollout"]["gradients"]
+    found["update"] = {**held, **asleep, **update_parts(config, model, stage)}
     return found
 
 
 # ---------------------------------------------------------------- what lies there all the time
-
-
-def shrinks(config: RunConfig) -> bool:
-    """Whether a rank gives memory back once it is built."""
-    return config.trainer.release_gradients or config.trainer.adamw.offload
 
 
 def rank_parts(
@@ -168,9 +169,9 @@ def teacher_parameters(config: RunConfig, stage: int) -> int:
 def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
     """Activations that wait for their backward pass, and what the backward pass or the output layer
     needs at its highest."""
-    layout, batch = config.trainer.layout, largest_microbatch(config)
+    layout, (tokens, scored) = config.trainer.layout, largest_microbatch(config)
     width = DTYPE_BYTES[config.model.dtype]
-    tokens = math.ceil(batch.tokens / layout.context_parallel)
+    tokens = math.ceil(tokens / layout.context_parallel)
     chunk_layers = model.layers // layout.stages
     in_flight = _in_flight(layout, stage)
     kept = _kept_per_token(model, layout, width, config.trainer.recomputed)
@@ -180,7 +181,7 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
     parts = {"activations": round(tokens * (in_flight * chunk_layers * kept + again))}
     parts["backward pass"] = round(tokens * _transient_per_token(model, layout, width))
     if stage == layout.pipeline_parallel - 1:
-        head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
+        head = _head_bytes(config, model, math.ceil(scored / layout.context_parallel), width)
         # The output layer comes before the first layer of the backward pass: they are not there at
         # the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
@@ -188,9 +189,10 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
     return {**parts, "slack": round(slack * sum(parts.values())) + FIRST_USE}
 
 
-def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
-    """The largest micro-batch that a data-parallel rank may get. Padded, of episodes that all fill
-    their budget; packed, shorter ones fill it to its limit."""
+def largest_microbatch(config: RunConfig) -> tuple[int, int]:
+    """(tokens, those of them that get logits) of the largest micro-batch that a data-parallel rank
+    may get. Padded, of episodes that all fill their budget; packed, shorter ones fill it to its
+    limit."""
     rollout, trainer = config.rollout, config.trainer
     rows = (
         rollout.prompts_per_step
@@ -202,7 +204,7 @@ def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
     full = max(limit if trainer.packing else limit // longest * longest, longest)
     tokens = min(full, rows * longest)
     sampled = rollout.max_turns * rollout.max_response_tokens
-    return LargestMicrobatch(tokens, min(tokens, math.ceil(tokens / longest) * sampled))
+    return tokens, min(tokens, math.ceil(tokens / longest) * sampled)
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> int:

@@ -25,16 +25,13 @@ from rlflow.rollout.vllm.devices import UTILIZATION
 from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.run.estimates import (
     DTYPE_BYTES,
-    LIBRARIES,
     PhaseMemory,
     estimate,
     is_embedded,
     is_vllm,
     on_gpus,
-    rank_parts,
-    shrinks,
+    rank_phases,
     sleeps,
-    update_parts,
 )
 from rlflow.trainer.options import torch_dtype
 
@@ -204,25 +201,16 @@ def gpu_phases(
 ) -> dict[str, dict[str, int]]:
     """{phase: {part: bytes}} of one GPU of `size` bytes. stage: of the trainer rank there; None: no
     rank. engines: of vLLM there."""
-    rank = {}
-    if stage is not None:
-        rank = {"libraries": LIBRARIES, **rank_parts(config, model, stage)}
-    released = "gradients" if config.trainer.release_gradients else ""
-    between = {name: bytes_ for name, bytes_ in rank.items() if name != released}
     awake, asleep = (
         {name: engines * bytes_ for name, bytes_ in parts.items() if engines}
         for parts in vllm_parts(config, size)
     )
-    found: dict[str, dict[str, int]] = {}
-    if stage is not None and engines and shrinks(config):
-        built = rank_parts(config, model, stage, building=True)
-        found["build"] = {"libraries": LIBRARIES, **built, **awake}
-    found["rollout"] = {**between, **awake}
-    if stage is not None:
-        beside = asleep if sleeps(config) else awake
-        found["update"] = {**rank, **update_parts(config, model, stage), **beside}
-    if stage is not None and engines and config.rollout.engine.get("transfer") == "ipc":
-        found["sync"] = {**between, **awake, "weights to vLLM": buffer_bytes(config, model)}
+    if stage is None:
+        return {"rollout": awake}
+    beside = asleep if sleeps(config) else awake
+    found = rank_phases(config, model, stage, awake, beside)
+    if engines and config.rollout.engine.get("transfer") == "ipc":
+        found["sync"] = {**found["rollout"], "weights to vLLM": buffer_bytes(config, model)}
     return found
 
 

@@ -242,12 +242,10 @@ class Watchdog:
     run that hangs is not ended: nothing could tell whether the call, which is in this very process,
     would still return."""
 
-    def __init__(
-        self, timer: PhaseTimer, limit_s: float, look_every_s: float = LOOK_EVERY_S
-    ) -> None:
+    def __init__(self, timer: PhaseTimer, limit_s: float) -> None:
         self._timer = timer
         self._limit_s = limit_s
-        self._look_every_s = min(look_every_s, limit_s / 4)
+        self._look_every_s = min(LOOK_EVERY_S, limit_s / 4)
         self._work = Work()
         self._work.begin("run")
         self._ended = threading.Event()

@@ -100,12 +100,14 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
-    # Only now: a failed start takes no directory, and `overwrite` throws nothing away
-    directory = _open_files(config, log, page, stack)
     samples = config.rollout.samples_per_prompt
     offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
     source = CURATOR.build(config.data.curator, "data.curator", **offered)
-    upcoming = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
+    groups = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
+    upcoming = stack.enter_context(closing(groups))
+    probe = make_probe(rollout, trainer, train_tasks, config.model.dtype)
+    # Only now: a failed start takes no directory, and `overwrite` throws nothing away
+    directory = _open_files(config, log, page, stack)
     kept = config.metrics.trajectories_per_step
     saving = config.checkpoint.keep, config.checkpoint.asynchronous
     run = Run(
@@ -122,8 +124,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         interrupt=interrupt,
         clock=clock,
         timer=timer,
-        probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
-        upcoming=stack.enter_context(closing(upcoming)),
+        probe=probe,
+        upcoming=upcoming,
         watch=Watch(metrics),
         prompts_dropped=dropped,
     )

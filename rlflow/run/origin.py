@@ -16,7 +16,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,7 @@ from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.hub import is_hub_name, local_model
 from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
-from rlflow.storage.files import leaves, write_text
+from rlflow.storage.files import holding, leaves, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,8 @@ def model_directory(
         name = whole.parent.name if whole.name == "export" else whole.name
         if is_hub_name(str(given)):  # the directory is called after the commit
             name = str(given).partition("@")[0].rpartition("/")[2]
-        yield ModelDirectory(path, name, beside if beside.is_file() else None)
+        with holding(path):
+            yield ModelDirectory(path, name, beside if beside.is_file() else None)
         return
     checkpoint, run = _checkpoint(path)
     if checkpoint is None:  # a run that was only exported
@@ -228,13 +229,13 @@ def model_directory(
     name = checkpoint.name if run is None else f"{run.resolve().name}-{checkpoint.name}"
     config = run / "config.yaml" if run else None
     out = checkpoint.with_name(checkpoint.name + ".hf")
-    if os.access(out.parent, os.W_OK):
+    with ExitStack() as stack:
+        stack.enter_context(holding(checkpoint))  # a run that goes on removes it later
+        if not os.access(out.parent, os.W_OK):
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlflow-"))
+            out = Path(place, out.name)
         converter.convert(checkpoint, out, model, say)
         yield ModelDirectory(out, name, config)
-        return
-    with tempfile.TemporaryDirectory(prefix="rlflow-") as place:
-        converter.convert(checkpoint, Path(place) / out.name, model, say)
-        yield ModelDirectory(Path(place) / out.name, name, config)
 
 
 def _checkpoint(path: Path) -> tuple[Path | None, Path | None]:

@@ -52,25 +52,16 @@ def start_checks(
     yield lambda: check_secrets(to_dict(config))
     yield lambda: check_parts(config)
     if model:
-        yield lambda: policy_architecture(config)
-    if model and config.model.path:
-        yield lambda: config.trainer.layout.check_model(
-            architecture(read_config(config.model.path))
-        )
+        yield lambda: config.trainer.layout.check_model(policy_architecture(config))
         if weights:
             yield lambda: _check_weights(config)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
     yield lambda: check_gpus(config)
     yield lambda: _check_router_replay(config, model)
-    yield lambda: _check_offload(config)
-    yield lambda: _check_engine_device(config)
-    yield lambda: _check_workers(config)
-    yield lambda: _check_vllm(config)
-    yield lambda: _check_resume_step(config)
-    yield lambda: RunDirectory.check(
-        run_path(config), resume=config.run.resume, overwrite=config.run.overwrite
-    )
+    for check in (_check_offload, _check_engine_device, _check_workers, _check_vllm):
+        yield partial(check, config)
+    yield lambda: _check_directory(config)
 
 
 def policy_architecture(config: RunConfig) -> Architecture:
@@ -177,11 +168,13 @@ def _check_vllm(config: RunConfig) -> None:
             check_engine_devices(options, section.ranks, section.gpus_per_rank)
 
 
-def _check_resume_step(config: RunConfig) -> None:
-    if config.run.resume_step is not None and not config.run.resume:
+def _check_directory(config: RunConfig) -> None:
+    run = config.run
+    if run.resume_step is not None and not run.resume:
         raise ConfigError(
-            f"run.resume_step: {config.run.resume_step} needs run.resume (--resume)."
+            f"run.resume_step: {run.resume_step} needs run.resume (--resume)."
         )
+    RunDirectory.check(run_path(config), resume=run.resume, overwrite=run.overwrite)
 
 
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ def check_continuation(config: RunConfig) -> None:
     if chosen is None:
         return
     saved = RunDirectory(run_path(config)).saved
-    before = _read_state(saved, chosen[0]).get(CONFIG)
+    with _advised(saved, chosen[0]):
+        before = saved.read_state(chosen[0]).get(CONFIG)
     if before is None:  # of another version: `resume` refuses it
         return
     old, new = dict(_compared(before)), dict(_compared(plain(redact(to_dict(config)))))
@@ -93,7 +95,8 @@ def resume(run: Run) -> None:
     if chosen is None:
         return
     saved, (step, path) = run.directory.saved, chosen
-    state = _read_state(saved, step)
+    with _advised(saved, step):
+        state = saved.read_state(step)
     missing = [
         name for name in run.state_dict() if name not in state and name != CONFIG
     ]
@@ -103,10 +106,8 @@ def resume(run: Run) -> None:
             f"{', '.join(missing)}: another version of rlflow wrote it. Continue with that "
             "version, or begin anew with --overwrite or another run.name."
         )
-    try:
+    with _advised(saved, step):
         run.trainer.load(path / TRAINER)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error} {saved.advice(step)}") from error
     run.load_state_dict(state)
     run.sync_weights(version=step)
     for aside in saved.set_aside_after(step):
@@ -116,9 +117,11 @@ def resume(run: Run) -> None:
     logger.info("resumed after step %d from %s", step, path)
 
 
-def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:
+@contextmanager
+def _advised(saved: Checkpoints, step: int) -> Iterator[None]:
+    """Adds to the damage of a step's checkpoint which one is whole."""
     try:
-        return saved.read_state(step)
+        yield
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{error} {saved.advice(step)}") from error
 

@@ -75,22 +75,19 @@ trains nobody is compared."""
 
 
 class RolloutWorker:
-    """Plays attempts of a run. make: what makes its rollout; threads: of torch; products: the
-    driver's choice of libraries."""
+    """Plays attempts of a run. threads: of torch; products: the driver's choice of libraries."""
 
     def __init__(
         self,
-        name: str,
         config: RunConfig,
+        name: str,
         threads: int,
-        products: Mapping[str, Library] | None,
-        make: Callable[[RunConfig], Rollout] = make_rollout,
+        products: Mapping[str, Library],
     ) -> None:
         torch.set_num_threads(threads)
         PRODUCTS.fix(products)
         self.name = name
         self._config = config
-        self._make = make
         self._rollout: Rollout | None = None
         self._watch: LoopWatch | None = None
         self._watched_at = 0.0
@@ -100,7 +97,7 @@ class RolloutWorker:
 
     def build(self) -> WorkerFacts:
         """Makes engine and environment; to be called once, before all else but `look`."""
-        rollout = self._make(self._config)
+        rollout = make_rollout(self._config)
         try:
             if len(rollout.engines) != 1:
                 raise ConfigError(
@@ -321,7 +318,7 @@ def make_worker_rollout(
     )
     workers = RayWorkers(
         partial(
-            make_worker,
+            RolloutWorker,
             replace(
                 config,
                 environment={**config.environment, **environment.worker_options()},
@@ -361,13 +358,6 @@ def pool_limits(config: RunConfig) -> PoolLimits:
         start_s=max(PoolLimits.start_s, start_s),
         attempt_s=faults.episode_s + faults.call_s,
     )
-
-
-def make_worker(
-    config: RunConfig, name: str, threads: int, products: Mapping[str, Library]
-) -> RolloutWorker:
-    """What lives in a worker's process."""
-    return RolloutWorker(name, config, threads, products)
 
 
 def _read(payload: np.ndarray[Any, Any]) -> Trajectory:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -22,21 +21,11 @@ SCORES = ("proximal", "reference", "values", "teacher")
 """Needs of an algorithm that cost a forward pass over the step's rows."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds, without the environment's own and without the weights' way to the engine."""
-
-    sample_s: float
-    score_s: float
-    update_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.sample_s + self.score_s + self.update_s
-
-
-def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTime:
-    """Seconds of a step on so many cores. Decoding is bound by the bytes of weights, keys and
+def estimate_step(
+    config: RunConfig, model: Architecture, cores: int
+) -> dict[str, float]:
+    """{what takes them: seconds} of a step on so many cores, without the environment's own and
+    without the weights' way to the engine. Decoding is bound by the bytes of weights, keys and
     values that each token reads, or by its operations."""
     rollout = config.rollout
     count, budget = episodes(config), rollout.max_total_tokens
@@ -49,11 +38,11 @@ def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTim
     if config.algorithm.critic is not None:
         trained *= 2
     passes = sum(name in config_needs(config) for name in SCORES)
-    return StepTime(
-        sample_s=_decoding_s(config, model, cores, sampled),
-        score_s=passes * forward / rate,
-        update_s=trained * config.algorithm.epochs_per_step / rate,
-    )
+    return {
+        "sampling": _decoding_s(config, model, cores, sampled),
+        "scores": passes * forward / rate,
+        "updates": trained * config.algorithm.epochs_per_step / rate,
+    }
 
 
 def _decoding_s(

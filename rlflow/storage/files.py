@@ -55,7 +55,7 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
     path = Path(path).absolute()  # "." has no name
     restore_replaced(path)
     _clear_killed(path)
-    with _aside(path) as aside, _locked_directory(aside):
+    with _aside(path) as aside, holding(aside, make=True):
         yield aside
         try:
             replace_directory(aside, path, keep_existing=keep_existing)
@@ -152,10 +152,7 @@ def clear_partials(folder: Path) -> None:
     what was being written or removed goes, but for a directory that a living process fills; one
     that was being exchanged is put back where it is missing."""
     for entry in _of_processes(folder, PARTIAL):
-        held = False
-        with suppress(OSError):  # gone, or a file system without locks
-            held = _is_held(entry)
-        if not held:
+        if not is_held(entry):
             _remove(entry)
     for entry in _of_processes(folder, REPLACED):
         restore_replaced(folder / _OF_A_PROCESS.sub("", entry.name))
@@ -192,13 +189,15 @@ def _aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked_directory(path: Path) -> Iterator[None]:
-    """A new directory, by whose lock others see that its process lives."""
-    path.mkdir()
+def holding(path: Path, make: bool = False) -> Iterator[None]:
+    """A directory, by whose lock others see that somebody fills it, or reads it. make: a new
+    one."""
+    if make:
+        path.mkdir()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)
@@ -212,8 +211,14 @@ def _clear_killed(path: Path) -> None:
                 _remove(entry)
 
 
+def is_held(entry: Path) -> bool:
+    """Whether it is a directory that a living process is `holding`."""
+    with suppress(OSError):  # gone, or a file system without locks
+        return _is_held(entry)
+    return False
+
+
 def _is_held(entry: Path) -> bool:
-    """Whether it is a directory whose process lives."""
     if entry.is_symlink() or not entry.is_dir():
         return False
     descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -226,7 +231,10 @@ def _is_held(entry: Path) -> bool:
 def why_unwritable(path: Path) -> str | None:
     """Why nothing can be made at `path`, by the nearest folder there; None where it can be."""
     ground = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-    if ground.is_dir() and os.access(ground, os.W_OK | os.X_OK):
+    probe = aside_path(ground / "probe")
+    with suppress(OSError):  # nothing but trying says it: root may write to /proc by its mode, and cannot
+        probe.mkdir()
+        probe.rmdir()
         return None
     return f"{path} cannot be written, as {ground} does not allow it"
 

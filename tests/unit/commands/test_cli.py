@@ -251,7 +251,7 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
     reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
     task = next(task for task in environment.tasks("train") if task.answer == 7)
-    assert play(environment, task=task.id, source=io.StringIO("5\n8\nI say\n7\n"), color="never") == 0
+    play(environment, task=task.id, source=io.StringIO("5\n8\nI say\n7\n"), color="never")
     out = capsys.readouterr().out
     told = [out.index(words) for words in ("higher", "lower", "A number, please.", "terminated after 4 turns, return 1")]
     assert told == sorted(told)
@@ -286,7 +286,7 @@ def test_a_line_break_that_ends_responses_reaches_the_environment_and_breaks_no_
             self.said.append(response)
             return Step("\n", terminated=len(self.said) == 3)
 
-    assert play(Echo(), source=io.StringIO("five\n\nsix</end> more\n"), color="never") == 0
+    play(Echo(), source=io.StringIO("five\n\nsix</end> more\n"), color="never")
     assert Echo.said == ["five\n", "\n", "six</end>"]
     header = capsys.readouterr().out.splitlines()[0]
     assert header == "task a. You are the policy: a response ends with Enter; Ctrl-D leaves."
@@ -342,7 +342,7 @@ def run(tmp_path: Path) -> Path:
         write_text(run.config, "run: {}\n")
         steps = [f'{{"step": {step}, "train/reward": {step / 10}, "time/step_s": 30}}\n' for step in range(1, 5)]
         write_text(run.metrics, "".join(steps))
-        write_json(run.summary, {"status": "finished", "steps": 4, "written": {"run": "x"}})
+        write_json(run.summary, {"status": "finished", "steps": 4, "seconds": 130, "written": {"run": "x"}})
         episodes = [
             {"task_id": f"t{n}", "attempt": 0, "prompt": "Who?", "answer": ["Ann"], "reward": float(n == 1), "stop": "terminated",
              "turns": [{"response": f"guess {n}", "observation": "<information>doc</information>"}],
@@ -365,8 +365,9 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_show_prints_summary_and_the_last_episodes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, str(run))
-    for text in ("step 4 after 2:00", "reward 0.400", "status", "finished", "t0@4", "guess 1", "<information>doc</information>",
-                 "reward 1", "expected Ann", "tokens: 3 prompt, 4 sampled, 5 observed"):  # fmt: skip
+    for text in ("step 4 after 2:00", "reward 0.400", "finished after 4 steps and 2:10", "t0@4", "guess 1",
+                 "<information>doc</information>", "reward 1", "expected Ann",
+                 "tokens: 3 prompt, 4 sampled, 5 observed"):  # fmt: skip
         assert text in out
     assert "@2" not in out and "\033" not in out
 

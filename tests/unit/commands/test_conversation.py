@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 
@@ -53,21 +54,23 @@ def test_nobody_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not set(capsys.readouterr().out) & set("\x1b\x07\x9b\r")
 
 
-def test_two_conversations_stand_beside_each_other_in_80_columns() -> None:
+def test_two_conversations_stand_beside_each_other_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     heard = [("after", Conversation(PLAIN, live=False)), ("before", Conversation(PLAIN, live=False))]
     tell(heard[0][1], ("p", "look it up " * 8), (LONG, "<answer> y </answer>"))
     tell(heard[1][1], ("p", "<answer> I guess </answer>"))
     heard[1][1].finish("max_turns", "")
-    lines = side_by_side(heard, PLAIN, 80).splitlines()
+    lines = side_by_side(heard, PLAIN).splitlines()
     assert all(len(line) <= 80 and line[38:41] == " │ " for line in lines)
     assert lines[0].split("│")[1].strip() == "before" and "I guess" in lines[1]
     assert "cut: max_turns" in lines[-1] and any("… 3 more lines" in line for line in lines)
 
 
 def test_columns_are_drawn_while_they_are_written_and_stand_whole_at_the_end(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Columns(["before", "after"], PLAIN, live=True) as columns:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with Columns(["before", "after"], PLAIN) as columns:
         (_, before), (_, after) = columns.heard
         before.shown("prompt")
         before.said("I gu", False)

@@ -71,10 +71,9 @@ def test_the_folder_of_an_evaluation_is_shown(run: Path, tmp_path: Path, capsys:
 
 def test_a_time_says_what_it_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 2 after 20 s from the start, evaluations included" in shown(capsys, str(run), "--trajectories", "0")
-    write_json(tmp_path / "summary.json", {"seconds": 614})
+    write_json(tmp_path / "summary.json", {"status": "finished", "steps": 1, "seconds": 614})
     write_frame(tmp_path, [{"step": 1, "time/evaluate_s": 70.0}])
-    told = "10:14 from start to end, 1:10 of it in evaluations"
-    assert told in shown(capsys, str(tmp_path), "--trajectories", "0")
+    assert "finished after 1 step and 10:14" in shown(capsys, str(tmp_path), "--trajectories", "0")
 
 
 def test_a_configuration_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

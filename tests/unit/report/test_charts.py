@@ -11,7 +11,6 @@ import pytest
 from rlflow.report import charts
 from rlflow.report.charts import (
     CURVE_COLORS,
-    NARROW,
     PHASE_COLORS,
     comparison_svg,
     phase_shares,
@@ -59,9 +58,8 @@ def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str,
     content = (tmp_path / "p.png").read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["p.png"]
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000
-    for width in (charts.WIDE, NARROW):
-        drawn_texts = texts(run_svg(numbered(records), REGISTERED, width))
-        assert any(text.startswith("step") for text in drawn_texts)
+    drawn_texts = texts(run_svg(numbered(records), REGISTERED))
+    assert any(text.startswith("step") for text in drawn_texts)
 
 
 def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
@@ -72,7 +70,7 @@ def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
 def drawn(records: list[dict[str, float]]) -> list[Any]:
     """The axes of the chart of these records: learning, and time where some was measured."""
     with charts.figure(8, 6, size=9) as made:
-        charts.draw_run(made, numbered(records), "exact_match", beside=True)
+        charts.draw_run(made, numbered(records), "exact_match")
         made.canvas.draw()
         return made.axes
 
@@ -102,11 +100,10 @@ def test_a_color_has_one_meaning_and_what_is_0_percent_no_row() -> None:
     assert len(set(colors)) == len(colors)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_names_of_curves_lie_beside_or_below_and_cover_nothing(beside: bool) -> None:
+def test_names_of_curves_lie_beside_them_and_cover_nothing() -> None:
     records = numbered([EVALUATION, *[{**TIMED, "train/reward": 0.9}] * 9])
-    with charts.figure(charts.WIDE if beside else NARROW, 5, size=9) as made:
-        charts.draw_run(made, records, "exact_match", beside)
+    with charts.figure(8.6, 5, size=9) as made:
+        charts.draw_run(made, records, "exact_match")
         made.canvas.draw()
         boxes = [axes.get_window_extent() for axes in made.axes]
         legends = [axes.get_legend().get_window_extent() for axes in made.axes]
@@ -192,5 +189,5 @@ def test_runs_that_coincide_are_all_seen_and_only_measured_intervals_drawn() -> 
     long, short = dashes(plain)
     assert long == pytest.approx(2 * short) and "LineCollection" not in plain
     measured = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
-    assert comparison_svg({"a": measured, "none": []}, NARROW).count("LineCollection") == 1
+    assert comparison_svg({"a": measured, "none": []}).count("LineCollection") == 1
     assert "_a 0.400" in comparison_svg({"_a": same})

@@ -23,10 +23,11 @@ import pytest
 
 from rlflow.report import live
 from rlflow.report.live import LivePage
+from rlflow.report.recorded import RunFiles
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
-from rlflow.storage.files import write_json
+from rlflow.storage.files import write_json, write_text
 from tests.unit.report.crafted import evaluated, small_run, trained, write_frame
 from tests.unit.report.test_page import hostile_run
 
@@ -98,6 +99,16 @@ def test_what_the_browser_knows_is_not_sent_again_until_the_run_has_written_more
     later = now(page, first["version"])
     assert later["version"] == first["version"] + 1
     assert "No group differed" in later["findings"] and "Step 5" in later["overview"]
+
+
+def test_a_second_evaluation_at_a_step_takes_the_place_of_the_first(page: LivePage, run: Path) -> None:
+    page.run = run
+    before = [group["task"] for group in now(page)["index"]["groups"] if group["kind"] == "eval"]
+    file = max(RunFiles.open(run).evaluations.values())
+    lines = file.read_text().splitlines(keepends=True)
+    write_text(file, "".join(line for line in lines if f'"{before[-1]}"' in line))
+    after = [group["task"] for group in now(page)["index"]["groups"] if group["kind"] == "eval"]
+    assert len(after) < len(before) and after[-1] == before[-1]
 
 
 def test_a_look_at_the_files_is_followed_by_a_rest(
@@ -190,9 +201,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        original = live.PageServer
-        monkeypatch.setattr(live, "PageServer", lambda answer: original(answer, port))
+        monkeypatch.setattr(live, "ADDRESS", taken.getsockname())
         page = LivePage(Progress())
         page.close()
     assert page.url == ""

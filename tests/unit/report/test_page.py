@@ -197,3 +197,11 @@ def test_the_command_writes_the_page_into_the_run(
     assert "is a directory; expected a file" in capsys.readouterr().err
     (tmp_path / "trajectories.jsonl").write_text("")  # of an evaluation that somebody put there
     assert RunFiles.open(tmp_path).is_run and RunFiles.open(tmp_path).training
+
+
+def test_a_configuration_is_read_as_a_run_reads_it(tmp_path: Path) -> None:
+    run = RunFiles.open(write_frame(tmp_path / "run", [], "run: {name: no}\ntrainer: {lr: 1e-6}\n"))
+    assert run.settings == {"run.name": "no", "trainer.lr": 1e-6}
+    (run.path / "config.yaml").write_text("a: &a [1]\nb: *a\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:2: .* alias"):
+        assert RunFiles.open(run.path).config

@@ -155,6 +155,12 @@ def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -
         read_json(tmp_path / "c.json")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_a_place_that_takes_no_directory_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"run\.directory: /proc/x cannot be written"):
+        RunDirectory.check("/proc/x")
+
+
 def test_a_mistyped_name_is_not_resumed_as_a_new_run(tmp_path: Path) -> None:
     make_run(tmp_path / "my-demo", (1,)).close()
     for open_ in (RunDirectory.check, RunDirectory.create):

@@ -109,8 +109,7 @@ def found_name(gpus: int) -> str:
 def test_engines_of_workers_have_gpus_of_their_own(qwen: Architecture) -> None:
     asked = config(*FOUR, "rollout.engine.engines=1", "cluster.rollout_workers=2")
     found = by_phase(gpu_memory(asked, qwen, GPU))
-    assert list(found) == [("GPUs 0 to 3: rank", "rollout"), ("GPUs 0 to 3: rank", "update"),
-                           ("GPUs 4 to 5: vLLM", "rollout")]  # fmt: skip
+    assert list(found) == [("GPUs 0 to 3: rank", "update"), ("GPUs 4 to 5: vLLM", "rollout")]
     assert found["GPUs 4 to 5: vLLM", "rollout"] == {
         "vLLM's share": 40 * GIB, "vLLM's context": memory.VLLM_CONTEXT}  # fmt: skip
     assert not any(part.startswith("vLLM") for part in found["GPUs 0 to 3: rank", "update"])

@@ -11,6 +11,7 @@ import pytest
 from rlflow.config.loading import save_config
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError, ExitCode, ModelError
+from rlflow.run.checkpoints import Checkpoints
 from rlflow.run.origin import CONVERTERS, ModelDirectory, model_directory
 
 
@@ -83,6 +84,27 @@ def test_the_first_converter_that_reads_the_checkpoint_converts_it(
         resolve(tmp_path / "lone", start)
     (tmp_path / "lone" / "weights").write_text("")
     assert resolve(tmp_path / "lone", start) == ModelDirectory(tmp_path / "lone.hf", "lone", None)
+
+
+def test_a_checkpoint_that_is_read_outlives_the_newer_ones(
+    start: Path, tmp_path: Path, installed: Callable[..., None]
+) -> None:
+    installed("Copying")
+    saved = Checkpoints(tmp_path / "checkpoints")
+
+    def save(step: int) -> None:
+        (saved.begin(step) / "weights").write_text("")
+        saved.commit(step, keep=1)
+
+    save(1)
+    with model_directory(saved.path(1), start, print) as model:
+        save(2)
+        assert saved.steps() == [1, 2] and (model.path / "config.json").is_file()
+    with model_directory(model.path, None, print):
+        save(3)
+        assert saved.steps() == [1, 3]
+    save(4)
+    assert saved.steps() == [4]
 
 
 def test_rlflows_own_converter_is_installed() -> None:

@@ -116,6 +116,16 @@ def test_a_curator_is_offered_the_attempts_of_the_run(model: Path, tmp_path: Pat
         assert {task.most_attempts for task in run.source.take(1)} == {12}
 
 
+def test_overwrite_throws_nothing_away_for_a_run_that_cannot_begin(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "curators.py").write_text("def broken(*, tasks, seed):\n    raise ValueError('no order')\n")
+    with open_run(letters_config(model, tmp_path)) as run:
+        run.save()
+    more = f"data.curator={tmp_path}/curators.py:broken", "run.overwrite=true"
+    with pytest.raises((ValueError, ConfigError), match="no order"), open_run(letters_config(model, tmp_path, *more)):
+        pass
+    assert run.directory.saved.steps() == [0] and run.directory.config.is_file()
+
+
 def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(model: Path, tmp_path: Path) -> None:
     filters = "algorithm.filters=[{name: demonstrations, path: x.jsonl}]"
     config = letters_config(model, tmp_path, "trainer.router_replay=rollout", filters)

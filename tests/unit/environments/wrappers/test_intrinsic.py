@@ -12,6 +12,7 @@ import pytest
 
 from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, DataError
+from rlflow.report.reductions import reduced
 from rlflow_environments.wrappers import annotator as annotating
 from rlflow_environments.wrappers.intrinsic import IntrinsicRewards
 from tests.unit.environments.common.chat_server import ChatServer, completion
@@ -202,3 +203,8 @@ def test_it_keeps_the_contract() -> None:
     report = check_environment(environment, episodes=4)
     environment.shutdown()
     assert report.passed, str(report)
+
+
+def test_counts_of_workers_are_added() -> None:
+    counts = {name: 2.0 for name in IntrinsicRewards.metrics if "/" in name}
+    assert reduced([counts, counts], IntrinsicRewards.metrics) == dict.fromkeys(counts, 4.0)
