@@ -134,15 +134,17 @@ class Tokenizer:
     def _encode_behind(self, text: str) -> list[int]:
         """The ids of a text that follows another. Metaspace tokenizers put a blank in front of what
         stands alone, so they get a line break in front, which is cut off."""
-        if self._begins_with_blank and text:
-            start, tokens = self.encode("\n"), self.encode("\n" + text)
+        if (start := self._in_front) and text:
+            tokens = self.encode("\n" + text)
             if tokens[: len(start)] == start:
                 return tokens[len(start) :]
         return self.encode(text)
 
     @functools.cached_property
-    def _begins_with_blank(self) -> bool:
-        return self.decode(self.encode("a") + self.encode("a")) != "aa"
+    def _in_front(self) -> list[int]:
+        """The ids of that line break; [] where no blank is put in front."""
+        blank = self.decode(self.encode("a") + self.encode("a")) != "aa"
+        return self.encode("\n") if blank else []
 
     def without_control(self, text: str) -> str:
         """The text with every control token's text taken apart."""
@@ -248,7 +250,7 @@ class Tokenizer:
                 f"of messages, or set rollout.history={'template' if exact else 'exact'}."
             )
         tokens = self.encode(after)
-        return NextTurn(tokens, max(0, len(tokens) - len(self.encode(rest))))
+        return NextTurn(tokens, max(0, len(tokens) - len(self._encode_behind(rest))))
 
     def _encode_rest(self, rest: str, end: str, closing: int | None) -> list[int]:
         """The ids of what stands behind a response and its end. Encoded alone, it may get a blank
