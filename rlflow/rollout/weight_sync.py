@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, Union
 
 import torch
+from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing
@@ -77,7 +78,14 @@ class SyncReport:
                     one: Any = next(made, None)
                 if one is None:
                     return
-                self._bytes += one.nbytes if isinstance(one, GpuBucket) else one[1].nbytes
+                match one:
+                    case (GpuBucket() as sent) | (str(), Tensor() as sent):
+                        self._bytes += sent.nbytes
+                    case _:
+                        raise RolloutError(
+                            "rollout.load_weights: expected (HuggingFace name, tensor) pairs, "
+                            f"found {one!r:.60}."
+                        )
                 yield one
         finally:
             if isinstance(made, Generator):
