@@ -212,7 +212,6 @@ class RayTrainer(Trainer):
             raise RLFlowError("cluster: the trainer is closed; make a new one")
 
     def _submit(self, method: str, *arguments: Any) -> list[Any]:
-        self._check_open()
         self._phase = method
         return [actor.run.remote(method, *arguments) for actor in self._actors]
 
@@ -226,6 +225,7 @@ class RayTrainer(Trainer):
         come back, the ranks are still in step (all refused the same argument, say) and the trainer
         lives on; else it is closed. So it is where no rank moves any more: the failure then names
         the one that the others wait for, and the log has all stacks."""
+        self._check_open()  # before ray.wait, which would start Ray again
         import ray
 
         waiting = list(pending)

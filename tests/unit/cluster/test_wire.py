@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlflow.cluster.trainer import RayTrainer
 from rlflow.cluster.wire import Parcels, pack, receive, unpack
+from rlflow.errors import RLFlowError
 from rlflow.types import Batch
 
 
@@ -72,3 +74,12 @@ def test_bfloat16_travels_by_its_bits() -> None:
     value = torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16)
     found = unpack(pack(value))
     assert found.dtype is torch.bfloat16 and torch.equal(found.view(torch.int16), value.view(torch.int16))
+
+
+def test_a_closed_trainer_asks_nothing_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose functions start it, where it does not run."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    trainer = object.__new__(RayTrainer)
+    trainer._actors = []
+    with pytest.raises(RLFlowError, match="the trainer is closed"):
+        trainer._gather([])
