@@ -332,7 +332,7 @@ class EpisodePlayer:
             getattr(self._environment, name),
         )
         # A reset that waits for a place must not keep `close` from giving one back
-        kind, late = ("reset", self._close_late) if name == "reset" else ("", id)
+        kind, late = ("reset", self._close_late) if name == "reset" else ("", None)
         return await call(self._threads, method, arguments, self._limits.call_s, what, kind, late)
 
     def _close_late(self, episode: Any) -> None:
