@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Literal, Union
 
@@ -223,6 +230,43 @@ def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
             "model's is floating point "
             f"of shape {shape}. Send the weights of the model that the engine was started with."
         )
+
+
+def check_request(
+    tokens: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    vocab: int,
+    request_id: str | None,
+    in_flight: Collection[str | None],
+    coldest: float = 0.0,
+) -> None:
+    """Raises RolloutError for a request that an engine cannot serve. max_tokens: of a prompt and
+    its completion together. in_flight: ids. coldest: the lowest temperature beside 0."""
+    problem, temperature = "", sampling.temperature
+    low, high = min(tokens, default=0), max((*tokens, *sampling.stop_token_ids), default=0)
+    if not tokens:
+        problem = "the prompt has no tokens; expected at least one"
+    elif len(tokens) >= max_tokens:
+        problem = (
+            f"a prompt of {len(tokens)} tokens leaves no room in the {max_tokens} tokens that it "
+            "and its completion may have: the least of engine.max_tokens, engine.kv_tokens and the "
+            "model's positions"
+        )
+    elif low < 0 or high >= vocab:
+        problem = (
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab}; is the "
+            "tokenizer the model's?"
+        )
+    elif sampling.max_tokens < 1 or not (temperature == 0 or temperature >= coldest):
+        problem = (
+            f"expected max_tokens >= 1 and a temperature of 0 or at least {coldest:g}, found "
+            f"{sampling.max_tokens} and {temperature}"
+        )
+    elif request_id is not None and request_id in in_flight:
+        problem = f"request id '{request_id}' is in flight already; ids must differ"
+    if problem:
+        raise RolloutError(f"engine.generate: {problem}.")
 
 
 def check_sizes(where: str, least: int = 1, **values: float | None) -> None:
