@@ -64,7 +64,7 @@ def test_a_tensor_is_put_once_as_long_as_it_is_the_same(store: Store) -> None:
     first = parcels.send(sent)
     count = len(store.held)
     again = parcels.send(sent.replace(advantages=torch.zeros(3, 4)))
-    assert len(store.held) == count + 1 and again["tokens"] == first["tokens"]
+    assert len(store.held) == count + 1 and again[0]["tokens"] == first[0]["tokens"]
     sent.logprobs[0, 0] = 7.0  # changed where it lies
     assert receive(parcels.send(sent)).logprobs[0, 0] == 7.0
     assert len(store.held) == count + 2
