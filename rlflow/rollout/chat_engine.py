@@ -14,7 +14,7 @@ from typing import Any
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout import Completion, Engine, Sampling
-from rlflow.rollout.tokenizer import NextTurn
+from rlflow.rollout.tokenizer import NextTurn, as_messages
 from rlflow.types import Message, Observation
 
 ROUTE = "/chat/completions"
@@ -53,12 +53,11 @@ class PiecedText:
 
     def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
         """The prompt as messages: text is one of the user."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._numbered(
-            "".join(
-                f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}" for one in messages
-            )
-        )
+        told = [
+            f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}"
+            for one in as_messages(prompt)
+        ]
+        return self._numbered("".join(told))
 
     def encode_text(self, text: str) -> list[int]:
         return self._numbered(_own(text))

@@ -35,7 +35,7 @@ from rlflow.rollout.weight_sync import (
     SyncReport,
     WeightProbe,
     WeightSync,
-    check_answers,
+    compare_probes,
     run_probe,
 )
 from rlflow.types import Group, Task
@@ -325,7 +325,9 @@ class Rollout:
         answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
         if probe is not None:
             with self.synced.part("verify"):
-                check_answers(probe, answers, version)
+                errors = compare_probes(probe, answers, version)
+            for error in filter(None, errors):
+                raise error
 
     def load_and_ask(
         self, weights: Iterable[Sent], version: int, questions: ProbeQuestions | None

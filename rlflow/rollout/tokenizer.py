@@ -46,8 +46,9 @@ class Tokenizer:
         # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that
         # are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
-        self._special_ids = frozenset(marked | set(inner.all_special_ids))
-        self._control = _control_tokens(inner, self._special_ids)
+        self.special_ids = frozenset(marked | set(inner.all_special_ids))
+        """They have no text."""
+        self._control = _control_tokens(inner, self.special_ids)
         self._control_text = re.compile(
             "|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True))
         )
@@ -103,11 +104,6 @@ class Tokenizer:
                 "leave `tools` empty."
             )
         return equipped
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens: they have no text."""
-        return self._special_ids
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone: no special tokens are added. Control tokens in it become what
@@ -169,7 +165,7 @@ class Tokenizer:
         set."""
         if isinstance(prompt, str) and not chat_template:
             return self.encode(prompt)
-        return self.encode(self.render(_as_messages(prompt)))
+        return self.encode(self.render(as_messages(prompt)))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """The chat template's text. Raises ModelError where the tokenizer has no template,
@@ -339,12 +335,9 @@ def cut_text(tokenizer: Any, text: str, closing: str, most: int) -> list[int]:
 def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
     """Raises ConfigError if an observation of the smallest size would be cut to less than its
     frame."""
-    needed = (
-        len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1]))
-        if limit is not None
-        else 0
-    )
-    if limit is not None and needed >= limit and any(frame):
+    if limit is None or not any(frame):
+        return
+    if (needed := sum(len(tokenizer.encode_text(part)) for part in frame)) >= limit:
         raise ConfigError(
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around "
             "it in an observation alone "
@@ -381,7 +374,8 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _as_messages(prompt: Observation) -> list[Message]:
+def as_messages(prompt: Observation) -> list[Message]:
+    """Text is one message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,12 +48,12 @@ class Bucket(Protocol):
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """hash: `tensor_hash` of it."""
+    """hash: `tensor_hash` of it, which two that are equal need not share."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    hash: str
+    hash: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,7 @@ def changes_since(
 ) -> Sequence[Change]:
     """What changed in a bucket since the version before; all words where that had other tensors."""
     before = base.tensors[number] if number < len(base.tensors) else ()
-    if [(one.name, one.dtype, one.shape) for one in before] != [
-        (one.name, one.dtype, one.shape) for one in items
-    ]:
+    if tuple(before) != tuple(items):
         return words
     old = base.buckets[number].get(f"weights of version {base.version}, the one before")
     return [
