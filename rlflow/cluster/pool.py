@@ -360,9 +360,9 @@ class WorkerPool:
     def _dispatch(self) -> None:
         """Gives attempts to the workers that have the newest weights and room."""
         self._due = False
-        version = None if self._target is None else self._target.version
         up = [slot for slot in self._slots if slot.facts is not None and not slot.loading]
-        ready = [slot for slot in up if version is None or slot.passed == version]
+        target = self._target
+        ready = [slot for slot in up if target is None or slot.passed == target.version]
         given: dict[WorkerSlot, list[Sequence[Attempt]]] = {}
         left: list[EpisodeJob] = []
         until = self._time.look() + self.limits.attempt_s
