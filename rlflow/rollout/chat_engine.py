@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
-from rlflow.rollout import Completion, Engine, Sampling
+from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.tokenizer import NextTurn, as_messages
 from rlflow.types import Message, Observation
 
@@ -115,10 +115,8 @@ def messages_of(text: str) -> list[Message]:
     return messages
 
 
-class ChatEngine(Engine):
+class ChatEngine(FixedEngine):
     """POST {url}/chat/completions with the conversation so far. Log-probs are NaN."""
-
-    takes_weights = False
 
     def __init__(
         self,
@@ -228,18 +226,6 @@ class ChatEngine(Engine):
             listed = ", ".join(found[:8]) or "none that it tells"
             raise ConfigError(f"--server {self._base}: give --server-model; its models: {listed}.")
         return found[0]
-
-    async def load_weights(self, weights: Any, version: int) -> None:
-        raise RolloutError("a chat server takes no weights; it is for evaluation.")
-
-    async def pause(self, mode: Any = "keep") -> None:
-        """Nothing to do: nobody updates it."""
-
-    async def resume(self) -> None:
-        """Nothing to do."""
-
-    async def abort(self, request_id: str) -> None:
-        """A request that is under way ends by itself."""
 
     async def close(self) -> None:
         self.hang_up()

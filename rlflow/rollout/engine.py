@@ -194,6 +194,28 @@ class Engine(ABC):
         )
 
 
+class FixedEngine(Engine):
+    """An engine without weights of its own, so that nothing is loaded, and nothing paused for it; a
+    request that is under way ends by itself."""
+
+    takes_weights = False
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        raise RolloutError(f"{type(self).__name__}: it takes no weights; it is for evaluation.")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Nobody updates it."""
+
+    async def resume(self) -> None:
+        """It was never paused."""
+
+    async def abort(self, request_id: str) -> None:
+        """The request ends by itself."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
 async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
     """The pairs of either kind of `Weights`; those of a plain iterable without a pause in
     between."""
