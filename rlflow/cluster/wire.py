@@ -60,7 +60,7 @@ def receive(sent: tuple[References, References]) -> Batch:
     what it selects, the rows that it works on."""
     import ray
 
-    def values(some: References) -> dict[str, Tensor]:
+    def values(some: References) -> dict[str, Any]:
         packed = zip(some, ray.get(list(some.values())), strict=True)
         return {name: unpack(one, copy=False) for name, one in packed}
 

@@ -78,7 +78,8 @@ class SyncReport:
                     one: Any = next(made, None)
                 if one is None:
                     return
-                match one:
+                given: object = one
+                match given:
                     case (GpuBucket() as sent) | (str(), Tensor() as sent):
                         self._bytes += sent.nbytes
                     case _:

@@ -241,6 +241,8 @@ def make_vllm_server_engines(
     files = None if folder is None else SharedFiles(folder, keep=True)
     experts = experts_named(path) if routes else None
 
+    carrier = files.carrier if files else None
+
     def connect(one: str) -> VLLMEngine:
         server = VLLMServer(
             "folder" if files else None,
@@ -251,7 +253,7 @@ def make_vllm_server_engines(
             retry_s=retry_s,
             experts=experts,
         )
-        return VLLMEngine(path, tokenizer, server, files and files.carrier, **options)
+        return VLLMEngine(path, tokenizer, server, carrier, **options)
 
     return _all_ready(map(connect, urls), _begin)
 
