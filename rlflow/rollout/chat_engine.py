@@ -28,8 +28,7 @@ _PRIVATE = str.maketrans(dict.fromkeys((MESSAGE, CONTENT, BEGIN, END)))
 _OPENING = re.compile(r"</([^<>/\s]+)>$")
 WARNING = (
     "a chat server takes and gives text: what was sampled is not known token by token, limits in "
-    "tokens hold roughly, "
-    "and scores may differ from those of the same model as --model DIR"
+    "tokens hold roughly, and scores may differ from those of the same model as --model DIR"
 )
 
 
@@ -47,8 +46,8 @@ class PiecedText:
         """Raises ConfigError: a server answers with calls in a form of its own, not with text."""
         raise ConfigError(
             f"--server: this environment presents {len(tools)} tool(s) in the chat template, and a "
-            "server would "
-            "answer with calls instead of text; take a protocol without tools, or --model DIR."
+            "server would answer with calls instead of text; take a protocol without tools, or "
+            "--model DIR."
         )
 
     def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
@@ -194,8 +193,7 @@ class ChatEngine(FixedEngine):
         if reply.status in (401, 403, 404):
             raise ConfigError(
                 f"--server {self._base}: status {reply.status}: {reply.excerpt}. Correct the "
-                "address, "
-                "--server-model, or the key in the variable of --api-key-variable."
+                "address, --server-model, or the key in the variable of --api-key-variable."
             )
         if reply.status != 200:  # this conversation alone, which may be too long for the model
             raise RolloutError(f"{self._base}: status {reply.status}: {reply.excerpt}")

@@ -249,8 +249,8 @@ def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise ModelError(
             f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the "
-            "model's is floating point "
-            f"of shape {shape}. Send the weights of the model that the engine was started with."
+            f"model's is floating point of shape {shape}. Send the weights of the model that the "
+            "engine was started with."
         )
 
 

@@ -215,9 +215,8 @@ class LoopWatch:
         if self._unanswered * self.poll_s > self._limit_s:
             raise RolloutError(
                 f"rollout: its event loop has not answered for {self._limit_s:g} s "
-                "(rollout.faults.call_s), it is in "
-                f"{self._thread.place()}. An async method must not block; a plain one (def, not "
-                "async def) runs in a thread."
+                f"(rollout.faults.call_s), it is in {self._thread.place()}. An async method must "
+                "not block; a plain one (def, not async def) runs in a thread."
             )
 
 

@@ -99,9 +99,8 @@ class Tokenizer:
             found = "its chat template has no place for them" if template else "no chat template"
             raise ModelError(
                 "tokenizer: the environment's `tools` are shown by a chat template, found "
-                f"{found}; "
-                "take a model that is trained on tool calls, or describe them in the prompt and "
-                "leave `tools` empty."
+                f"{found}; take a model that is trained on tool calls, or describe them in the "
+                "prompt and leave `tools` empty."
             )
         return equipped
 
@@ -340,8 +339,7 @@ def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None)
     if (needed := sum(len(tokenizer.encode_text(part)) for part in frame)) >= limit:
         raise ConfigError(
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around "
-            "it in an observation alone "
-            f"takes {needed}. Raise it, or remove it."
+            f"it in an observation alone takes {needed}. Raise it, or remove it."
         )
 
 

@@ -257,8 +257,7 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
             raise RolloutError(
                 engine.failure
                 or f"weight sync: the engine did not answer the probe of version {version} in "
-                f"{PROBE_TIMEOUT_S:.0f} s; is it "
-                "paused? Resume it before the sync is verified."
+                f"{PROBE_TIMEOUT_S:.0f} s; is it paused? Resume it before the sync is verified."
             )
         await asyncio.wait({asked}, timeout=min(left_s, 1.0))
     completions = asked.result()

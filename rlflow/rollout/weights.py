@@ -221,10 +221,8 @@ def verified(offer: Offer, words: Sequence[Sequence[Words]]) -> list[tuple[str, 
             if tensor is None or tensor_hash(item.name, tensor) != item.hash:
                 raise RolloutError(
                     f"weights of version {offer.version}: expected '{item.name}' as {item.dtype} "
-                    "of shape "
-                    f"{item.shape} with the hash {item.hash[:12]}, found {part.nbytes} bytes that "
-                    "are not "
-                    "it: it was damaged on its way. Read it again."
+                    f"of shape {item.shape} with the hash {item.hash[:12]}, found {part.nbytes} "
+                    "bytes that are not it: it was damaged on its way. Read it again."
                 )
             found.append((item.name, tensor))
     return found

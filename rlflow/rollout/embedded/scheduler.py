@@ -371,8 +371,8 @@ class Scheduler:
         if not self.statistics.preempted:
             logger.warning(
                 "the key-value pool of %d tokens is full: the youngest requests give way and are "
-                "computed again later. A "
-                "larger engine.kv_tokens, or a smaller max_concurrency, is faster.",
+                "computed again later. A larger engine.kv_tokens, or a smaller max_concurrency, is "
+                "faster.",
                 self.block_manager.count * BLOCK_SIZE,
             )
         self.statistics.preempted += 1
