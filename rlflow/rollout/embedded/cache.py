@@ -21,7 +21,7 @@ CALL_PADDING = 1.25  # a call's padded keys and values, in shares of the real on
 MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
 
 
-class Part(NamedTuple):
+class PrefillPart(NamedTuple):
     """Positions start:stop of a row; the first of them is the flat token `offset`."""
 
     row: int
@@ -180,7 +180,7 @@ class KeyValueCache:
 
         return attend
 
-    def _prefilling_call(self, tables: Tensor, parts: Sequence[Part]) -> AttentionCall:
+    def _prefilling_call(self, tables: Tensor, parts: Sequence[PrefillPart]) -> AttentionCall:
         rows, start, stop, offset = torch.tensor(parts, device=tables.device).unbind(1)
         count = (stop - start)[:, None]
         steps = torch.arange(max(part.stop - part.start for part in parts), device=tables.device)
@@ -245,12 +245,12 @@ def _similar(lengths: Sequence[int], counts: Sequence[int] | None = None) -> Ite
     yield slice(first, len(lengths))
 
 
-def _cut(spans: Sequence[tuple[int, int]]) -> list[Part]:
+def _cut(spans: Sequence[tuple[int, int]]) -> list[PrefillPart]:
     """Every row's span, those cut whose masks would be large."""
     parts, offset = [], 0
     for row, (start, stop) in enumerate(spans):
         step = max(1, MASK_ELEMENTS // (CALL_ROWS * stop))
         for at in range(start, stop, step):
-            parts.append(Part(row, at, min(at + step, stop), offset + at - start))
+            parts.append(PrefillPart(row, at, min(at + step, stop), offset + at - start))
         offset += stop - start
     return parts

@@ -176,7 +176,11 @@ class EmbeddedEngine(Engine):
             tokens=list(tokens),
             sampling=sampling,
             id=request_id,
-            stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids, self._stop_rows),
+            stop_row=self._stops.row(
+                sampling.stop,
+                sampling.stop_token_ids,
+                lambda: {other.stop_row for other in self._scheduler.in_flight()},
+            ),
             seed=seed & MOST_SEED,
             future=self._enter_loop().create_future(),
             priority=priority,
@@ -296,10 +300,6 @@ class EmbeddedEngine(Engine):
             raise RolloutError(f"engine: {self._broken}; load complete weights first.")
         ids = self._scheduler.ids
         check_request(tokens, sampling, self.max_tokens, self._vocab, request_id, ids)
-
-    def _stop_rows(self) -> set[int]:
-        """Those of the requests in flight."""
-        return {sequence.stop_row for sequence in self._scheduler.in_flight()}
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

@@ -55,8 +55,6 @@ class ModelRunner:
         self._stops = stops
         self._version = torch.zeros((), dtype=torch.int64, device=model.device)
         self._graphs = None if capture is None else DecodeGraphs(slots, self._decode, capture)
-        self._order: Sequence[int] = ()
-        self._batch = torch.zeros(0, dtype=torch.int64, device=model.device)
 
     @property
     def version(self) -> int:
@@ -97,16 +95,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
-        """One token for each of the slots, the longest first. `order` is a new list where it
-        changed."""
+        """One token for each of the slots, the longest first."""
         if self._graphs is not None:
             return self._outcome(order, *self._graphs.run(order))
-        if order is not self._order:
-            self._order, self._batch = order, torch.tensor(order, device=self._model.device)
+        batch = torch.tensor(order, device=self._model.device)
         slots = self._slots
         lengths = [slots.length[slot] for slot in order]
-        sampled = self._decode(self._batch, None, lengths)
-        return self._outcome(order, self._batch, *sampled)
+        sampled = self._decode(batch, None, lengths)
+        return self._outcome(order, batch, *sampled)
 
     def _decode(
         self, batch: Tensor, blocks: int | None, lengths: Sequence[int] | None = None

@@ -87,7 +87,9 @@ class StopTable:
     Most tokens cannot complete any of the strings, so text is decoded only for those whose own text
     holds a string's last character (or, where that is not ASCII, an incomplete character)."""
 
-    def __init__(self, vocab: int, tokenizer: Callable[[], Tokenizer], device: torch.device) -> None:
+    def __init__(
+        self, vocab: int, tokenizer: Callable[[], Tokenizer], device: torch.device
+    ) -> None:
         self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
         self._tokenizer = tokenizer
         self._rows: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}

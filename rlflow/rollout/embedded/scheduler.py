@@ -76,8 +76,6 @@ class Scheduler:
         self._by_id, self._says_routes = by_id, routes
         self.runner = ModelRunner(model, self._cache, self._slots, stops, capture)
         self._decoding: set[int] = set()  # running slots whose cache lacks the last token only
-        # The decoding slots, longest first; None where they changed
-        self._order: list[int] | None = None
         self._widen(max_tokens if capture is not None else min(FIRST_WIDTH, max_tokens))
 
     @property
@@ -137,7 +135,6 @@ class Scheduler:
         if self.running.get(slot) is sequence:
             del self.running[slot]
             self._decoding.discard(slot)
-            self._order = None
             self._slots.put_back(slot)
 
     def forget_cache(self) -> None:
@@ -147,7 +144,6 @@ class Scheduler:
             self._slots.drop_blocks(slot)
         self.block_manager.forget()
         self._decoding.clear()
-        self._order = None
 
     def free_cache(self) -> None:
         """Gives the cache's memory back; `allocate_cache` before the next step. What runs is
@@ -284,7 +280,6 @@ class Scheduler:
                 self._slots.cached[chunk.slot] = chunk.stop
             blocks = self._slots.blocks[chunk.slot][: blocks_for(chunk.stop)]
             self.block_manager.publish(chunk.tokens[: chunk.stop], blocks)
-        self._order = None
         return outcome
 
     # --- decode --------------------------------------------------------------------------------
@@ -301,10 +296,9 @@ class Scheduler:
                     self._preempt(slot)
         if not self._decoding:
             return
-        if self._order is None:
-            self._order = sorted(self._decoding, key=lambda slot: (-slots.length[slot], slot))
-        self._widen(slots.length[self._order[0]] + 1)
-        self._finish(self.runner.decode(self._order))
+        order = sorted(self._decoding, key=lambda slot: (-slots.length[slot], slot))
+        self._widen(slots.length[order[0]] + 1)
+        self._finish(self.runner.decode(order))
 
     def _finish(self, outcome: list[tuple[int, int]]) -> None:
         """Ends the sequences that are done with the tokens just sampled: (slot, flag of the stop
@@ -334,8 +328,7 @@ class Scheduler:
             return True
         starting = slot not in self._decoding
         # Blocks that those who decode will want soon: without them they would be preempted at once.
-        reserved = len(self._decoding) if starting else 0
-        while self.block_manager.free < count + reserved:
+        while self.block_manager.free < count + (len(self._decoding) if starting else 0):
             victim = self._victim(slot, starting and bool(self._decoding))
             if victim is None:
                 return False
@@ -344,7 +337,6 @@ class Scheduler:
             else:
                 self.statistics.evicted += 1
                 self._slots.drop_blocks(victim)
-            reserved = len(self._decoding) if starting else 0
         return True
 
     def _victim(self, slot: int, patient: bool) -> int | None:
@@ -378,4 +370,3 @@ class Scheduler:
         self.statistics.preempted += 1
         self._slots.drop_blocks(slot)
         self._decoding.discard(slot)
-        self._order = None
