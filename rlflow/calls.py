@@ -61,7 +61,7 @@ class CallThreads:
         limit_s: float,
         what: str,
         kind: str = "",
-        late: Callable[[Any], object] = id,
+        late: Callable[[Any], object] | None = None,
     ) -> Any:
         """The function's result, out of a thread; see `guarded` for the errors. The deadline starts
         with the call. late: given, in the loop, what comes after it was given up."""
@@ -72,7 +72,7 @@ class CallThreads:
             def take(outcome: tuple[Any, BaseException | None]) -> None:
                 if not ended.done():
                     ended.set_result(outcome)
-                elif outcome[1] is None:
+                elif late is not None and outcome[1] is None:
                     late(outcome[0])
 
             def answer(result: Any, error: BaseException | None) -> None:
@@ -118,7 +118,7 @@ async def call(
     limit_s: float,
     what: str,
     kind: str = "",
-    late: Callable[[Any], object] = id,
+    late: Callable[[Any], object] | None = None,
 ) -> Any:
     """The result of a plain or async method; a plain one runs in a thread, with so many others of
     its kind. late: given what a plain one returns after it was given up.

@@ -37,9 +37,8 @@ class StoredBucket:
         except ray.exceptions.GetTimeoutError:
             raise RolloutError(
                 f"{what}: waited {GET_S:g} s for {self.bytes >> 20} MiB from Ray's object store; "
-                "is the "
-                "network between the machines as fast as it should be, and their store large "
-                "enough?"
+                "is the network between the machines as fast as it should be, and their store "
+                "large enough?"
             ) from None
         except ray.exceptions.RayError as error:
             raise RolloutError(
@@ -61,8 +60,8 @@ def put(values: list[Any]) -> StoredBucket:
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         raise RolloutError(
             f"weights: {size >> 20} MiB do not fit into Ray's object store of "
-            f"{store_bytes() >> 20} MiB, "
-            f"nor on the disk that it falls back to ({first_line(error)}); {SMALL}."
+            f"{store_bytes() >> 20} MiB, nor on the disk that it falls back to "
+            f"({first_line(error)}); {SMALL}."
         ) from None
 
 
@@ -80,8 +79,7 @@ def check_room(needed: int) -> None:
     if found < needed:
         logger.warning(
             "weights: two versions and what is under way take %d MiB, and the smallest object "
-            "store of "
-            "Ray here has %d MiB: Ray writes the rest to disk, which is slower; %s.",
+            "store of Ray here has %d MiB: Ray writes the rest to disk, which is slower; %s.",
             needed >> 20, found >> 20, SMALL,
         )  # fmt: skip
 

@@ -43,12 +43,9 @@ class Placement:
             self.close()
             raise
         here = own_node()  # first: only there the driver can start engines
-
-        def key(bundle: int) -> tuple[bool, Any]:
-            return found[bundle].node != here, found[bundle].order
-
-        self._order = sorted(range(count), key=key)
-        self.bundles = tuple(found[bundle] for bundle in self._order)
+        placed = sorted(enumerate(found), key=lambda one: (one[1].node != here, one[1].order))
+        self._order = [bundle for bundle, _ in placed]
+        self.bundles = tuple(place for _, place in placed)
 
     def options(self, index: int, cpus: float, gpus: float = 0.0) -> dict[str, Any]:
         """Of an actor, for the place of that index, of which it takes so much."""

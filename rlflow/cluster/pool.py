@@ -16,15 +16,9 @@ from typing import Any
 from rlflow.calls import RunningTime, deadline
 from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerSlot, chosen, weight_reads
-from rlflow.errors import (
-    ConfigError,
-    EnvironmentContractError,
-    ModelError,
-    RLFlowError,
-    RolloutError,
-)
-from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.event_loop import LoopThread, cancel_all
+from rlflow.errors import RLFlowError, RolloutError, described
+from rlflow.rollout.episodes import MISTAKES, Attempt
+from rlflow.rollout.event_loop import LoopThread, all_of, cancel_all
 from rlflow.rollout.players import Inbox
 from rlflow.rollout.weight_sync import WeightProbe, compare_probes
 from rlflow.rollout.workers import Loaded, Update, WorkerFacts, WorkerNews
@@ -32,8 +26,6 @@ from rlflow.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
-"""Errors of the set-up, which every worker would meet: the run ends."""
 TURN_S = 0.25
 LONGEST_BACK_OFF_S = 60.0
 FAILED_LOADS = 3  # of weights, in a row, that cost a worker its place
@@ -50,12 +42,10 @@ class WorkerPool:
         launch: Callable[[str], Handle],
         count: int,
         read: Callable[[Any], Trajectory],
-        limits: PoolLimits | None = None,
+        limits: PoolLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits or PoolLimits()
-        self._launch = launch
-        self._read = read
+        self.limits, self._launch, self._read = limits, launch, read
         self._time = RunningTime(TURN_S, clock)
         self._slots = [WorkerSlot(str(number)) for number in range(count)]
         self._target: Update | None = None
@@ -119,13 +109,11 @@ class WorkerPool:
         if probe is None:
             return
         current = [(slot, slot.loaded) for slot in self._slots if self._is_current(slot)]
-        asked = [
-            (slot, one) for slot, one in current if one is not None and one.answers is not None
-        ]
+        asked = [(slot, one, one.answers) for slot, one in current if one and one.answers]
         if asked:
-            answers = [one.answers for _, one in asked if one.answers is not None]
+            answers = [given for _, _, given in asked]
             errors = compare_probes(probe, answers, asked[0][1].version)
-            self._loop.run(self._judge([(*one, error) for one, error in zip(asked, errors)]))
+            self._loop.run(self._judge([(*one[:2], error) for one, error in zip(asked, errors)]))
             self.check()
 
     def play(self, attempts: Sequence[Attempt], inbox: Inbox) -> None:
@@ -134,8 +122,7 @@ class WorkerPool:
         job = EpisodeJob(attempts, inbox, {attempt.request_id for attempt in attempts})
 
         async def wait() -> None:
-            ahead = sum(other.first for other in self._waiting)
-            self._waiting.insert(ahead if job.first else len(self._waiting), job)
+            self._waiting.append(job)
             self._dispatch_soon()
 
         self._loop.start(wait())
@@ -144,8 +131,9 @@ class WorkerPool:
         """Forgets attempts; of a job the others too."""
 
         async def forget() -> None:
-            mine = [job for job in self._waiting if job.inbox is inbox and job.left & request_ids]
-            self._waiting = [job for job in self._waiting if job not in mine]
+            self._waiting = [
+                job for job in self._waiting if job.inbox is not inbox or not job.left & request_ids
+            ]
             for slot in self._slots:
                 names = request_ids & slot.jobs.keys()
                 gone = [name for name in names if slot.jobs[name].inbox is inbox]
@@ -173,9 +161,8 @@ class WorkerPool:
                 logger.info("a rollout worker does not say what its environment reports: %s", error)
                 return None
 
-        up = [slot for slot in self._slots if slot.facts is not None]
-        asked = self._loop.start_all([ask(slot) for slot in up])
-        return [report for one in asked if (report := one.result()) is not None]
+        found = self._loop.run(all_of(ask(slot) for slot in self._slots if slot.facts is not None))
+        return [report for report in found if report is not None]
 
     def counts(self) -> dict[str, float]:
         """`workers/` metrics since the last call."""
@@ -220,10 +207,7 @@ class WorkerPool:
         slot.handle = self._launch(slot.name)
         parts = [asyncio.ensure_future(part) for part in (self._look(slot), self._work(slot))]
         try:
-            await asyncio.wait([*parts, slot.broken], return_when=asyncio.FIRST_COMPLETED)
-            for part in (slot.broken, *parts):
-                if part.done():
-                    part.result()
+            await asyncio.gather(slot.broken, *parts)
         finally:
             for part in parts:
                 part.cancel()
@@ -233,8 +217,7 @@ class WorkerPool:
 
     async def _look(self, slot: WorkerSlot) -> None:
         """Hears what happens in the worker, and whether it still answers."""
-        limits = self.limits
-        async with deadline(limits.place_s, "the cluster's making room for it"):
+        async with deadline(self.limits.place_s, "the cluster's making room for it"):
             news: WorkerNews = await slot.call("look")
         slot.placed = True
         while True:
@@ -244,10 +227,10 @@ class WorkerPool:
             late = [name for name, job in slot.jobs.items() if now > job.until]
             if late:
                 raise RolloutError(
-                    f"{len(late)} attempts did not end within {limits.attempt_s:g} s, {late[0]} "
-                    "for one"
+                    f"{len(late)} attempts did not end within {self.limits.attempt_s:g} s, "
+                    f"{late[0]} for one"
                 )
-            async with deadline(limits.answer_s, "a look at it"):
+            async with deadline(self.limits.answer_s, "a look at it"):
                 news = await slot.call("look")
 
     async def _work(self, slot: WorkerSlot) -> None:
@@ -265,13 +248,20 @@ class WorkerPool:
             if self._target is None or self._is_current(slot):
                 self._dispatch_soon()
                 continue
-            taken = await self._load(slot, self._target, failed)
-            failed = 0 if taken else failed + 1
-            if not taken:
-                slot.outdated.set()
+            async with deadline(limits.start_s, "taking over weights"):
+                try:
+                    await self._load(slot, self._target)
+                    failed = 0
+                except RLFlowError as error:
+                    failed += 1
+                    told = "rollout worker %s could not take over weights, %d times so far: %s"
+                    logger.warning(told, slot.name, failed, error)
+                    if failed == FAILED_LOADS or isinstance(error, ActorDied):
+                        raise
+                    slot.outdated.set()
 
-    async def _load(self, slot: WorkerSlot, target: Update, failed: int) -> bool:
-        """Whether the worker took over the weights. Raises the third failure in a row."""
+    async def _load(self, slot: WorkerSlot, target: Update) -> None:
+        """The worker takes over the weights."""
         # The trainer has no longer what it would be compared with
         if slot.loaded is not None and slot.handle is not None:
             slot.handle.call("cancel", list(slot.jobs))
@@ -279,30 +269,19 @@ class WorkerPool:
             self._lost += slot.lose(told)
         slot.loading, slot.loaded = True, None
         try:
-            async with deadline(self.limits.start_s, "taking over weights"):
-                try:
-                    taken: Loaded = await slot.call("load", target)
-                except RLFlowError as error:
-                    told = "rollout worker %s could not take over weights, %d times so far: %s"
-                    logger.warning(told, slot.name, failed + 1, error)
-                    if failed + 1 >= FAILED_LOADS or isinstance(error, ActorDied):
-                        raise
-                    return False
+            taken: Loaded = await slot.call("load", target)
         finally:
             slot.loading = False
         slot.loaded = taken
         slot.reads.append(taken)
         if taken.answers is None:
             self._pass(slot)
-        return True
 
     def _give_up(self, slot: WorkerSlot, error: Exception) -> float:
         """The worker is lost, with all that it plays; another process takes its place after so many
         seconds, later the more often that happens."""
         limits = self.limits
-        reason = (
-            str(error) if isinstance(error, RLFlowError) else f"{type(error).__name__}: {error}"
-        )
+        reason = str(error) if isinstance(error, RLFlowError) else described(error)
         lost = slot.lose(reason)
         self._lost += lost
         slot.failures += slot.placed  # one for which there is no room has done nothing wrong
@@ -342,12 +321,14 @@ class WorkerPool:
 
     async def _judge(self, found: Sequence[tuple[WorkerSlot, Loaded, RLFlowError | None]]) -> None:
         """What the probe says of workers: no error, or which."""
-        there = [(slot, error) for slot, loaded, error in found if slot.loaded is loaded]
-        wrong = {slot: error for slot, error in there if error is not None}
-        for slot, error in there:
+        wrong: dict[WorkerSlot, RLFlowError] = {}
+        for slot, loaded, error in found:
+            if slot.loaded is not loaded:
+                continue  # another process is there by now
             if error is None:
                 self._pass(slot)
             else:
+                wrong[slot] = error
                 slot.fail(error)
         if wrong and all(slot.facts is None or slot in wrong for slot in self._slots):
             self._failure = next(iter(wrong.values()))
@@ -379,13 +360,13 @@ class WorkerPool:
     def _dispatch(self) -> None:
         """Gives attempts to the workers that have the newest weights and room."""
         self._due = False
-        version = None if self._target is None else self._target.version
         up = [slot for slot in self._slots if slot.facts is not None and not slot.loading]
-        ready = [slot for slot in up if version is None or slot.passed == version]
+        target = self._target
+        ready = [slot for slot in up if target is None or slot.passed == target.version]
         given: dict[WorkerSlot, list[Sequence[Attempt]]] = {}
         left: list[EpisodeJob] = []
         until = self._time.look() + self.limits.attempt_s
-        for job in self._waiting:
+        for job in sorted(self._waiting, key=lambda job: not job.first):
             slot = chosen(ready, job)
             if slot is None:
                 left.append(job)

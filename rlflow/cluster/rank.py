@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from rlflow.cluster.placement import own_node, prepare_process
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.watching import Doing, Work
-from rlflow.cluster.wire import pack, receive
+from rlflow.cluster.wire import References, pack, receive
 from rlflow.gpu_buckets import GpuBucket
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.timer import PeakMemory
@@ -22,16 +21,6 @@ from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.options import Routing
 
 SAVING = ("save", "begin_save")
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where ranks meet. timeout_s: of their collectives."""
-
-    host: str
-    port: int
-    world: int
-    timeout_s: float
 
 
 class TrainerRank:
@@ -77,8 +66,9 @@ class TrainerRank:
         finally:
             self.work.end()
 
-    def open_rendezvous(self, world: int, timeout_s: float) -> Rendezvous:
-        """Opens the store at which the ranks meet, on a port that the system picks."""
+    def open_rendezvous(self, world: int) -> tuple[str, int]:
+        """Opens the store at which the ranks meet, on a port that the system picks; returns host
+        and port."""
         host = LOOPBACK if self.local else own_node()
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -86,22 +76,22 @@ class TrainerRank:
         self.store = torch.distributed.TCPStore(
             host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
         )
-        return Rendezvous(host, port, world, timeout_s)
+        return host, port
 
-    def join(self, rank: int, place: Rendezvous) -> None:
-        """Meets the others."""
+    def join(self, rank: int, place: tuple[str, int], world: int, timeout_s: float) -> None:
+        """Meets the others at a host and port. timeout_s: of their collectives."""
         self.rank = rank
         store = self.store
         if store is None:
-            store = torch.distributed.TCPStore(place.host, place.port, place.world, is_master=False)
+            store = torch.distributed.TCPStore(*place, world, is_master=False)
         if self.gpu:
             torch.cuda.set_device(0)  # each rank sees its own device only
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if self.gpu else "gloo",
             store=store,
             rank=rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=place.timeout_s),
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
             device_id=torch.device("cuda", 0) if self.gpu else None,
         )
 
@@ -110,13 +100,15 @@ class TrainerRank:
         return self._from_first(self.trainer.routing)
 
     def score(
-        self, batch: dict[str, Any], model: str, want: tuple[str, ...], top_k: int
+        self, batch: tuple[References, References], model: str, want: tuple[str, ...], top_k: int
     ) -> dict[str, Any] | None:
         with self.memory.measure("score"):
             scores = self.trainer.score(receive(batch), model, want, top_k)
         return self._from_first({name: pack(value) for name, value in scores.items()})
 
-    def update(self, batch: dict[str, Any], loss: LossFunction) -> dict[str, float] | None:
+    def update(
+        self, batch: tuple[References, References], loss: LossFunction
+    ) -> dict[str, float] | None:
         with self.memory.measure("update"):
             return self._from_first(self.trainer.update(receive(batch), loss))
 

@@ -124,9 +124,8 @@ def connect(
             return None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
-            quiet |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, **(options or {})}
-            cores = max(cpus, os.cpu_count() or 1)
-            quiet |= {"address": "local", "num_cpus": cores}
+            quiet |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
+            quiet |= {"num_cpus": max(cpus, os.cpu_count() or 1), **(options or {})}
             return _start(session, partial(_start_local, quiet))
         try:
             _probe(address)

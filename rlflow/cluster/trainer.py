@@ -26,7 +26,7 @@ from rlflow.cluster.actors import (
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.watching import Doing, Stillness, verdict
-from rlflow.cluster.wire import Parcels, unpack
+from rlflow.cluster.wire import Parcels, References, unpack
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing, joined
 from rlflow.matmul import PRODUCTS
@@ -198,12 +198,15 @@ class RayTrainer(Trainer):
     def _meet(self, ranks: int) -> None:
         """Joins the ranks to one process group."""
         self._phase, limit_s = "join", COLLECTIVE_LIMITS * self._stall_timeout_s
-        opened = self._actors[0].run.remote("open_rendezvous", ranks, limit_s)
-        (place,) = self._gather([opened], max(START_S, self._stall_timeout_s))
-        joining = enumerate(self._actors)
-        self._gather([actor.run.remote("join", rank, place) for rank, actor in joining])
+        opened = self._actors[0].run.remote("open_rendezvous", ranks)
+        place = self._gather([opened], max(START_S, self._stall_timeout_s))[0]
+        joining = [
+            actor.run.remote("join", rank, place, ranks, limit_s)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self._gather(joining)
 
-    def _share(self, batch: Batch) -> dict[str, Any]:
+    def _share(self, batch: Batch) -> tuple[References, References]:
         self._check_open()  # before ray.put, which would start Ray again
         return self._parcels.send(batch)
 
@@ -212,7 +215,6 @@ class RayTrainer(Trainer):
             raise RLFlowError("cluster: the trainer is closed; make a new one")
 
     def _submit(self, method: str, *arguments: Any) -> list[Any]:
-        self._check_open()
         self._phase = method
         return [actor.run.remote(method, *arguments) for actor in self._actors]
 
@@ -226,6 +228,7 @@ class RayTrainer(Trainer):
         come back, the ranks are still in step (all refused the same argument, say) and the trainer
         lives on; else it is closed. So it is where no rank moves any more: the failure then names
         the one that the others wait for, and the log has all stacks."""
+        self._check_open()  # before ray.wait, which would start Ray again
         import ray
 
         waiting = list(pending)

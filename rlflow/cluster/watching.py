@@ -43,9 +43,8 @@ class Doing:
 class Work:
     """Of one rank: the call that its working thread is in, to be looked at from another thread."""
 
-    def __init__(self) -> None:
-        self._phase = ""
-        self._thread = 0
+    _phase = ""
+    _thread = 0
 
     def begin(self, phase: str) -> None:
         self._phase, self._thread = phase, threading.get_ident()

@@ -3,6 +3,7 @@ copy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rlflow.rollout.weights import mapped
 from rlflow.types import Batch
+
+References = dict[str, Any]
+"""Of tensors in Ray's object store, by name."""
 
 
 def pack(value: Tensor) -> tuple[Any, str]:
@@ -34,30 +38,31 @@ class Parcels:
     def __init__(self) -> None:
         self._stored = WeakTensorKeyDictionary()
 
-    def send(self, batch: Batch) -> dict[str, Any]:
-        """The fields that the batch has, by name, as references."""
-        fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        named = {**fields, **{f"extras.{name}": value for name, value in batch.extras.items()}}
-        return {name: self._reference(value) for name, value in named.items()}
+    def send(self, batch: Batch) -> tuple[References, References]:
+        """The fields that the batch has, and its extras."""
+        return self._references(vars(batch)), self._references(batch.extras)
 
-    def _reference(self, value: Tensor) -> Any:
+    def _references(self, values: Mapping[str, Any]) -> References:
         import ray
 
-        version, reference = self._stored.get(value, (-1, None))
-        if version != value._version:
-            reference = ray.put(pack(value))
-            self._stored[value] = (value._version, reference)
-        return reference
+        found = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                version, found[name] = self._stored.get(value, (-1, None))
+                if version != value._version:
+                    found[name] = ray.put(pack(value))
+                    self._stored[value] = (value._version, found[name])
+        return found
 
 
-def receive(sent: dict[str, Any]) -> Batch:
+def receive(sent: tuple[References, References]) -> Batch:
     """What `Parcels.send` sent, in Ray's memory: on one machine all ranks share it, and each copies
     what it selects, the rows that it works on."""
     import ray
 
-    values = [unpack(packed, copy=False) for packed in ray.get(list(sent.values()))]
-    named: dict[str, Any] = dict(zip(sent, values, strict=True))
-    extras = {name: named.pop(name) for name in list(named) if name.startswith("extras.")}
-    return Batch(
-        **named, extras={name.removeprefix("extras."): value for name, value in extras.items()}
-    )
+    def values(some: References) -> dict[str, Any]:
+        packed = zip(some, ray.get(list(some.values())), strict=True)
+        return {name: unpack(one, copy=False) for name, one in packed}
+
+    fields, extras = map(values, sent)
+    return Batch(**fields, extras=extras)

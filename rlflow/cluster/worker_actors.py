@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.cluster.actors import end_actor, start_actor, why_failed
@@ -47,13 +48,21 @@ class RayWorkers:
         placement: Placement | None = None,
     ) -> None:
         self._session: RaySession | None = connect(address, cpus, room_for(store_bytes))
-        self._make = make
-        self._threads, self._gpus, self._each, self._placement = threads, gpus, each, placement
-        self._local = address is None
-        self._products = dict(PRODUCTS.chosen())
+        products = dict(PRODUCTS.chosen())
+
+        def launch(name: str) -> Handle:
+            seen = None if gpus else ""
+            options: dict[str, Any] = {"num_cpus": threads, "num_gpus": each if gpus else 0}
+            if placement is not None:
+                first = int(name) * each
+                seen = ",".join(bundle.gpu for bundle in placement.bundles[first : first + each])
+                options = placement.options(first, threads, gpus)
+            arguments = (seen, address is None, make, name, threads, products)
+            return RayWorker(start_actor(WorkerActor, options, [LOOK, REPORT], *arguments))
+
         try:
             check_room(store_bytes)
-            self.pool = WorkerPool(self._launch, count, read, limits)
+            self.pool = WorkerPool(launch, count, read, limits)
             if placement is not None:
                 await_all(self.pool)  # vLLM measures its GPU while it starts: ranks take none yet
         except BaseException:
@@ -68,20 +77,6 @@ class RayWorkers:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-    def _launch(self, name: str) -> Handle:
-        seen: str | None = None if self._gpus else ""
-        options: dict[str, Any] = {
-            "num_cpus": self._threads,
-            "num_gpus": self._each if self._gpus else 0,
-        }
-        if self._placement is not None:
-            first = int(name) * self._each
-            mine = self._placement.bundles[first : first + self._each]
-            seen = ",".join(bundle.gpu for bundle in mine)
-            options = self._placement.options(first, self._threads, self._gpus)
-        arguments = (seen, self._local, self._make, name, self._threads, self._products)
-        return RayWorker(start_actor(WorkerActor, options, [LOOK, REPORT], *arguments))
 
 
 def await_all(pool: WorkerPool) -> None:
@@ -114,11 +109,11 @@ class WorkerActor:
         return getattr(self._worker, method)(*arguments)
 
 
+@dataclass(frozen=True)
 class RayWorker:
     """A worker's actor, as the pool knows it."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    actor: Any
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """The method's result; the future raises an RLFlowError in one line, ActorDied where the
@@ -133,10 +128,10 @@ class RayWorker:
             else:
                 answered.set_exception(why_failed(error, "its process"))
 
-        asked = self._actor.call.options(**group).remote(method, *arguments)
+        asked = self.actor.call.options(**group).remote(method, *arguments)
         asked.future().add_done_callback(hand_over)
         return answered
 
     def kill(self) -> None:
         """See `end_actor`."""
-        end_actor(self._actor)
+        end_actor(self.actor)

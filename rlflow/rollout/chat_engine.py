@@ -13,8 +13,8 @@ from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
-from rlflow.rollout import Completion, Engine, Sampling
-from rlflow.rollout.tokenizer import NextTurn
+from rlflow.rollout.engine import Completion, FixedEngine, Sampling
+from rlflow.rollout.tokenizer import NextTurn, as_messages
 from rlflow.types import Message, Observation
 
 ROUTE = "/chat/completions"
@@ -28,8 +28,7 @@ _PRIVATE = str.maketrans(dict.fromkeys((MESSAGE, CONTENT, BEGIN, END)))
 _OPENING = re.compile(r"</([^<>/\s]+)>$")
 WARNING = (
     "a chat server takes and gives text: what was sampled is not known token by token, limits in "
-    "tokens hold roughly, "
-    "and scores may differ from those of the same model as --model DIR"
+    "tokens hold roughly, and scores may differ from those of the same model as --model DIR"
 )
 
 
@@ -47,18 +46,17 @@ class PiecedText:
         """Raises ConfigError: a server answers with calls in a form of its own, not with text."""
         raise ConfigError(
             f"--server: this environment presents {len(tools)} tool(s) in the chat template, and a "
-            "server would "
-            "answer with calls instead of text; take a protocol without tools, or --model DIR."
+            "server would answer with calls instead of text; take a protocol without tools, or "
+            "--model DIR."
         )
 
     def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
         """The prompt as messages: text is one of the user."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._numbered(
-            "".join(
-                f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}" for one in messages
-            )
-        )
+        told = [
+            f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}"
+            for one in as_messages(prompt)
+        ]
+        return self._numbered("".join(told))
 
     def encode_text(self, text: str) -> list[int]:
         return self._numbered(_own(text))
@@ -116,10 +114,8 @@ def messages_of(text: str) -> list[Message]:
     return messages
 
 
-class ChatEngine(Engine):
+class ChatEngine(FixedEngine):
     """POST {url}/chat/completions with the conversation so far. Log-probs are NaN."""
-
-    takes_weights = False
 
     def __init__(
         self,
@@ -197,8 +193,7 @@ class ChatEngine(Engine):
         if reply.status in (401, 403, 404):
             raise ConfigError(
                 f"--server {self._base}: status {reply.status}: {reply.excerpt}. Correct the "
-                "address, "
-                "--server-model, or the key in the variable of --api-key-variable."
+                "address, --server-model, or the key in the variable of --api-key-variable."
             )
         if reply.status != 200:  # this conversation alone, which may be too long for the model
             raise RolloutError(f"{self._base}: status {reply.status}: {reply.excerpt}")
@@ -229,18 +224,6 @@ class ChatEngine(Engine):
             listed = ", ".join(found[:8]) or "none that it tells"
             raise ConfigError(f"--server {self._base}: give --server-model; its models: {listed}.")
         return found[0]
-
-    async def load_weights(self, weights: Any, version: int) -> None:
-        raise RolloutError("a chat server takes no weights; it is for evaluation.")
-
-    async def pause(self, mode: Any = "keep") -> None:
-        """Nothing to do: nobody updates it."""
-
-    async def resume(self) -> None:
-        """Nothing to do."""
-
-    async def abort(self, request_id: str) -> None:
-        """A request that is under way ends by itself."""
 
     async def close(self) -> None:
         self.hang_up()

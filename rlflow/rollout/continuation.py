@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rlflow.rollout.engine import Completion, Engine, Sampling, joined_routes
 
 Decode = Callable[[Sequence[int]], str]
 
 
+@dataclass(frozen=True)
 class Continued:
     """`generate` of an engine, which `pause("abort")` interrupts without a trace: what was sampled
     before is fed back as part of the prompt, and the rest is sampled by whatever weights are there
@@ -20,23 +21,22 @@ class Continued:
     itself, so one that the interruption cut in two is looked for here, in no more tokens than it
     can have."""
 
-    def __init__(self, engine: Engine, decode: Decode) -> None:
-        self._engine = engine
-        self._decode = decode
+    engine: Engine
+    decode: Decode
 
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, request_id: str, priority: int = 0
     ) -> Completion:
         """The whole completion; see `Engine.generate`."""
         whole = Completion([], [], [], "paused")
-        seed, parts = None if self._engine.slow_seeds else sampling.seed, list[int]()
+        seed, parts = None if self.engine.slow_seeds else sampling.seed, list[int]()
         while whole.stop == "paused":
             before = len(whole.tokens)
             room = sampling.max_tokens - before
-            cut = before > 0 and _ends_within(self._decode(whole.tokens), sampling.stop)
+            cut = before > 0 and _ends_within(self.decode(whole.tokens), sampling.stop)
             limit = min(room, _longest(sampling.stop)) if cut else room
-            rest = dataclasses.replace(sampling, max_tokens=limit, seed=seed)
-            part = await self._engine.generate([*tokens, *whole.tokens], rest, request_id, priority)
+            rest = replace(sampling, max_tokens=limit, seed=seed)
+            part = await self.engine.generate([*tokens, *whole.tokens], rest, request_id, priority)
             whole.tokens += part.tokens
             whole.logprobs += part.logprobs
             whole.versions += part.versions
@@ -57,7 +57,7 @@ class Continued:
         is dropped."""
         start = max(0, before - _longest(stops))
         for end in range(before + 1, len(whole.tokens) + 1):
-            text = self._decode(whole.tokens[start:end])
+            text = self.decode(whole.tokens[start:end])
             if any(stop in text for stop in stops):
                 for values in (whole.tokens, whole.logprobs, whole.versions):
                     del values[end:]

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Literal, Union
 
@@ -187,6 +194,28 @@ class Engine(ABC):
         )
 
 
+class FixedEngine(Engine):
+    """An engine without weights of its own, so that nothing is loaded, and nothing paused for it; a
+    request that is under way ends by itself."""
+
+    takes_weights = False
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        raise RolloutError(f"{type(self).__name__}: it takes no weights; it is for evaluation.")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Nobody updates it."""
+
+    async def resume(self) -> None:
+        """It was never paused."""
+
+    async def abort(self, request_id: str) -> None:
+        """The request ends by itself."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
 async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
     """The pairs of either kind of `Weights`; those of a plain iterable without a pause in
     between."""
@@ -220,9 +249,46 @@ def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise ModelError(
             f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the "
-            "model's is floating point "
-            f"of shape {shape}. Send the weights of the model that the engine was started with."
+            f"model's is floating point of shape {shape}. Send the weights of the model that the "
+            "engine was started with."
         )
+
+
+def check_request(
+    tokens: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    vocab: int,
+    request_id: str | None,
+    in_flight: Collection[str | None],
+    coldest: float = 0.0,
+) -> None:
+    """Raises RolloutError for a request that an engine cannot serve. max_tokens: of a prompt and
+    its completion together. in_flight: ids. coldest: the lowest temperature beside 0."""
+    problem, temperature = "", sampling.temperature
+    low, high = min(tokens, default=0), max((*tokens, *sampling.stop_token_ids), default=0)
+    if not tokens:
+        problem = "the prompt has no tokens; expected at least one"
+    elif len(tokens) >= max_tokens:
+        problem = (
+            f"a prompt of {len(tokens)} tokens leaves no room in the {max_tokens} tokens that it "
+            "and its completion may have: the least of engine.max_tokens, engine.kv_tokens and the "
+            "model's positions"
+        )
+    elif low < 0 or high >= vocab:
+        problem = (
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab}; is the "
+            "tokenizer the model's?"
+        )
+    elif sampling.max_tokens < 1 or not (temperature == 0 or temperature >= coldest):
+        problem = (
+            f"expected max_tokens >= 1 and a temperature of 0 or at least {coldest:g}, found "
+            f"{sampling.max_tokens} and {temperature}"
+        )
+    elif request_id is not None and request_id in in_flight:
+        problem = f"request id '{request_id}' is in flight already; ids must differ"
+    if problem:
+        raise RolloutError(f"engine.generate: {problem}.")
 
 
 def check_sizes(where: str, least: int = 1, **values: float | None) -> None:

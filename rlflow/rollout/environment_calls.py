@@ -60,8 +60,7 @@ def repeated_id(tasks: Sequence[Task]) -> str:
         if first != number:
             return (
                 f"tasks {first} and {number} have the same id '{task.id:.60}'; seeds, groups and "
-                "what a resumed run "
-                "remembers go by it: give each task an id of its own."
+                "what a resumed run remembers go by it: give each task an id of its own."
             )
     return ""
 
@@ -121,6 +120,5 @@ def _contract(environment: Environment, method: str, expected: str) -> Iterator[
     except BaseException as failure:
         raise EnvironmentContractError(
             f"{type(environment).__name__}.{method}: expected {expected}, found "
-            f"{described(failure)}. Fix it; RLFLOW_DEBUG=1 "
-            "shows where."
+            f"{described(failure)}. Fix it; RLFLOW_DEBUG=1 shows where."
         ) from failure

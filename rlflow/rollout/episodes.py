@@ -29,7 +29,7 @@ from rlflow.errors import (
 )
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, make_segment
-from rlflow.rollout.tokenizer import NextTurn, Tokenizer, cut_text, token_texts
+from rlflow.rollout.tokenizer import NextTurn, Tokenizer, as_messages, cut_text, token_texts
 from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
@@ -87,30 +87,21 @@ class Attempt:
     priority: int | None = None
 
 
+@dataclass(eq=False)
 class EpisodePlayer:
     """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        tokenizer: Tokenizer,
-        limits: EpisodeLimits,
-        threads: CallThreads,
-    ) -> None:
-        self._environment, self._tokenizer = environment, tokenizer
-        self._limits, self._threads = limits, threads
-
-    @property
-    def call_s(self) -> float:
-        """The deadline of a call of the environment."""
-        return self._limits.call_s
+    environment: Environment
+    tokenizer: Tokenizer
+    limits: EpisodeLimits
+    threads: CallThreads
 
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt; ABORTED where the environment or the engine raises."""
-        state = EpisodeState(Branch(self._tokenizer))
+        state = EpisodeState(Branch(self.tokenizer))
         error = ""
         try:
-            async with deadline(self._limits.episode_s, "the episode (rollout.faults.episode_s)"):
+            async with deadline(self.limits.episode_s, "the episode (rollout.faults.episode_s)"):
                 stop = await self._from_reset_to_close(attempt, state, generate)
         except MISTAKES:
             raise
@@ -123,9 +114,9 @@ class EpisodePlayer:
         self, attempt: Attempt, state: EpisodeState, generate: Generate
     ) -> StopReason:
         episode = await self._call("reset", attempt.task)
-        check_episode(self._environment, episode)
+        check_episode(self.environment, episode)
         if episode.opening is not None:
-            check_fields(self._environment, "reset: opening", episode.opening)
+            check_fields(self.environment, "reset: opening", episode.opening)
         try:
             stop = await self._turns(attempt, episode, state, generate)
         except BaseException:
@@ -140,7 +131,7 @@ class EpisodePlayer:
     async def _turns(
         self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate
     ) -> StopReason:
-        limits = self._limits
+        limits = self.limits
         step = replace(episode.opening or Step(), observation=episode.task.prompt)
         while True:
             while not await self._fits(episode, state, step):
@@ -157,8 +148,8 @@ class EpisodePlayer:
             sampling = Sampling(
                 max_tokens=min(most, step.max_tokens or most),
                 temperature=self._temperature(attempt),
-                stop=tuple(self._environment.stop if step.stop is None else step.stop),
-                stop_token_ids=self._tokenizer.eos_ids,
+                stop=tuple(self.environment.stop if step.stop is None else step.stop),
+                stop_token_ids=self.tokenizer.eos_ids,
                 seed=attempt.seeds(episode.turns),
             )
             started = time.monotonic()
@@ -174,10 +165,10 @@ class EpisodePlayer:
                 return StopReason.MAX_TURNS
 
     def _temperature(self, attempt: Attempt) -> float:
-        return self._limits.temperature if attempt.temperature is None else attempt.temperature
+        return self.limits.temperature if attempt.temperature is None else attempt.temperature
 
     def _max_turns(self, episode: Episode) -> int:
-        return most_turns(self._environment, episode.task, self._limits.max_turns)
+        return most_turns(self.environment, episode.task, self.limits.max_turns)
 
     async def _fits(self, episode: Episode, state: EpisodeState, step: Step) -> bool:
         """Appends the prompt or observation; False if the policy cannot answer it."""
@@ -196,26 +187,23 @@ class EpisodePlayer:
         prompt = functools.partial(self._prompt, step.observation, step.tools)
         tokens, state.here = await self._beside(len(state.prompt), prompt)
         state.spans = [TokenSpan(tokens)]
-        return len(tokens) < self._limits.max_total_tokens
+        return len(tokens) < self.limits.max_total_tokens
 
     async def _beside(self, characters: int, work: Callable[[], T]) -> T:
         """What the work on so many characters returns: out of a thread where they are many, as
         the other episodes need the loop. Not out of asyncio's, where agents may wait."""
         if characters <= LONG_TEXT:
             return work()
-        return await self._threads.run(work, self._limits.call_s, "tokenizing", "tokenizing")
+        return await self.threads.run(work, self.limits.call_s, "tokenizing", "tokenizing")
 
     def _prompt(
         self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[int], Branch]:
         """The ids of a conversation's prompt, and the place in front of its first response."""
-        chat = self._limits.chat_template
-        tokenizer = self._tokenizer if tools is None else self._tokenizer.with_tools(tools)
-        messages: list[Message] | None = None
-        if not isinstance(prompt, str):
-            messages = list(prompt)
-        elif chat:
-            messages = [{"role": "user", "content": prompt}]
+        chat = self.limits.chat_template
+        tokenizer = self.tokenizer if tools is None else self.tokenizer.with_tools(tools)
+        talks = chat or not isinstance(prompt, str)
+        messages = list(as_messages(prompt)) if talks else None
         return tokenizer.encode_prompt(prompt, chat), Branch(tokenizer, messages=messages)
 
     async def _answer(
@@ -232,16 +220,16 @@ class EpisodePlayer:
             raise RolloutError(f"the engine ended the request early: it was {completion.stop}.")
         start = state.length
         stop = start + len(completion.tokens)
-        response = self._tokenizer.decode(completion.tokens)
+        response = self.tokenizer.decode(completion.tokens)
         state.respond(completion, response)
         turn = Turn(len(state.segments), start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
-        texts = functools.partial(token_texts, self._tokenizer, completion.tokens)
+        texts = functools.partial(token_texts, self.tokenizer, completion.tokens)
         episode.sampled = SaidTokens(start, completion.logprobs, texts)
         state.responses_cut += episode.cut
-        full = full or stop >= self._limits.max_total_tokens
+        full = full or stop >= self.limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         try:
             step = await self._call("step", episode, response)
@@ -256,7 +244,7 @@ class EpisodePlayer:
 
     def _take(self, state: EpisodeState, step: Step) -> None:
         """Records what a step says of the last response and of the episode."""
-        check_step(self._environment, step, len(state.turns) - 1)
+        check_step(self.environment, step, len(state.turns) - 1)
         for turn in state.turns[-1:]:  # none where the prompt was too long
             turn.reward += float(step.reward)
             turn.observation = _as_text(step.observation)
@@ -270,7 +258,7 @@ class EpisodePlayer:
         """Appends the observation; False if it leaves no room for another response."""
         if step.replace:
             state.replace(
-                {turn: self._tokenizer.encode_text(text) for turn, text in step.replace.items()}
+                {turn: self.tokenizer.encode_text(text) for turn, text in step.replace.items()}
             )
         characters = len(_as_text(step.observation))
         if state.here.messages is not None:
@@ -281,7 +269,7 @@ class EpisodePlayer:
         turn, place = await self._beside(characters, next_turn)
         seen = place.spans[: place.count] if turn.again is None else []
         length = sum(len(span.tokens) for span in seen)
-        if length + len(turn.tokens) >= self._limits.max_total_tokens:
+        if length + len(turn.tokens) >= self.limits.max_total_tokens:
             return False
         if turn.again is not None or after != last:
             state.fork(seen, turn.again or length)
@@ -298,25 +286,25 @@ class EpisodePlayer:
             return NextTurn(tokens), place
         place = state.places[after]
         if isinstance(step.observation, str):
-            tokens = self._tokenizer.encode_text(step.observation)
-            most = self._limits.max_observation_tokens
+            tokens = self.tokenizer.encode_text(step.observation)
+            most = self.limits.max_observation_tokens
             if most is not None and len(tokens) > most:
-                closing = self._environment.frame[1]
-                tokens = cut_text(self._tokenizer, step.observation, closing, most)
+                closing = self.environment.frame[1]
+                tokens = cut_text(self.tokenizer, step.observation, closing, most)
                 state.observations_cut += 1
             if place.messages is not None:
-                speech = place.speech + self._tokenizer.decode(tokens)
+                speech = place.speech + self.tokenizer.decode(tokens)
                 place = replace(place, speech=speech)
             return NextTurn(tokens), place
         if place.messages is None:
             raise EnvironmentContractError(
-                f"{type(self._environment).__name__}.step: the observation consists of messages, "
+                f"{type(self.environment).__name__}.step: the observation consists of messages, "
                 "but the prompt is plain text; make the prompt messages too, or set "
                 "rollout.chat_template."
             )
-        end = place.last if place.last in self._tokenizer.eos_ids else None
-        said = self._tokenizer.without_control(place.speech)  # a fork reads it again, as text
-        exact = self._limits.history == "exact"
+        end = place.last if place.last in self.tokenizer.eos_ids else None
+        said = self.tokenizer.without_control(place.speech)  # a fork reads it again, as text
+        exact = self.limits.history == "exact"
         turn = place.tokenizer.encode_turn(place.messages, said, step.observation, end, exact)
         if turn.again is not None:
             seen = [token for span in place.spans[: place.count] for token in span.tokens]
@@ -327,13 +315,11 @@ class EpisodePlayer:
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         """The result of an environment's method, within the deadline."""
-        what, method = (
-            f"{type(self._environment).__name__}.{name}",
-            getattr(self._environment, name),
-        )
+        what = f"{type(self.environment).__name__}.{name}"
+        method = getattr(self.environment, name)
         # A reset that waits for a place must not keep `close` from giving one back
-        kind, late = ("reset", self._close_late) if name == "reset" else ("", id)
-        return await call(self._threads, method, arguments, self._limits.call_s, what, kind, late)
+        kind, late = ("reset", self._close_late) if name == "reset" else ("", None)
+        return await call(self.threads, method, arguments, self.limits.call_s, what, kind, late)
 
     def _close_late(self, episode: Any) -> None:
         """Closes an episode that came after its deadline."""

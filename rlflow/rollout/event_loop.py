@@ -115,17 +115,24 @@ class LoopThread:
 
     def watch(self, limit_s: float) -> LoopWatch:
         """Who waits for this loop's work asks it from time to time whether the loop still turns."""
-        return LoopWatch(self._loop, self._thread, limit_s, lambda: self.on_wait())
+        return LoopWatch(self, limit_s)
+
+    def ask(self) -> threading.Event:
+        """Set by the loop when it turns."""
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered
 
     def answers(self, timeout_s: float = CANCEL_TIMEOUT_S) -> bool:
         """Whether the loop turns, or does so again in time."""
-        answered = threading.Event()
-        self._loop.call_soon_threadsafe(answered.set)
-        return answered.wait(timeout_s)
+        return self.ask().wait(timeout_s)
 
     def place(self) -> str:
         """The place in the code that it is at."""
-        return where(self._thread)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "no code"
+        return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
     def close(self) -> None:
         """Stops the loop and ends its thread; one that does not end is left alone, and does not
@@ -137,7 +144,7 @@ class LoopThread:
             logger.warning(
                 "%s: still in %s after %g s; left alone",
                 self._thread.name,
-                where(self._thread),
+                self.place(),
                 CLOSE_TIMEOUT_S,
             )
         else:
@@ -190,49 +197,27 @@ class LoopWatch:
     """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own
     deadlines."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        thread: threading.Thread,
-        limit_s: float,
-        on_wait: Callable[[], object],
-    ) -> None:
+    def __init__(self, thread: LoopThread, limit_s: float) -> None:
         self.poll_s = min(1.0, limit_s / 4)
-        self._loop = loop
-        self._thread = thread
-        self._limit_s = limit_s
-        self._on_wait = on_wait
-        self._answered = threading.Event()
-        self._answered.set()
+        self._thread, self._limit_s = thread, limit_s
+        self._answered = thread.ask()
         self._unanswered = 0
 
     def check(self) -> None:
         """Called every `poll_s`. Raises RolloutError where the loop has not answered for `limit_s`,
         counted in calls, so that a process that was stopped for a while is not blamed."""
-        self._on_wait()
+        self._thread.on_wait()
         if self._answered.is_set():
             self._unanswered = 0
-            self._answered.clear()
-            self._loop.call_soon_threadsafe(self._answered.set)
+            self._answered = self._thread.ask()
             return
         self._unanswered += 1
         if self._unanswered * self.poll_s > self._limit_s:
             raise RolloutError(
                 f"rollout: its event loop has not answered for {self._limit_s:g} s "
-                "(rollout.faults.call_s), it is in "
-                f"{where(self._thread)}. An async method must not block; a plain one (def, not "
-                "async def) runs in a thread."
+                f"(rollout.faults.call_s), it is in {self._thread.place()}. An async method must "
+                "not block; a plain one (def, not async def) runs in a thread."
             )
-
-
-def where(thread: threading.Thread) -> str:
-    """The place in the code that a thread is at."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    return (
-        "no code"
-        if frame is None
-        else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-    )
 
 
 async def all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -77,15 +77,13 @@ class Groups:
         self._tasks = {task.id: task for task in tasks}
         self._clock = clock
         self._open: dict[int, IssuedGroup] = {}  # by number, in the order of issue
-        self._flying: dict[
-            str, tuple[IssuedGroup, int]
-        ] = {}  # by request id: group and number of the attempt
+        # By request id: group and number of the attempt
+        self._flying: dict[str, tuple[IssuedGroup, int]] = {}
         self._issued = 0
         self._taken = 0  # groups of the current step
         self._ended = 0  # attempts, since groups were claimed last
-        self._again = self._short = (
-            0  # groups that became too old, or ended short, since the last report
-        )
+        # Groups that became too old, or ended short, since the last report
+        self._again = self._short = 0
         self._exhausted = False
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
@@ -297,17 +295,15 @@ class Groups:
         aborted = [trajectory for trajectory in attempts if not trajectory.usable]
         if not aborted:
             return
-        first, share = (
-            f"task '{aborted[0].task_id}': {aborted[0].error}",
-            self._terms.max_aborted_share,
-        )
-        logger.warning("%d of %d episodes aborted; first: %s", len(aborted), len(attempts), first)
+        first, share = aborted[0], self._terms.max_aborted_share
+        told = f"task '{first.task_id}': {first.error}"
+        logger.warning("%d of %d episodes aborted; first: %s", len(aborted), len(attempts), told)
         if len(aborted) > share * len(attempts):
             some = len(aborted) < len(attempts)  # an evaluation bears all but these
             limit = f", more than max_aborted_share={share}" if some else ""
             raise RolloutError(
                 f"rollout: {len(aborted)} of {len(attempts)} episodes were aborted{limit}; first: "
-                f"{first}"
+                f"{told}"
             )
 
     def _in_flight(self) -> Iterator[IssuedAttempt]:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -105,16 +106,12 @@ class Inbox:
         """The events since the last call, waited for at most that long. Raises the error of a
         Failure."""
         found: list[Event] = []
-        try:
-            items = (
-                self._items.get(timeout=timeout_s) if timeout_s > 0 else self._items.get_nowait()
-            )
+        with suppress(Empty):
             while True:
-                for item in items:
+                for item in self._items.get(timeout_s > 0, timeout_s):
                     found += self._wanted(item)
-                items = self._items.get_nowait()
-        except Empty:
-            return found
+                timeout_s = 0.0
+        return found
 
     def _wanted(self, item: Event | Failure) -> list[Event]:
         if isinstance(item, Failure):
@@ -167,7 +164,7 @@ class LocalPlayer:
         self._episodes = episodes
         self._version = version
         self._turn = turn
-        self._watch = thread.watch(episodes.call_s)
+        self._watch = thread.watch(episodes.limits.call_s)
         self._inbox = Inbox(wake)
         self._running: dict[str, Running[None]] = {}  # by request id
         self._places: dict[str, int] = {}  # the number of the engine

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rlflow.codec import Response, Transcripts
 from rlflow.errors import RLFlowError, RolloutError
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights
+from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.players import Ended, LocalPlayer
@@ -42,7 +42,7 @@ def replay(
             one.player.close()
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine(FixedEngine):
     """An engine that has no model: request by request it says what a script holds."""
 
     max_concurrency = AT_A_TIME
@@ -84,21 +84,6 @@ class ScriptedEngine(Engine):
             [-1] * len(said),
             "length" if response.end == "length" else "stop",
         )
-
-    async def load_weights(self, weights: Weights, version: int) -> None:
-        """There are none."""
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Nothing is sampled."""
-
-    async def resume(self) -> None:
-        """Nothing is sampled."""
-
-    async def abort(self, request_id: str) -> None:
-        """A response takes no time."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 class _Played:

@@ -35,7 +35,7 @@ from rlflow.rollout.weight_sync import (
     SyncReport,
     WeightProbe,
     WeightSync,
-    check_answers,
+    compare_probes,
     run_probe,
 )
 from rlflow.types import Group, Task
@@ -325,7 +325,8 @@ class Rollout:
         answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
         if probe is not None:
             with self.synced.part("verify"):
-                check_answers(probe, answers, version)
+                for error in filter(None, compare_probes(probe, answers, version)):
+                    raise error
 
     def load_and_ask(
         self, weights: Iterable[Sent], version: int, questions: ProbeQuestions | None
@@ -347,11 +348,9 @@ class Rollout:
             waking = all_of(engine.wake() for engine in self.engines if engine.sleeps)
             self.memory_taken = sum(thread.run(waking))
         self.resume()  # before the probe, which a paused engine never answers
-        answers: list[list[Completion]] = []
         with report.part("verify"):
-            if questions is not None:
-                asked = (run_probe(one, questions, version) for one in unhashed)
-                answers = thread.run(all_of(asked))
+            asked = (run_probe(one, questions, version) for one in unhashed) if questions else ()
+            answers = thread.run(all_of(asked))
         self.version = version
         return answers
 

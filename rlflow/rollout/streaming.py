@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
+from rlflow.rollout.embedded.block_manager import common_prefix
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights
 from rlflow.rollout.tokenizer import Tokenizer
 
@@ -32,12 +32,6 @@ class StreamingEngine(Engine):
     def __init__(self, inner: Engine, tokenizer: Tokenizer, listener: Listener) -> None:
         self.inner, self.listener = inner, listener
         self.max_tokens, self.max_concurrency = inner.max_tokens, 1
-        self.hashes_weights, self.dtype, self.weight_names = (
-            inner.hashes_weights,
-            inner.dtype,
-            inner.weight_names,
-        )
-        self.takes_device_tensors = inner.takes_device_tensors
         self._tokenizer = tokenizer
         self._known: list[int] = []  # what the last completion ended with, its prompt included
 
@@ -66,8 +60,7 @@ class StreamingEngine(Engine):
     def _new(self, tokens: list[int]) -> list[int]:
         """The tokens behind those that the last completion had in common: from where an earlier
         turn was rewritten, all of another episode's."""
-        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, self._known))
-        return tokens[sum(1 for _ in shared) :]
+        return tokens[common_prefix(tokens, self._known) :]
 
     def _joined(self, whole: Completion, piece: Completion, stop: Sequence[str]) -> Completion:
         """Both, up to the token that completes a stop string, which may have begun in an earlier
@@ -109,6 +102,3 @@ class StreamingEngine(Engine):
 
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
-
-    async def weights_digest(self) -> str:
-        return await self.inner.weights_digest()

@@ -46,8 +46,9 @@ class Tokenizer:
         # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that
         # are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
-        self._special_ids = frozenset(marked | set(inner.all_special_ids))
-        self._control = _control_tokens(inner, self._special_ids)
+        self.special_ids = frozenset(marked | set(inner.all_special_ids))
+        """They have no text."""
+        self._control = _control_tokens(inner, self.special_ids)
         self._control_text = re.compile(
             "|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True))
         )
@@ -98,16 +99,10 @@ class Tokenizer:
             found = "its chat template has no place for them" if template else "no chat template"
             raise ModelError(
                 "tokenizer: the environment's `tools` are shown by a chat template, found "
-                f"{found}; "
-                "take a model that is trained on tool calls, or describe them in the prompt and "
-                "leave `tools` empty."
+                f"{found}; take a model that is trained on tool calls, or describe them in the "
+                "prompt and leave `tools` empty."
             )
         return equipped
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens: they have no text."""
-        return self._special_ids
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone: no special tokens are added. Control tokens in it become what
@@ -134,15 +129,17 @@ class Tokenizer:
     def _encode_behind(self, text: str) -> list[int]:
         """The ids of a text that follows another. Metaspace tokenizers put a blank in front of what
         stands alone, so they get a line break in front, which is cut off."""
-        if self._begins_with_blank and text:
-            start, tokens = self.encode("\n"), self.encode("\n" + text)
+        if (start := self._in_front) and text:
+            tokens = self.encode("\n" + text)
             if tokens[: len(start)] == start:
                 return tokens[len(start) :]
         return self.encode(text)
 
     @functools.cached_property
-    def _begins_with_blank(self) -> bool:
-        return self.decode(self.encode("a") + self.encode("a")) != "aa"
+    def _in_front(self) -> list[int]:
+        """The ids of that line break; [] where no blank is put in front."""
+        blank = self.decode(self.encode("a") + self.encode("a")) != "aa"
+        return self.encode("\n") if blank else []
 
     def without_control(self, text: str) -> str:
         """The text with every control token's text taken apart."""
@@ -167,7 +164,7 @@ class Tokenizer:
         set."""
         if isinstance(prompt, str) and not chat_template:
             return self.encode(prompt)
-        return self.encode(self.render(_as_messages(prompt)))
+        return self.encode(self.render(as_messages(prompt)))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """The chat template's text. Raises ModelError where the tokenizer has no template,
@@ -248,7 +245,7 @@ class Tokenizer:
                 f"of messages, or set rollout.history={'template' if exact else 'exact'}."
             )
         tokens = self.encode(after)
-        return NextTurn(tokens, max(0, len(tokens) - len(self.encode(rest))))
+        return NextTurn(tokens, max(0, len(tokens) - len(self._encode_behind(rest))))
 
     def _encode_rest(self, rest: str, end: str, closing: int | None) -> list[int]:
         """The ids of what stands behind a response and its end. Encoded alone, it may get a blank
@@ -337,16 +334,12 @@ def cut_text(tokenizer: Any, text: str, closing: str, most: int) -> list[int]:
 def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
     """Raises ConfigError if an observation of the smallest size would be cut to less than its
     frame."""
-    needed = (
-        len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1]))
-        if limit is not None
-        else 0
-    )
-    if limit is not None and needed >= limit and any(frame):
+    if limit is None or not any(frame):
+        return
+    if (needed := sum(len(tokenizer.encode_text(part)) for part in frame)) >= limit:
         raise ConfigError(
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around "
-            "it in an observation alone "
-            f"takes {needed}. Raise it, or remove it."
+            f"it in an observation alone takes {needed}. Raise it, or remove it."
         )
 
 
@@ -379,7 +372,8 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _as_messages(prompt: Observation) -> list[Message]:
+def as_messages(prompt: Observation) -> list[Message]:
+    """Text is one message of the user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

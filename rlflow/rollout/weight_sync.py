@@ -17,10 +17,11 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, Union
 
 import torch
+from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing
@@ -77,7 +78,15 @@ class SyncReport:
                     one: Any = next(made, None)
                 if one is None:
                     return
-                self._bytes += one.nbytes if isinstance(one, GpuBucket) else one[1].nbytes
+                given: object = one
+                match given:
+                    case (GpuBucket() as sent) | (str(), Tensor() as sent):
+                        self._bytes += sent.nbytes
+                    case _:
+                        raise RolloutError(
+                            "rollout.load_weights: expected (HuggingFace name, tensor) pairs, "
+                            f"found {one!r:.60}."
+                        )
                 yield one
         finally:
             if isinstance(made, Generator):
@@ -136,6 +145,7 @@ class WeightProbe:
         return ProbeQuestions(tuple(map(tuple, self.prompts)), self.max_tokens, self.temperature)
 
 
+@dataclass(frozen=True)
 class InProcessSync:
     """Hands over references, a few tensors at a time to all engines: there is never a list of all
     weights.
@@ -143,28 +153,21 @@ class InProcessSync:
     What is sent is hashed on its way, as each engine keeps it (its names, its dtype), and compared
     with what the engine says it has. Engines with equal names and dtype share a hash."""
 
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        thread: LoopThread,
-        verify: bool = True,
-        report: SyncReport | None = None,
-    ) -> None:
-        self._engines = engines
-        self._thread = thread
-        self._verify = verify
-        self._report = report or SyncReport()
+    engines: Sequence[Engine]
+    thread: LoopThread
+    verify: bool = True
+    report: SyncReport = field(default_factory=SyncReport)
 
     def push(self, weights: Iterable[Sent], version: int) -> None:
         """See `WeightSync.push`. The engines' loads end, one way or another, before this returns or
         raises."""
-        hashed = [engine for engine in self._engines if self._verify and engine.hashes_weights]
+        hashed = [engine for engine in self.engines if self.verify and engine.hashes_weights]
         hashes: dict[Kept, list[str]] = {_kept(engine): [] for engine in hashed}
-        handover = Handover(self._engines, version)
+        handover = Handover()
         try:
-            self._thread.run(handover.start())
+            self.thread.run(handover.start(self.engines, version))
             for portion in _portions(weights):
-                giving = self._thread.start(handover.put(portion))
+                giving = self.thread.start(handover.put(portion))
                 pairs = [] if isinstance(portion, GpuBucket) else portion
                 for (names, dtype), found in hashes.items():
                     found += [
@@ -175,26 +178,24 @@ class InProcessSync:
                         if names is None or name in names
                     ]
                 giving.result()
-            self._thread.run(handover.finish())
+            self.thread.run(handover.finish())
         except BaseException:
-            self._thread.run(handover.cancel())
+            self.thread.run(handover.cancel())
             raise
-        with self._report.part("verify"):
+        with self.report.part("verify"):
             self._compare(hashed, hashes, version)
 
     def _compare(
         self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int
     ) -> None:
         for engine in hashed:
-            expected, found = (
-                combined_hash(hashes[_kept(engine)]),
-                self._thread.run(engine.weights_digest()),
-            )
+            expected = combined_hash(hashes[_kept(engine)])
+            found = self.thread.run(engine.weights_digest())
             if expected != found:
                 raise RolloutError(
                     f"weight sync: after version {version} the engine's weights hash to "
-                    f"{found[:12]}, those sent to "
-                    f"{expected[:12]}; it would sample from a policy that is not the trainer's."
+                    f"{found[:12]}, those sent to {expected[:12]}; it would sample from a policy "
+                    "that is not the trainer's."
                 )
 
 
@@ -206,21 +207,15 @@ class Handover:
     """One load on several engines: each takes what it gets from a queue that holds one portion of
     it. In the loop's thread."""
 
-    def __init__(self, engines: Sequence[Engine], version: int) -> None:
-        self._engines = engines
-        self._version = version
+    def __init__(self) -> None:
         self._lanes: list[tuple[asyncio.Queue[Portion | None], asyncio.Task[None]]] = []
 
-    async def start(self) -> None:
+    async def start(self, engines: Sequence[Engine], version: int) -> None:
         """Begins the loads, which wait for the first pair."""
-        for engine in self._engines:
+        for engine in engines:
             queue: asyncio.Queue[Portion | None] = asyncio.Queue(maxsize=1)
-            self._lanes.append(
-                (
-                    queue,
-                    asyncio.ensure_future(engine.load_weights(_until_none(queue), self._version)),
-                )
-            )
+            load = engine.load_weights(_until_none(queue), version)
+            self._lanes.append((queue, asyncio.ensure_future(load)))
 
     async def put(self, portion: Portion | None) -> None:
         """Hands a portion to every engine as soon as it took the one before; of a bucket, waits
@@ -262,8 +257,7 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
             raise RolloutError(
                 engine.failure
                 or f"weight sync: the engine did not answer the probe of version {version} in "
-                f"{PROBE_TIMEOUT_S:.0f} s; is it "
-                "paused? Resume it before the sync is verified."
+                f"{PROBE_TIMEOUT_S:.0f} s; is it paused? Resume it before the sync is verified."
             )
         await asyncio.wait({asked}, timeout=min(left_s, 1.0))
     completions = asked.result()
@@ -276,16 +270,6 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
             f"{versions}."
         )
     return completions
-
-
-def check_answers(
-    probe: WeightProbe, answers: Sequence[Sequence[Completion]], version: int
-) -> None:
-    """Raises RolloutError unless the trainer gives the tokens of every engine the log-probs that
-    the engine gave them."""
-    for error in compare_probes(probe, answers, version):
-        if error is not None:
-            raise error
 
 
 def compare_probes(

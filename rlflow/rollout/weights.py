@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,12 +48,12 @@ class Bucket(Protocol):
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """hash: `tensor_hash` of it."""
+    """hash: `tensor_hash` of it, which two that are equal need not share."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    hash: str
+    hash: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,8 @@ def verified(offer: Offer, words: Sequence[Sequence[Words]]) -> list[tuple[str, 
             if tensor is None or tensor_hash(item.name, tensor) != item.hash:
                 raise RolloutError(
                     f"weights of version {offer.version}: expected '{item.name}' as {item.dtype} "
-                    "of shape "
-                    f"{item.shape} with the hash {item.hash[:12]}, found {part.nbytes} bytes that "
-                    "are not "
-                    "it: it was damaged on its way. Read it again."
+                    f"of shape {item.shape} with the hash {item.hash[:12]}, found {part.nbytes} "
+                    "bytes that are not it: it was damaged on its way. Read it again."
                 )
             found.append((item.name, tensor))
     return found
@@ -250,9 +248,7 @@ def changes_since(
 ) -> Sequence[Change]:
     """What changed in a bucket since the version before; all words where that had other tensors."""
     before = base.tensors[number] if number < len(base.tensors) else ()
-    if [(one.name, one.dtype, one.shape) for one in before] != [
-        (one.name, one.dtype, one.shape) for one in items
-    ]:
+    if tuple(before) != tuple(items):
         return words
     old = base.buckets[number].get(f"weights of version {base.version}, the one before")
     return [

@@ -77,7 +77,7 @@ def test_a_reward_that_ignores_the_evidence(world: Path, tmp_path: Path) -> None
 def test_an_engine_with_old_weights(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(rollout: Rollout, weights: object, version: int, probe: object = None) -> None:
         """The engine takes the version for the weights."""
-        rollout.version = rollout.engines[0]._scheduler.version = version
+        rollout.version = rollout.engines[0]._scheduler.runner.version = version
 
     monkeypatch.setattr(Rollout, "load_weights", load)
     assert told(world, tmp_path, "run.steps=6") == [DRIFT]

@@ -71,7 +71,7 @@ def stale_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Weight syncs that reach no engine, and that nobody notices."""
 
     def load(rollout: Rollout, weights: object, version: int, probe: object = None) -> None:
-        rollout.version = rollout.engines[0]._scheduler.version = version
+        rollout.version = rollout.engines[0]._scheduler.runner.version = version
 
     with monkeypatch.context() as patch:
         patch.setattr(Rollout, "load_weights", load)

@@ -3,10 +3,10 @@ several sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,28 +14,34 @@ from torch.nn import functional as F
 
 from rlflow.models.architecture import Architecture
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
+from rlflow.rollout.embedded.decoder import Attend
 
 CALL_ROWS = 4  # sequences in one attention call at the most
 CALL_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
 MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
 
-Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""See rlflow.rollout.embedded.decoder.Attend."""
+
+class PrefillPart(NamedTuple):
+    """Positions start:stop of a row; the first of them is the flat token `offset`."""
+
+    row: int
+    start: int
+    stop: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """Sequences of similar length that one attention call serves.
 
-    rows: which of the batch. blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or
-    queries, n * BLOCK_SIZE), 0 or -inf. queries: (rows, queries), places among the flat tokens;
-    None where row i of the batch has query i. Padding repeats a row's last query; `real` (rows,
-    queries) tells which are not padding."""
+    queries: which of the batch, one query each; or (rows, queries), places among the flat tokens.
+    blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * BLOCK_SIZE), 0
+    or -inf. Padding repeats a row's last query; `real` (rows, queries) tells which are not
+    padding."""
 
-    rows: slice
+    queries: slice | Tensor
     blocks: Tensor
     mask: Tensor
-    queries: Tensor | None = None
     real: Tensor | None = None
 
 
@@ -109,62 +115,54 @@ class KeyValueCache:
         places = _places(table.expand(count, -1), positions)
         return self._routes[places].cpu(), int(self._route_versions[places].min())
 
-    def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
+    def decoding(
+        self, tables: Tensor, positions: Tensor, lengths: Sequence[int] | None = None
+    ) -> Attend:
         """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where
         the new tokens stand, that is lengths - 1; longest first, so that neighbours need little
-        padding."""
-        index = _places(tables, positions)
-        allowed = (
-            torch.arange(blocks_for(lengths[0]) * BLOCK_SIZE, device=tables.device)
-            <= positions[:, None]
-        )
-        mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
-        calls = []
-        for rows in _similar(lengths):
-            count = blocks_for(lengths[rows.start])
-            calls.append(
-                AttentionCall(
-                    rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]
-                )
+        padding. Without lengths it is one call over all blocks of `tables`, with no look at a value
+        on the host: fit for a CUDA graph."""
+        runs = [(slice(0, len(tables)), tables.shape[1])]
+        if lengths is not None:
+            runs = [(rows, blocks_for(lengths[rows.start])) for rows in _similar(lengths)]
+        reach = torch.arange(runs[0][1] * BLOCK_SIZE, device=tables.device)
+        mask = _as_mask(reach <= positions[:, None], self._pool.dtype)[:, None, None]
+        calls = [
+            AttentionCall(
+                rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]
             )
-        return self._decoding_attention(index, calls)
-
-    def decoding_static(self, tables: Tensor, positions: Tensor) -> Attend:
-        """The same in one call over all blocks of `tables`, with no look at a value on the host:
-        fit for a CUDA graph."""
-        allowed = (
-            torch.arange(tables.shape[1] * BLOCK_SIZE, device=tables.device) <= positions[:, None]
-        )
-        mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
-        call = AttentionCall(slice(0, len(positions)), tables.reshape(-1), mask)
-        return self._decoding_attention(_places(tables, positions), [call])
-
-    def prefilling(self, tables: Tensor, starts: Sequence[int], stops: Sequence[int]) -> Attend:
-        """Attention for the flat tokens of several sequences: i brings positions starts[i]:stops[i]
-        of the one whose blocks are tables[i]."""
-        device = tables.device
-        parts = _cut(starts, stops)
-        offsets = [0]
-        for _, start, stop in parts:
-            offsets.append(offsets[-1] + stop - start)
-        places = [
-            _places(
-                tables[row, None].expand(stop - start, -1), torch.arange(start, stop, device=device)
-            )
-            for row, start, stop in parts
+            for rows, count in runs
         ]
-        order = sorted(range(len(parts)), key=lambda part: (-parts[part][2], parts[part][1]))
-        lengths = [parts[part][2] for part in order]
-        counts = [parts[part][2] - parts[part][1] for part in order]
-        calls = []
-        for rows in _similar(lengths, counts):
-            chosen = order[rows]
-            calls.append(
-                self._prefilling_call(
-                    rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]
+        index, groups, dim = _places(tables, positions), self._model.groups, self._model.key_dim
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self._write(layer, index, keys_values)
+            # The heads of a group share its keys: no copies
+            by_group = queries.reshape(len(queries), groups, -1, dim)
+            parts = []
+            for call in calls:
+                keys, values = self._read(layer, call)
+                attended = F.scaled_dot_product_attention(
+                    by_group[call.queries], keys, values, attn_mask=call.mask, scale=self._scale
                 )
-            )
-        index = torch.cat(places)
+                parts.append(attended.reshape(len(attended), -1))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return attend
+
+    def prefilling(self, tables: Tensor, spans: Sequence[tuple[int, int]]) -> Attend:
+        """Attention for the flat tokens of several sequences: i brings the positions of spans[i],
+        (start, stop), of the one whose blocks are tables[i]."""
+        device = tables.device
+        parts = sorted(_cut(spans), key=lambda part: (-part.stop, part.start))
+        lengths = [part.stop for part in parts]
+        counts = [part.stop - part.start for part in parts]
+        calls = [
+            self._prefilling_call(tables, parts[rows]) for rows in _similar(lengths, counts)
+        ]
+        sizes = torch.tensor([stop - start for start, stop in spans], device=device)
+        positions = torch.cat([torch.arange(*span, device=device) for span in spans])
+        index = _places(tables.repeat_interleave(sizes, 0), positions)
         width = self._model.heads * self._model.value_dim
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
@@ -182,40 +180,17 @@ class KeyValueCache:
 
         return attend
 
-    def _decoding_attention(self, index: Tensor, calls: list[AttentionCall]) -> Attend:
-        groups, dim = self._model.groups, self._model.key_dim
-
-        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
-            self._write(layer, index, keys_values)
-            # The heads of a group share its keys: no copies
-            by_group = queries.reshape(len(queries), groups, -1, dim)
-            parts = []
-            for call in calls:
-                keys, values = self._read(layer, call)
-                attended = F.scaled_dot_product_attention(
-                    by_group[call.rows], keys, values, attn_mask=call.mask, scale=self._scale
-                )
-                parts.append(attended.reshape(len(attended), -1))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return attend
-
-    def _prefilling_call(
-        self, rows: slice, tables: Tensor, parts: list[tuple[int, int, int]], offsets: list[int]
-    ) -> AttentionCall:
-        device = tables.device
-        first = torch.tensor([start for _, start, _ in parts], device=device)
-        count = torch.tensor([stop - start for _, start, stop in parts], device=device)
-        steps = torch.arange(max(stop - start for _, start, stop in parts), device=device)
-        within = torch.minimum(steps, count[:, None] - 1)
-        blocks = blocks_for(max(stop for _, _, stop in parts))
-        allowed = (
-            torch.arange(blocks * BLOCK_SIZE, device=device) <= (first[:, None] + within)[..., None]
-        )
-        chosen = tables[torch.tensor([row for row, _, _ in parts], device=device), :blocks]
-        queries = torch.tensor(offsets, device=device)[:, None] + within
+    def _prefilling_call(self, tables: Tensor, parts: Sequence[PrefillPart]) -> AttentionCall:
+        rows, start, stop, offset = torch.tensor(parts, device=tables.device).unbind(1)
+        count = (stop - start)[:, None]
+        steps = torch.arange(max(part.stop - part.start for part in parts), device=tables.device)
+        within = torch.minimum(steps, count - 1)
+        blocks = blocks_for(parts[0].stop)
+        reach = torch.arange(blocks * BLOCK_SIZE, device=tables.device)
+        allowed = reach <= (start[:, None] + within)[..., None]
         mask = _as_mask(allowed, self._pool.dtype)[:, None]
-        return AttentionCall(rows, chosen.reshape(-1), mask, queries, steps < count[:, None])
+        queries = offset[:, None] + within
+        return AttentionCall(queries, tables[rows, :blocks].reshape(-1), mask, steps < count)
 
     def _write(self, layer: int, index: Tensor, keys_values: Tensor) -> None:
         self._pool[layer].view(-1, self._width)[index] = keys_values
@@ -270,10 +245,12 @@ def _similar(lengths: Sequence[int], counts: Sequence[int] | None = None) -> Ite
     yield slice(first, len(lengths))
 
 
-def _cut(starts: Sequence[int], stops: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of every row, those cut whose masks would be large."""
-    parts = []
-    for row, (start, stop) in enumerate(zip(starts, stops)):
+def _cut(spans: Sequence[tuple[int, int]]) -> list[PrefillPart]:
+    """Every row's span, those cut whose masks would be large."""
+    parts, offset = [], 0
+    for row, (start, stop) in enumerate(spans):
         step = max(1, MASK_ELEMENTS // (CALL_ROWS * stop))
-        parts += [(row, at, min(at + step, stop)) for at in range(start, stop, step)]
+        for at in range(start, stop, step):
+            parts.append(PrefillPart(row, at, min(at + step, stop), offset + at - start))
+        offset += stop - start
     return parts

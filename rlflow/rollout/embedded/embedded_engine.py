@@ -16,8 +16,8 @@ from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder, check_complete
 from rlflow.rollout.embedded.graphs import CudaCapture
-from rlflow.rollout.embedded.sampling import Decoding, StopTable
-from rlflow.rollout.embedded.scheduler import EngineStatistics, Scheduler
+from rlflow.rollout.embedded.sampling import StopTable
+from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.rollout.embedded.sequences import SequenceState
 from rlflow.rollout.engine import (
     Completion,
@@ -25,12 +25,14 @@ from rlflow.rollout.engine import (
     PauseMode,
     Sampling,
     Weights,
+    check_request,
     check_sizes,
     each_weight,
 )
 from rlflow.rollout.event_loop import settle
 from rlflow.rollout.tokenizer import Tokenizer
 
+MOST_SEED = 2**63 - 1
 CLOSED = "it was closed; make a new one"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -98,7 +100,7 @@ class EmbeddedEngine(Engine):
     def __init__(
         self,
         path: str | Path,
-        tokenizer: Decoding | None = None,
+        tokenizer: Tokenizer | None = None,
         *,
         max_concurrency: int = 128,
         max_tokens: int | None = None,
@@ -148,6 +150,7 @@ class EmbeddedEngine(Engine):
             routes=routes,
             capture=CudaCapture() if on_gpu and _recorded(cuda_graphs, shape) else None,
         )
+        self.statistics = self._scheduler.statistics
         self._seed, self._arrivals = seed, 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
         self._loading = self._asleep = False
@@ -173,8 +176,12 @@ class EmbeddedEngine(Engine):
             tokens=list(tokens),
             sampling=sampling,
             id=request_id,
-            stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids, self._stop_rows),
-            seed=_as_int64(seed),
+            stop_row=self._stops.row(
+                sampling.stop,
+                sampling.stop_token_ids,
+                lambda: {other.stop_row for other in self._scheduler.in_flight()},
+            ),
+            seed=seed & MOST_SEED,
             future=self._enter_loop().create_future(),
             priority=priority,
         )
@@ -208,7 +215,7 @@ class EmbeddedEngine(Engine):
         finally:
             self._loading = False
         self._broken = ""
-        self._scheduler.version = version
+        self._scheduler.runner.version = version
         self._scheduler.forget_cache()
         self._ensure_driver()
 
@@ -241,12 +248,7 @@ class EmbeddedEngine(Engine):
     @property
     def version(self) -> int:
         """Version of the weights in use; 0 for those of the directory."""
-        return self._scheduler.version
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        """Counts of steps and tokens since the start."""
-        return self._scheduler.statistics
+        return self._scheduler.runner.version
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stops stepping; see `Engine.pause`."""
@@ -296,32 +298,8 @@ class EmbeddedEngine(Engine):
             raise RolloutError(f"engine: {CLOSED}.")
         if self._broken:
             raise RolloutError(f"engine: {self._broken}; load complete weights first.")
-        if not tokens:
-            raise RolloutError("engine.generate: the prompt has no tokens; expected at least one.")
-        if len(tokens) >= self.max_tokens:
-            raise RolloutError(
-                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the "
-                f"{self.max_tokens} tokens that it and its completion may have: the least of "
-                "engine.max_tokens, engine.kv_tokens and the model's positions."
-            )
-        if min(tokens) < 0 or max(tokens) >= self._vocab:
-            raise RolloutError(
-                f"engine.generate: a token is outside the vocabulary of {self._vocab}; is the "
-                "tokenizer the model's?"
-            )
-        if sampling.max_tokens < 1 or not sampling.temperature >= 0:
-            raise RolloutError(
-                "engine.generate: expected max_tokens >= 1 and temperature >= 0, "
-                f"found {sampling.max_tokens} and {sampling.temperature}."
-            )
-        if request_id in self._scheduler.ids:
-            raise RolloutError(
-                f"engine.generate: request id '{request_id}' is in flight already; ids must differ."
-            )
-
-    def _stop_rows(self) -> set[int]:
-        """Those of the requests in flight."""
-        return {sequence.stop_row for sequence in self._scheduler.in_flight()}
+        ids = self._scheduler.ids
+        check_request(tokens, sampling, self.max_tokens, self._vocab, request_id, ids)
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -368,7 +346,7 @@ class EmbeddedEngine(Engine):
             self._scheduler.remove(sequence)
         self._scheduler.clear_cache()
 
-    def _load_tokenizer(self) -> Decoding:
+    def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_pretrained(self.path)
         return self._tokenizer
@@ -391,9 +369,3 @@ def used_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
-
-
-def _as_int64(value: int) -> int:
-    """The value modulo 2**64, as a signed 64-bit integer."""
-    value &= 0xFFFFFFFFFFFFFFFF
-    return value - (1 << 64) if value >= 1 << 63 else value

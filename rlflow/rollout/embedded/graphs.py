@@ -12,6 +12,8 @@ from torch import Tensor
 from rlflow.rollout.embedded.block_manager import blocks_for
 from rlflow.rollout.embedded.sequences import Slots
 
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records a function's kernels and returns what replays them."""
 DecodeStep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """(slots (B,), blocks per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the
 same memory each time."""
@@ -30,16 +32,10 @@ class DecodeGraphs:
     """Decode steps recorded once per size and replayed. Sizes are rounded up: rows that only pad a
     batch decode the spare slot, which nobody reads.
 
-    capture: records a function's kernels and returns what replays them; `capture_cuda_graph`, or in
-    tests a function that returns its argument. The tables of the slots must never be widened after
-    the first step."""
+    capture: `CudaCapture`, or in tests a function that returns its argument. The tables of the
+    slots must never be widened after the first step."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        step: DecodeStep,
-        capture: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> None:
+    def __init__(self, slots: Slots, step: DecodeStep, capture: Capture) -> None:
         self._slots = slots
         self._step = step
         self._capture = capture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.embedded.cache import KeyValueCache
-from rlflow.rollout.embedded.decoder import Attend, Decoder
-from rlflow.rollout.embedded.graphs import DecodeGraphs
+from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.graphs import Capture, DecodeGraphs
 from rlflow.rollout.embedded.sampling import StopTable, sample, uniforms
 from rlflow.rollout.embedded.sequences import Slots
 
@@ -47,18 +47,14 @@ class ModelRunner:
         cache: KeyValueCache,
         slots: Slots,
         stops: StopTable,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._slots = slots
         self._stops = stops
         self._version = torch.zeros((), dtype=torch.int64, device=model.device)
-        self._graphs = (
-            None if capture is None else DecodeGraphs(slots, self._decode_static, capture)
-        )
-        self._order: Sequence[int] = ()
-        self._batch = torch.zeros(0, dtype=torch.int64, device=model.device)
+        self._graphs = None if capture is None else DecodeGraphs(slots, self._decode, capture)
 
     @property
     def version(self) -> int:
@@ -78,64 +74,45 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
         """Computes the chunks in one pass; samples for those that are complete."""
         device = self._model.device
-        tokens = torch.tensor(
-            [token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]]
-        )
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
-        tables = self._slots.block_tables[
-            torch.tensor([chunk.slot for chunk in chunks], device=device)
-        ]
-        attend = self._cache.prefilling(
-            tables, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks]
-        )
-        ends = torch.tensor([chunk.stop - chunk.start for chunk in chunks]).cumsum(0) - 1
+        tokens = [token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]]
+        spans = [(chunk.start, chunk.stop) for chunk in chunks]
+        positions = torch.cat([torch.arange(*span) for span in spans]).to(device)
+        sizes = torch.tensor([stop - start for start, stop in spans], device=device)
+        slots = torch.tensor([chunk.slot for chunk in chunks], device=device)
+        tables = self._slots.block_tables[slots]
+        attend = self._cache.prefilling(tables, spans)
         complete = [row for row, chunk in enumerate(chunks) if chunk.complete]
-        logits = self._model.forward(
-            tokens.to(device), positions.to(device), attend, ends[complete].to(device)
-        )
-        sizes = torch.tensor([chunk.stop - chunk.start for chunk in chunks], device=device)
-        self._cache.keep_routes(
-            tables.repeat_interleave(sizes, 0),
-            positions.to(device),
-            self._model.routes,
-            self._version,
-        )
+        ends = sizes.cumsum(0)[complete] - 1
+        logits = self._model.forward(torch.tensor(tokens, device=device), positions, attend, ends)
+        by_token = tables.repeat_interleave(sizes, 0)
+        self._cache.keep_routes(by_token, positions, self._model.routes, self._version)
         if not complete:
             return []
-        batch = torch.tensor([chunks[row].slot for row in complete], device=device)
+        batch = slots[complete]
         return self._outcome(
             [chunks[row].slot for row in complete], batch, *self._sample(batch, logits)
         )
 
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
-        """One token for each of the slots, the longest first. `order` is a new list where it
-        changed."""
+        """One token for each of the slots, the longest first."""
         if self._graphs is not None:
             return self._outcome(order, *self._graphs.run(order))
-        if order is not self._order:
-            self._order, self._batch = order, torch.tensor(order, device=self._model.device)
-        lengths = [self._slots.length[slot] for slot in order]
-        tokens, logprobs = self._decode(
-            self._batch, lambda tables, positions: self._cache.decoding(tables, positions, lengths)
-        )
-        return self._outcome(order, self._batch, tokens, logprobs)
-
-    def _decode_static(self, batch: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        return self._decode(
-            batch,
-            lambda tables, positions: self._cache.decoding_static(tables[:, :blocks], positions),
-        )
+        batch = torch.tensor(order, device=self._model.device)
+        slots = self._slots
+        lengths = [slots.length[slot] for slot in order]
+        sampled = self._decode(batch, None, lengths)
+        return self._outcome(order, batch, *sampled)
 
     def _decode(
-        self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]
+        self, batch: Tensor, blocks: int | None, lengths: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No
-        value is looked at on the host."""
+        """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, of that many blocks
+        at most, written down. Without lengths no value is looked at on the host."""
         slots = self._slots
         positions = slots.lengths[batch] - 1
-        tables = slots.block_tables[batch]
-        attend = attention(tables, positions)
+        tables = slots.block_tables[batch, :blocks]
+        attend = self._cache.decoding(tables, positions, lengths)
         logits = self._model.forward(slots.tokens[batch, positions], positions, attend)
         self._cache.keep_routes(tables, positions, self._model.routes, self._version)
         return self._sample(batch, logits)

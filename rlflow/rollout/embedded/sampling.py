@@ -4,12 +4,12 @@ temperature, stop strings."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import RolloutError
+from rlflow.rollout.tokenizer import Tokenizer
 
 CHUNK = 128
 KEPT_ROWS = 64
@@ -80,15 +80,6 @@ def _invert(shares: Tensor, uniform: Tensor) -> Tensor:
     return (chunk * CHUNK + place)[:, 0].clamp_(max=vocab - 1)
 
 
-class Decoding(Protocol):
-    """What stop strings need of a tokenizer."""
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-
 class StopTable:
     """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of
     stop strings and ids.
@@ -96,7 +87,9 @@ class StopTable:
     Most tokens cannot complete any of the strings, so text is decoded only for those whose own text
     holds a string's last character (or, where that is not ASCII, an incomplete character)."""
 
-    def __init__(self, vocab: int, tokenizer: Callable[[], Decoding], device: torch.device) -> None:
+    def __init__(
+        self, vocab: int, tokenizer: Callable[[], Tokenizer], device: torch.device
+    ) -> None:
         self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
         self._tokenizer = tokenizer
         self._rows: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}

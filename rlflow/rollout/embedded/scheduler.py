@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for, prefix_keys
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.graphs import Capture
 from rlflow.rollout.embedded.model_runner import ModelRunner, PrefillChunk
 from rlflow.rollout.embedded.sampling import END_TOKEN, StopTable
 from rlflow.rollout.embedded.sequences import SequenceState, Slots
@@ -60,7 +58,7 @@ class Scheduler:
         prefill_tokens: int,
         by_id: bool,
         routes: bool = False,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.statistics = EngineStatistics()
         self.waiting: list[SequenceState] = []
@@ -76,22 +74,14 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._prefill_tokens = prefill_tokens
         self._by_id, self._says_routes = by_id, routes
-        self._runner = ModelRunner(model, self._cache, self._slots, stops, capture)
-        # Running slots whose cache lacks more than the last token
-        self._prefilling: set[int] = set()
+        self.runner = ModelRunner(model, self._cache, self._slots, stops, capture)
         self._decoding: set[int] = set()  # running slots whose cache lacks the last token only
-        # The decoding slots, longest first; None where they changed
-        self._order: list[int] | None = None
         self._widen(max_tokens if capture is not None else min(FIRST_WIDTH, max_tokens))
 
     @property
-    def version(self) -> int:
-        """Version of the weights in use."""
-        return self._runner.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._runner.version = version
+    def _prefilling(self) -> set[int]:
+        """Running slots whose cache lacks more than the last token."""
+        return self.running.keys() - self._decoding
 
     def submit(self, sequence: SequenceState) -> None:
         """Puts a sequence at the end of those that wait."""
@@ -124,19 +114,16 @@ class Scheduler:
 
     def end(self, sequence: SequenceState, stop: Stop) -> None:
         """Completes a sequence, wherever it is, with what it has."""
-        tokens, logprobs, versions = (
-            self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
-        )
-        routes = self._routes(sequence) if self._says_routes and sequence.slot >= 0 else (None, -1)
+        done, slots, slot = Completion([], [], [], stop), self._slots, sequence.slot
+        if slot >= 0:
+            done.tokens, done.logprobs, done.versions = slots.sampled(slot)
+        if slot >= 0 and self._says_routes:
+            # Of the tokens with keys and values: all but the last, unless it was interrupted
+            known = self._cache.routes(slots.block_tables[slot], slots.cached[slot])
+            done.routes, done.routes_version = known
         if not sequence.future.done():
-            sequence.future.set_result(Completion(tokens, logprobs, versions, stop, *routes))
+            sequence.future.set_result(done)
         self.remove(sequence)
-
-    def _routes(self, sequence: SequenceState) -> tuple[Tensor | None, int]:
-        """The experts of the tokens whose keys and values are there: all but the last, unless it
-        was interrupted."""
-        table, slots = self._slots.block_tables[sequence.slot], self._slots
-        return self._cache.routes(table, slots.cached[sequence.slot])
 
     def remove(self, sequence: SequenceState) -> None:
         """Forgets a sequence; what its slot holds stays for its owner's next one."""
@@ -147,9 +134,7 @@ class Scheduler:
         slot = sequence.slot
         if self.running.get(slot) is sequence:
             del self.running[slot]
-            self._prefilling.discard(slot)
             self._decoding.discard(slot)
-            self._order = None
             self._slots.put_back(slot)
 
     def forget_cache(self) -> None:
@@ -158,15 +143,13 @@ class Scheduler:
         for slot in [*self.running, *self._slots.held()]:
             self._slots.drop_blocks(slot)
         self.block_manager.forget()
-        self._prefilling |= self._decoding
         self._decoding.clear()
-        self._order = None
 
     def free_cache(self) -> None:
         """Gives the cache's memory back; `allocate_cache` before the next step. What runs is
         prefilled again then."""
         self.forget_cache()
-        self._runner.forget_graphs()
+        self.runner.forget_graphs()
         self._cache.free()
 
     def allocate_cache(self) -> None:
@@ -204,7 +187,6 @@ class Scheduler:
             slot, sequence, min(count + sequence.sampling.max_tokens, self._max_tokens)
         )
         self.running[slot] = sequence
-        self._prefilling.add(slot)
 
     def _widen(self, length: int) -> None:
         """Makes room for sequences of `length` in the tables."""
@@ -254,7 +236,9 @@ class Scheduler:
             coming.update(keys[start // BLOCK_SIZE : blocks_for(chunk.stop)])
             budget -= chunk.stop - start
             chunks.append(chunk)
-            self._count_reused(self.running[slot], start)
+            if not self.running[slot].started:
+                self.running[slot].started = True
+                self.statistics.reused += start
         return chunks
 
     def _tokens(self, slot: int) -> list[int]:
@@ -285,24 +269,17 @@ class Scheduler:
         pool.drop(to_copy)
         return room
 
-    def _count_reused(self, sequence: SequenceState, count: int) -> None:
-        if not sequence.started:
-            self.statistics.reused += count
-            sequence.started = True
-
     def _feed(self, chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
         """Computes the chunks; (slot, flag of the stop table) of the tokens sampled after those
         that are complete."""
-        outcome = self._runner.prefill(chunks)
+        outcome = self.runner.prefill(chunks)
         for chunk in chunks:
             if chunk.complete:
-                self._prefilling.remove(chunk.slot)
                 self._decoding.add(chunk.slot)
             else:
                 self._slots.cached[chunk.slot] = chunk.stop
             blocks = self._slots.blocks[chunk.slot][: blocks_for(chunk.stop)]
             self.block_manager.publish(chunk.tokens[: chunk.stop], blocks)
-        self._order = None
         return outcome
 
     # --- decode --------------------------------------------------------------------------------
@@ -319,10 +296,9 @@ class Scheduler:
                     self._preempt(slot)
         if not self._decoding:
             return
-        if self._order is None:
-            self._order = sorted(self._decoding, key=lambda slot: (-slots.length[slot], slot))
-        self._widen(slots.length[self._order[0]] + 1)
-        self._finish(self._runner.decode(self._order))
+        order = sorted(self._decoding, key=lambda slot: (-slots.length[slot], slot))
+        self._widen(slots.length[order[0]] + 1)
+        self._finish(self.runner.decode(order))
 
     def _finish(self, outcome: list[tuple[int, int]]) -> None:
         """Ends the sequences that are done with the tokens just sampled: (slot, flag of the stop
@@ -350,10 +326,9 @@ class Scheduler:
         must: see `_victim`."""
         if count <= 0:
             return True
-        starting = slot in self._prefilling
+        starting = slot not in self._decoding
         # Blocks that those who decode will want soon: without them they would be preempted at once.
-        reserved = len(self._decoding) if starting else 0
-        while self.block_manager.free < count + reserved:
+        while self.block_manager.free < count + (len(self._decoding) if starting else 0):
             victim = self._victim(slot, starting and bool(self._decoding))
             if victim is None:
                 return False
@@ -362,7 +337,6 @@ class Scheduler:
             else:
                 self.statistics.evicted += 1
                 self._slots.drop_blocks(victim)
-            reserved = len(self._decoding) if starting else 0
         return True
 
     def _victim(self, slot: int, patient: bool) -> int | None:
@@ -389,12 +363,10 @@ class Scheduler:
         if not self.statistics.preempted:
             logger.warning(
                 "the key-value pool of %d tokens is full: the youngest requests give way and are "
-                "computed again later. A "
-                "larger engine.kv_tokens, or a smaller max_concurrency, is faster.",
+                "computed again later. A larger engine.kv_tokens, or a smaller max_concurrency, is "
+                "faster.",
                 self.block_manager.count * BLOCK_SIZE,
             )
         self.statistics.preempted += 1
         self._slots.drop_blocks(slot)
         self._decoding.discard(slot)
-        self._prefilling.add(slot)
-        self._order = None

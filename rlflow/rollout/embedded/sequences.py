@@ -77,10 +77,10 @@ class Slots:
 
     def reserve(self, width: int) -> None:
         """Widens the tables to `width` positions."""
-        pad = torch.nn.functional.pad
-        self.tokens = pad(self.tokens, (0, width - self.width))
-        self.logprobs = pad(self.logprobs, (0, width - self.logprobs.shape[1]))
-        self.versions = pad(self.versions, (0, width - self.versions.shape[1]))
+        pad, more = torch.nn.functional.pad, (0, width - self.width)
+        self.tokens = pad(self.tokens, more)
+        self.logprobs = pad(self.logprobs, more)
+        self.versions = pad(self.versions, more)
         self.block_tables = pad(
             self.block_tables, (0, blocks_for(width) - self.block_tables.shape[1]), value=SCRATCH
         )

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,11 +164,13 @@ class SharedFiles:
                 self._files.pop((version, number)).unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class FileCarrier:
-    """The files of one update, for one engine. See `SharedFiles`."""
+    """The files of one update, for one engine. See `SharedFiles`. number: of the file it is at."""
 
-    def __init__(self, files: SharedFiles, version: int) -> None:
-        self._files, self.version, self.number = files, version, 0
+    files: SharedFiles
+    version: int
+    number: int = 0
 
     async def updates(
         self, weights: Weights, names: WeightNames, limit_bytes: int
@@ -178,11 +181,11 @@ class FileCarrier:
 
     async def info(self, bucket: Bucket) -> dict[str, Any]:
         """The path of a file with the bucket. Raises RolloutError."""
-        return {"path": str(await asyncio.to_thread(self._files.next_file, self, bucket))}
+        return {"path": str(await asyncio.to_thread(self.files.next_file, self, bucket))}
 
     def close(self) -> None:
         """Leaves the files to the others."""
-        self._files.release(self)
+        self.files.release(self)
 
 
 def _write(bucket: Bucket, path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.gpu_buckets import EMBEDDING, GpuBucket, Handles
+from rlflow.gpu_buckets import EMBEDDING, GpuBucket
 from rlflow.gpu_plan import Bundle
 from rlflow.rollout.engine import Weights, each_weight
 from rlflow.rollout.vllm.buckets import HEAD, WeightNames
@@ -64,7 +64,8 @@ class DeviceCarrier:
                     f"weight sync: '{bucket[0]}' came as a tensor; expected the buckets of "
                     "Trainer.gpu_weights; or set rollout.engine.transfer=files."
                 )
-            handles = pickled(bucket.handles)
+            pickled = pickle.dumps(dict(bucket.handles))
+            handles = base64.b64encode(pickled).decode()  # as vLLM takes them in a message
             for name, tensor in bucket.tensors.items():
                 names.check(name, tensor, sent)
                 sent.add(name)
@@ -87,8 +88,3 @@ def update_info(tensors: Mapping[str, Tensor], handles: str) -> dict[str, Any]:
         "tensor_sizes": [tensor.nbytes for tensor in tensors.values()],
         "ipc_handles_pickled": handles,
     }
-
-
-def pickled(handles: Handles) -> str:
-    """Handles as text, as vLLM takes them in a message."""
-    return base64.b64encode(pickle.dumps(dict(handles))).decode()

@@ -50,13 +50,13 @@ def check_memory(devices: Sequence[Sequence[Bundle]], utilization: float | None)
     of each, a share; none: vLLM's default."""
     each = UTILIZATION if utilization is None else utilization
     engines = Counter(gpu for seen in devices for gpu in seen)
-    gpu, most = max(engines.items(), key=lambda found: found[1], default=(None, 0))
-    if gpu is not None and most * each > 1:
-        raise ConfigError(
-            f"rollout.engine: {most} engines on GPU {gpu.gpu} take {each:g} of its memory each, "
-            f"{most * each:g} in all; lower rollout.engine.engines, or set "
-            f"rollout.engine.arguments.gpu_memory_utilization to at most {1 / most:.2f}."
-        )
+    for gpu, most in engines.most_common(1):
+        if most * each > 1:
+            raise ConfigError(
+                f"rollout.engine: {most} engines on GPU {gpu.gpu} take {each:g} of its memory "
+                f"each, {most * each:g} in all; lower rollout.engine.engines, or set "
+                f"rollout.engine.arguments.gpu_memory_utilization to at most {1 / most:.2f}."
+            )
 
 
 def check_engine_devices(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +20,8 @@ PROMPT_END = 32
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A call of `generate` from its arrival to its end. call: what was sent, once it runs, and
-    task: what waits for the reply. sampled: before that call. ended_as: why somebody ended it, if
+    """A call of `generate` from its arrival to its end. call: what was sent, and task: what waits
+    for the reply, both once it runs. sampled: before that call. ended_as: why somebody ended it, if
     somebody did."""
 
     tokens: list[int]
@@ -30,8 +29,8 @@ class EngineRequest:
     id: str | None
     priority: int
     future: asyncio.Future[Completion]
-    call: Sent | None = None
-    task: asyncio.Task[None] | None = None
+    call: Sent = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
     sampled: Completion = field(default_factory=lambda: Completion([], [], [], "aborted"))
     ended_as: Stop | None = None
 
@@ -112,30 +111,6 @@ class StopTokens:
             return False
         text = self.tokenizer.decode(sampled)
         return not any(string in text for string in sampling.stop)
-
-
-def check_request(tokens: Sequence[int], sampling: Sampling, max_tokens: int, vocab: int) -> None:
-    """Raises RolloutError for a request that vLLM cannot serve. max_tokens: of a prompt and its
-    completion together."""
-    if not tokens or len(tokens) >= max_tokens:
-        raise RolloutError(
-            f"engine.generate: a prompt of {len(tokens)} tokens; expected at least 1, and room in "
-            f"the {max_tokens} tokens that it and its completion may have (engine.max_tokens, or "
-            "the model's positions)."
-        )
-    lowest, highest = (choose((*tokens, *sampling.stop_token_ids)) for choose in (min, max))
-    if lowest < 0 or highest >= vocab:
-        raise RolloutError(
-            f"engine.generate: token {lowest if lowest < 0 else highest} is outside the vocabulary "
-            f"of {vocab}; is the tokenizer the model's?"
-        )
-    cold = 0 < sampling.temperature < COLDEST
-    if sampling.max_tokens < 1 or not sampling.temperature >= 0 or cold:
-        raise RolloutError(
-            "engine.generate: expected max_tokens >= 1 and a temperature of 0 or at least "
-            f"{COLDEST} (vLLM samples at no lower one), found {sampling.max_tokens} and "
-            f"{sampling.temperature}."
-        )
 
 
 def most_tokens(path: str | Path, max_tokens: int | None) -> int | None:

@@ -234,16 +234,18 @@ def make_vllm_server_engines(
         "bucket_mib": bucket_mib,
         "max_tokens": max_tokens,
     }
-    waits: dict[str, Any] = {"start_s": start_s, "answer_s": answer_s}
     check_sizes("rollout.engine", **sizes)
+    options = {**sizes, "dtype": dtype, "start_s": start_s, "answer_s": answer_s}
     urls = check_urls([url] if isinstance(url, str) else list(url))
     folder = check_folder(weights_folder)
     files = None if folder is None else SharedFiles(folder, keep=True)
     experts = experts_named(path) if routes else None
 
+    carrier = files.carrier if files else None
+
     def connect(one: str) -> VLLMEngine:
         server = VLLMServer(
-            None if files is None else "folder",
+            "folder" if files else None,
             connections=max_concurrency,
             url=one,
             key=os.environ.get(api_key_variable),
@@ -251,8 +253,7 @@ def make_vllm_server_engines(
             retry_s=retry_s,
             experts=experts,
         )
-        carrier = None if files is None else files.carrier
-        return VLLMEngine(path, tokenizer, server, carrier, dtype=dtype, **sizes, **waits)
+        return VLLMEngine(path, tokenizer, server, carrier, **options)
 
     return _all_ready(map(connect, urls), _begin)
 

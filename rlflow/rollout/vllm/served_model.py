@@ -62,9 +62,8 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
     if not gap <= ROUNDINGS * rounding:
         raise RolloutError(
             f"{name}{says}: expected the weights of {path}, found others: log-probs of the same "
-            f"tokens differ by {gap:.2g} nats, "
-            f"{rounding:.2g} by rounding to bfloat16. Serve that model, or name the one that is "
-            "served as --model."
+            f"tokens differ by {gap:.2g} nats, {rounding:.2g} by rounding to bfloat16. Serve that "
+            "model, or name the one that is served as --model."
         )
     logger.warning(
         "%s%s: log-probs differ by %.2g nats from those of %s: bfloat16, or weights that are a "

@@ -204,7 +204,7 @@ class VLLMServer:
         start = said = time.monotonic()
         while True:
             try:
-                await self._routes.ask("GET", "/health")
+                await self._routes.ask("GET", "/health", limit_s=min(CALL_S, limit_s))
                 return
             except Retryable as error:
                 now = time.monotonic()

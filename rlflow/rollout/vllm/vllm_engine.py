@@ -15,15 +15,23 @@ import torch
 from rlflow.errors import RolloutError
 from rlflow.gpu_buckets import GpuSharing
 from rlflow.models.huggingface import read_config
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights
+from rlflow.rollout.engine import (
+    Completion,
+    Engine,
+    PauseMode,
+    Sampling,
+    Stop,
+    Weights,
+    check_request,
+)
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import Carrier, WeightNames
 from rlflow.rollout.vllm.completions import sampling_arguments
 from rlflow.rollout.vllm.engine_requests import (
+    COLDEST,
     EngineRequest,
     StopTokens,
     TokenCounts,
-    check_request,
     most_tokens,
 )
 from rlflow.rollout.vllm.server import VLLMServer, Work
@@ -89,15 +97,14 @@ class VLLMEngine(Engine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.max_tokens = most_tokens(path, max_tokens) or 1 << 31
 
-    def wait_until_ready(self) -> str:
-        """The version of vLLM, when it has loaded the model. Raises RolloutError."""
+    def wait_until_ready(self) -> None:
+        """Returns when vLLM has loaded the model. Raises RolloutError."""
         self.facts = facts = self.server.wait_until_ready(self._start_s)
         self.max_tokens = min(self.max_tokens, facts.max_tokens)
         if self.sleeps and not facts.sleeps:
             logger.warning(
                 "rollout.engine.sleep: vLLM cannot sleep on this machine and keeps its memory"
             )
-        return facts.version
 
     # --- the protocol --------------------------------------------------------------------------
 
@@ -180,7 +187,7 @@ class VLLMEngine(Engine):
             self._state = "draining"
             await self._go_on()
             while self._running and self._state == "draining":
-                await asyncio.wait(self._tasks())
+                await self._ended()
             if self._state != "draining":
                 return  # somebody resumed or closed it in the meantime
         self._state = "paused"
@@ -242,12 +249,9 @@ class VLLMEngine(Engine):
         if self._broken:
             why = "the last load_weights did not complete"
             raise RolloutError(f"engine: {why}; load complete weights first.")
-        check_request(tokens, sampling, self.max_tokens, self._stops.vocab)
+        limits = self.max_tokens, self._stops.vocab
+        check_request(tokens, sampling, *limits, request_id, self._ids, COLDEST)
         self._stops.of(sampling.stop)
-        if request_id is not None and request_id in self._ids:
-            raise RolloutError(
-                f"engine.generate: request id '{request_id}' is in flight already; ids must differ."
-            )
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -257,7 +261,7 @@ class VLLMEngine(Engine):
                     "engine: it is in use by another event loop; use one loop at a time."
                 )
             # Their loop was closed under them
-            self.server.abort([one.call for one in self._running if one.call is not None])
+            self.server.abort([one.call for one in self._running])
             self._waiting.clear()
             self._running.clear()
             self._ids.clear()
@@ -290,13 +294,10 @@ class VLLMEngine(Engine):
     def _in_flight(self) -> list[EngineRequest]:
         return [*self._waiting, *self._running]
 
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        return [request.task for request in self._running if request.task is not None]
-
-    async def _ended(self, limit_s: float) -> None:
+    async def _ended(self, limit_s: float | None = None) -> None:
         """Waits until what runs has ended."""
-        if running := self._tasks():
-            await asyncio.wait(running, timeout=limit_s)
+        if self._running:
+            await asyncio.wait([request.task for request in self._running], timeout=limit_s)
 
     def _wait(self, request: EngineRequest) -> None:
         bisect.insort(self._waiting, request, key=lambda other: other.priority)
@@ -342,7 +343,6 @@ class VLLMEngine(Engine):
 
         while True:
             prompt, limit_s = request.fed, self._answer_s
-            assert request.call is not None
             answer = await self.server.reply(
                 request.call.reply, limit_s=limit_s, may_be_silent=may_be_silent
             )
@@ -377,8 +377,7 @@ class VLLMEngine(Engine):
             else:
                 request.end(Completion([], [], [], how))
         self._waiting = [request for request in self._waiting if request not in ended]
-        running = ended & self._running
-        self.server.abort([request.call for request in running if request.call is not None])
+        self.server.abort([request.call for request in ended & self._running])
 
     async def _go_on(self) -> None:
         """Lets vLLM sample, and those that wait run, unless something forbids it."""

@@ -156,7 +156,7 @@ def test_who_waits_for_all_workers_hears_which_are_not_up() -> None:
         return worker
 
     late_s = 0.1
-    with closing(WorkerPool(launch, 2, trajectory)) as pool:
+    with closing(WorkerPool(launch, 2, trajectory, PoolLimits())) as pool:
         await_all(pool)
         assert pool.counts()["workers/up"] == 2
     late_s = 1.0

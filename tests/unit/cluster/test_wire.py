@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlflow.cluster.trainer import RayTrainer
 from rlflow.cluster.wire import Parcels, pack, receive, unpack
+from rlflow.errors import RLFlowError
 from rlflow.types import Batch
 
 
@@ -62,7 +64,7 @@ def test_a_tensor_is_put_once_as_long_as_it_is_the_same(store: Store) -> None:
     first = parcels.send(sent)
     count = len(store.held)
     again = parcels.send(sent.replace(advantages=torch.zeros(3, 4)))
-    assert len(store.held) == count + 1 and again["tokens"] == first["tokens"]
+    assert len(store.held) == count + 1 and again[0]["tokens"] == first[0]["tokens"]
     sent.logprobs[0, 0] = 7.0  # changed where it lies
     assert receive(parcels.send(sent)).logprobs[0, 0] == 7.0
     assert len(store.held) == count + 2
@@ -72,3 +74,12 @@ def test_bfloat16_travels_by_its_bits() -> None:
     value = torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16)
     found = unpack(pack(value))
     assert found.dtype is torch.bfloat16 and torch.equal(found.view(torch.int16), value.view(torch.int16))
+
+
+def test_a_closed_trainer_asks_nothing_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose functions start it, where it does not run."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    trainer = object.__new__(RayTrainer)
+    trainer._actors = []
+    with pytest.raises(RLFlowError, match="the trainer is closed"):
+        trainer._gather([])

@@ -197,6 +197,15 @@ def test_what_follows_a_response_has_the_ids_of_the_whole_conversation(end: str)
     assert seen + turn.tokens == whole
 
 
+def test_a_rewritten_conversation_tells_how_many_tokens_stand_for_what_was_in_view() -> None:
+    inner = metaspace()
+    inner.chat_template = "{% for message in messages %}{{ message.content | replace('x', '') }}{% endfor %}"
+    tokenizer = Tokenizer(inner)
+    turn = tokenizer.encode_turn([USER], "xq", [{"role": "tool", "content": "no"}], None)
+    assert turn.tokens == tokenizer.encode(f"{USER['content']}qno")
+    assert turn.again == len(tokenizer.encode(f"{USER['content']}q"))
+
+
 def test_a_template_that_refuses_messages_is_told_in_a_line() -> None:
     tokenizer = Tokenizer(metaspace())
     tokenizer.inner.chat_template = MISTRAL_V3

@@ -20,7 +20,7 @@ from rlflow.models.huggingface import combined_hash, digest, iterate_weights, te
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, in_portions
-from rlflow.rollout.weight_sync import sharing_of
+from rlflow.rollout.weight_sync import SyncReport, sharing_of
 from tests import gpu_memory
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 
@@ -60,6 +60,12 @@ def test_new_weights_are_used_and_a_stale_engine_is_found(qwen: Path, other_qwen
         with pytest.raises(RolloutError, match="weight sync: after version 4"):
             rollout.load_weights(iterate_weights(other_qwen), version=4)
         assert rollout.version == 0
+
+
+@pytest.mark.parametrize("weights", [{"a": torch.ones(1)}, [torch.ones(1)], [("a", None)], [("a",)]])
+def test_what_is_no_pair_of_name_and_tensor_is_refused(weights: Any) -> None:
+    with pytest.raises(RolloutError, match=r"load_weights: expected \(HuggingFace name, tensor\) pairs, found "):
+        list(SyncReport().gathered(weights))
 
 
 def test_tensors_are_made_in_the_callers_thread_and_few_are_alive_at_a_time(

@@ -58,7 +58,7 @@ class Paged:
         """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
         tokens = torch.tensor([token for row, start in zip(rows, starts) for token in row[start:]])
         positions = torch.cat([torch.arange(start, len(row)) for row, start in zip(rows, starts)])
-        attend = self.cache.prefilling(self.tables[slots], starts, [len(row) for row in rows])
+        attend = self.cache.prefilling(self.tables[slots], [(start, len(row)) for row, start in zip(rows, starts)])
         return self.decoder.forward(tokens, positions, attend)
 
     def decode(self, rows: list[list[int]], slots: list[int], static: bool = False) -> Tensor:
@@ -67,10 +67,7 @@ class Paged:
         tables = self.tables[[slots[row] for row in order]]
         lengths = [len(rows[row]) for row in order]
         positions = torch.tensor(lengths) - 1
-        if static:
-            attend = self.cache.decoding_static(tables, positions)
-        else:
-            attend = self.cache.decoding(tables, positions, lengths)
+        attend = self.cache.decoding(tables, positions, None if static else lengths)
         logits = self.decoder.forward(torch.tensor([rows[row][-1] for row in order]), positions, attend)
         return logits[torch.tensor(order).argsort()]
 

@@ -366,7 +366,7 @@ def test_bfloat16_weights_hash_to_what_was_sent_in_that_type(qwen: Path) -> None
         ([384], Sampling(1), "outside the vocabulary of 384"),
         ([1] * 64, Sampling(1), "leaves no room in the 64"),
         ([1], Sampling(0), "max_tokens >= 1"),
-        ([1], Sampling(1, temperature=-1.0), "temperature >= 0"),
+        ([1], Sampling(1, temperature=-1.0), "a temperature of 0 or at least 0"),
         ([1], Sampling(1, stop=("",)), "stop string is empty"),
     ],
 )

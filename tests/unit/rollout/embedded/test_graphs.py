@@ -91,7 +91,7 @@ def test_recorded_steps_give_what_steps_that_run_anew_give(qwen: Path, options: 
 def test_new_versions_reach_recorded_steps(qwen: Path) -> None:
     engine = recording_engine(qwen, Recorder())
     episodes(engine, 3)
-    engine._scheduler.version = 7
+    engine._scheduler.runner.version = 7
     assert {v for completion in chain(*episodes(engine, 3)) for v in completion.versions} == {7}
 
 

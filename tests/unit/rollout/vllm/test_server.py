@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from rlflow.rollout.vllm import served_model
 from rlflow.rollout.vllm.completions import decoded_routes
 from rlflow.rollout.vllm.engines import make_vllm_server_engines
 from rlflow.rollout.vllm.launch import VARIABLE, check_python
+from rlflow.rollout.vllm.server import VLLMServer
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.engine_contract import PROMPT, Make, Pairs, run, some_steps, start
@@ -67,6 +69,16 @@ def make(qwen: Path, tokenizer: Tokenizer, serve: Serve, tmp_path: Path) -> Iter
 @pytest.fixture
 def weights(other_qwen: Path) -> Pairs:
     return list(iterate_weights(other_qwen))
+
+
+def test_a_server_that_takes_a_connection_and_never_answers_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        server = VLLMServer(None, connections=1, url=f"http://127.0.0.1:{port}")
+        with contextlib.closing(server), pytest.raises(RolloutError, match=r"did not answer in 0\.5 s"):
+            began = time.monotonic()
+            server.wait_until_ready(0.5)
+        assert time.monotonic() - began < 60
 
 
 # --- what it is asked -------------------------------------------------------------------------------------------------
