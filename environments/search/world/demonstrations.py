@@ -111,8 +111,8 @@ class _Searcher:
     def _found(self, subject: str) -> list[Entity]:
         """What a search for the subject brings: its article, mostly in front, among others that
         name it or that are of its kind, where there are any."""
-        generator, right = self._generator, self._half.entities[subject]
-        others = [entity for entity in self._half.entities.values() if entity is not right]
+        generator, right = self._generator, self._half[subject]
+        others = [entity for entity in self._half.values() if entity is not right]
         generator.shuffle(others)
         if generator.random() < 0.5:
             others.sort(key=lambda entity: subject not in entity.text)
@@ -126,7 +126,7 @@ class _Searcher:
     def _vague(self, relation: str) -> Turns:
         """A search that names nothing, and mostly an answer drawn from what it brings."""
         keyword = RELATIONS[relation].keyword
-        entities = self._generator.sample(list(self._half.entities.values()), self._top_k)
+        entities = self._generator.sample(list(self._half.values()), self._top_k)
         query = f"<search> the {keyword}</search>"
         searched = (f"<think> I need the {keyword}.</think>{query}", self._show(query, entities))
         if self._generator.random() >= 0.7:
@@ -170,7 +170,7 @@ class _Browser(_Searcher):
         return [(" This will do.</think>", NOTHING), _answer("", said)]
 
     def _read(self, subject: str, finding: str) -> Turns:
-        entity = self._half.entities[subject]
+        entity = self._half[subject]
         url, page = page_url(self._seed, entity), page_text(self._generator, entity)
         opened = self._protocol.show([Result(Call("access", (url,)), pages=[page])])[0]
         return [
