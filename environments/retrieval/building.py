@@ -117,9 +117,10 @@ def _encoder(corpus: Corpus, folder: Path, request: BuildRequest, report: StageP
         return make_encoder(component)
     report("counting words", 0, 1)
     options = {key: value for key, value in component.items() if key != "name"}
-    same = (corpus.sha256, NgramEncoder([], **options).options)
-    if path.is_file() and NgramEncoder.counted(path) == same:
-        return NgramEncoder.load(path)
+    if path.is_file():
+        kept = NgramEncoder.load(path)
+        if (kept.corpus, kept.options) == (corpus.sha256, NgramEncoder([], **options).options):
+            return kept
     encoder = NgramEncoder(corpus, **options)
     if not (folder / META).is_file():  # what is built already is compared, not written over
         encoder.save(path, corpus.sha256)
