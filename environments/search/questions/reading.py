@@ -26,6 +26,7 @@ from rlflow_environments.common.jsonl import BadRow, existing, kind_of, refuse, 
 from rlflow_environments.common.rows import read_rows
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions.files import find_sets, set_name
+from rlflow_environments.search.rewards.scoring import answer_texts
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +106,7 @@ def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
     for item in values:
         if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float))):
             raise BadRow(f"'{path}': expected text or a list of texts, found {kind_of(item)}")
-    # Floats are whole numbers beside a missing one (NaN) in a column of parquet or pandas
-    values = [
-        int(item) if isinstance(item, float) and item.is_integer() else item
-        for item in values
-        if item is not None and item == item
-    ]
-    golds = [str(item) for item in values if str(item).strip()]
+    golds = answer_texts(values)
     if not golds:
         raise BadRow(f"no gold answer ('{path}' is missing or empty)")
     return path, golds
