@@ -207,11 +207,13 @@ class QdrantRetriever(Retriever):
 
     @property
     def searched(self) -> dict[str, Any]:
-        """What tells this collection from another: its size and its first payloads."""
-        first = [point.payload for point in self.collection.sample(_TOLD)]
-        told = json.dumps(first, sort_keys=True, default=str).encode()
-        sha256 = hashlib.sha256(told).hexdigest()
-        return {"points": self.collection.count(), "sha256": sha256}
+        """What tells this collection from another: its size, its first payloads, and some spread
+        over it where ids are rows."""
+        count = self.collection.count()
+        spread = self.collection.points([count * place // _TOLD for place in range(1, _TOLD)])
+        payloads = {str(one.id): one.payload for one in [*self.collection.sample(_TOLD), *spread]}
+        told = json.dumps(payloads, sort_keys=True, default=str).encode()
+        return {"points": count, "sha256": hashlib.sha256(told).hexdigest()}
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever. Raises RetrievalError where the server does not answer."""
