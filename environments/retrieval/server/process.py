@@ -33,9 +33,10 @@ from rlflow_environments.retrieval.server.addresses import BACKLOG, allow_many_f
 from rlflow_environments.retrieval.server.app import Receive, SearchApp, Send
 from rlflow_environments.retrieval.server.index import own_threads
 from rlflow_environments.retrieval.server.loading import ServedSource
-from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits, Unavailable
+from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.statistics import QueryLog
+from rlflow_environments.retrieval.server.wire import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Life:
             self._stop()
 
     async def _reload(self) -> None:
-        with contextlib.suppress(RLFlowError, OSError, Unavailable):  # logged and counted
+        with contextlib.suppress(RLFlowError, OSError, Refused):  # logged and counted
             await self._service.reload({})
 
     async def _watch(self, app: SearchApp) -> None:
