@@ -24,6 +24,7 @@ from rlflow_environments.search.world.world import Question, excerpt, page_text,
 SMALL_WORLD = {"country": 2, "river": 3, "city": 4, "person": 6, "work": 3, "company": 3}
 SHARES = {"one_hop": 0.35, "two_hop": 0.5, "comparison": 0.15}
 NOTHING = Shown("")
+REPEATED = 40  # names at the least, in a row that only repeats some
 Part = tuple[str, bool]
 """A text and whether the policy would have written it."""
 Turns = list[tuple[str, Shown]]
@@ -202,15 +203,15 @@ def guess(generator: random.Random, question: Question) -> str:
     return patterns.get(kind, "{}").format(names.word(), names.word())
 
 
-def repeated_names(generator: random.Random, most_words: int = 40) -> tuple[str, str]:
+def repeated_names(generator: random.Random) -> tuple[str, str]:
     """(said once, said again in other orders): a few names of one or two words, which a network
     learns copying from.
 
     Order and number vary, so that only the names themselves tell how they go on."""
     names = NameSource(generator, "train")
-    count = generator.randrange(3, most_words // 3 + 3)
+    count = generator.randrange(3, REPEATED // 3 + 3)
     drawn = [generator.choice([names.word, names.person])() for _ in range(count)]
     again: list[str] = []
-    while len(again) < most_words:
+    while len(again) < REPEATED:
         again += generator.sample(drawn, len(drawn))
     return "".join(f" {name}" for name in drawn), "".join(f" {name}" for name in again)
