@@ -37,7 +37,6 @@ from rlflow_environments.retrieval.indices.folder import (
     IndexMeta,
     check_corpus,
     read_meta,
-    stamp_corpus,
     write_meta,
 )
 
@@ -79,7 +78,8 @@ def build_index(
             f"recall: expected a share above 0 and up to 1, found {request.recall:g}."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = stamp_corpus(corpus)
+    file = corpus.path.resolve()
+    stamp = {"path": str(file), "bytes": file.stat().st_size, "sha256": corpus.sha256}
     if request.kind == "bm25":
         meta = IndexMeta("bm25", 0, len(corpus), stamp)
         if not _is_built(folder, meta, corpus):
