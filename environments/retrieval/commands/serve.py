@@ -91,10 +91,7 @@ def run(args: argparse.Namespace) -> int:
             discovery.write()
         print(f"ready: {url}", flush=True)
 
-    def on_stop() -> None:
-        if discovery is not None:
-            discovery.remove()
-
+    on_stop = (lambda: None) if discovery is None else discovery.remove
     with contextlib.closing(folder):
         limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
         source, processes = make_source(args), args.processes
