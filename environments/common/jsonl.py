@@ -58,10 +58,11 @@ def refuse(
     bad: Sequence[tuple[str, str]],
     good: int,
     *,
+    empty: int = 0,
     skip: bool = False,
 ) -> None:
-    """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip`
-    bad ones are a warning."""
+    """Raises DataError if there are bad rows, each a (name, reason), or no good ones; with `skip`
+    bad ones are a warning. empty: rows without text, which are neither."""
     if bad and path.suffix.lower() == ".csv":
         convert = (
             "import csv, json, sys; "
@@ -80,12 +81,13 @@ def refuse(
             if len(bad) > _SHOWN_BAD_ROWS
             else ""
         )
-        count = f"{len(bad)} of {good + len(bad)} rows of the {what} are bad"
+        count = f"{len(bad)} of {good + empty + len(bad)} rows of the {what} are bad"
         if not skip:
             raise DataError(f"{path}: {count}: {shown}{more}. Fix or remove them.")
         logger.warning("%s: %s and skipped: %s%s", path, count, shown, more)
     if not good:
-        found = f"{len(bad)} bad ones only" if bad else "an empty file"
+        none = f"{empty} rows without text" if empty else "an empty file"
+        found = f"{len(bad)} bad ones only" if bad else none
         raise DataError(
             f"{path}: expected the {what}, one JSON object per line, found {found}."
         )

@@ -37,7 +37,6 @@ from rlflow_environments.retrieval.indices.folder import (
     IndexMeta,
     check_corpus,
     read_meta,
-    stamp_corpus,
     write_meta,
 )
 
@@ -79,7 +78,8 @@ def build_index(
             f"recall: expected a share above 0 and up to 1, found {request.recall:g}."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = stamp_corpus(corpus)
+    file = corpus.path.resolve()
+    stamp = {"path": str(file), "bytes": file.stat().st_size, "sha256": corpus.sha256}
     if request.kind == "bm25":
         meta = IndexMeta("bm25", 0, len(corpus), stamp)
         if not _is_built(folder, meta, corpus):
@@ -117,9 +117,10 @@ def _encoder(corpus: Corpus, folder: Path, request: BuildRequest, report: StageP
         return make_encoder(component)
     report("counting words", 0, 1)
     options = {key: value for key, value in component.items() if key != "name"}
-    same = (corpus.sha256, NgramEncoder([], **options).options)
-    if path.is_file() and NgramEncoder.counted(path) == same:
-        return NgramEncoder.load(path)
+    if path.is_file():
+        kept = NgramEncoder.load(path)
+        if (kept.corpus, kept.options) == (corpus.sha256, NgramEncoder([], **options).options):
+            return kept
     encoder = NgramEncoder(corpus, **options)
     if not (folder / META).is_file():  # what is built already is compared, not written over
         encoder.save(path, corpus.sha256)

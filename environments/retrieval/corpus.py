@@ -192,13 +192,14 @@ def check_beginning(path: str | Path, most_bytes: int) -> None:
     file = existing(path, "corpus")
     with file.open("rb") as opened:
         data = opened.read(most_bytes)
-    good, bad = 0, []
+    kinds, bad = [], []
     for line, _, record in records(data[: data.rfind(b"\n") + 1] or data):
         try:
-            good += kind_of_row(record, line) != EMPTY
+            kinds.append(kind_of_row(record, line))
         except BadRow as problem:
             bad.append((f"line {line}", str(problem)))
-    refuse(file, "corpus", bad, good)
+    empty = kinds.count(EMPTY)
+    refuse(file, "corpus", bad, len(kinds) - empty, empty=empty)
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -115,7 +115,8 @@ class Records:
                 f"{self.path}: expected the {self._what} as JSON Lines, found gzip. Unpack it: "
                 f"gunzip -k {self.path}."
             )
-        refuse(self.path, self._what, bad, len(kinds) - kinds.count(EMPTY))
+        empty = kinds.count(EMPTY)
+        refuse(self.path, self._what, bad, len(kinds) - empty, empty=empty)
         entries = np.empty(len(kinds), ENTRY)
         entries["start"], entries["length"], entries["kind"] = starts, lengths, kinds
         sha256 = hashlib.sha256(self._data).hexdigest()

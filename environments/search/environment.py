@@ -35,8 +35,6 @@ from rlflow_environments.search.sources import load_tasks, open_retriever, task_
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
 
-REPORTED_METADATA = ("hops",)
-"""Numeric keys of a question's row that become metrics of its episodes."""
 COUNTS = ("searches", "accesses", "invalid_actions", "gold_in_results")
 
 
@@ -293,17 +291,12 @@ class SearchEnvironment(Environment):
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
         """The metrics of an episode that has not answered: they stand if it never does."""
-        state, metadata = episode.scratch, episode.task.metadata
-        numbers = {
-            name: metadata[name]
-            for name in REPORTED_METADATA
-            if isinstance(metadata.get(name), (int, float))
-        }
-        counts = {name: state[name] for name in COUNTS}
-        unscored = dict.fromkeys(
+        metrics = dict.fromkeys(
             ("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0
         )
-        return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
+        metrics |= {name: float(episode.scratch[name]) for name in COUNTS}
+        hops = episode.task.metadata.get("hops")
+        return {**metrics, "hops": float(hops)} if isinstance(hops, (int, float)) else metrics
 
 
 def _with(shown: Shown, reading: Reading) -> Shown:

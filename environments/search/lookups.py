@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,12 +102,8 @@ class _Account:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way = 0
-        self._busy_since = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._busy_s = self._waited_s = 0.0
-        self._searches = self._empty = self._repeated = self._gold = 0
+        self._busy_since = self._busy_s = self._waited_s = 0.0
+        self._counts: Counter[str] = Counter()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -130,24 +127,22 @@ class _Account:
         """Counts an answered search. empty: it found nothing; repeated: its episode had asked the
         same before; gold: a passage that it found holds a gold answer."""
         with self._lock:
-            self._searches += 1
-            self._empty += empty
-            self._repeated += repeated
-            self._gold += gold
+            self._counts.update(
+                searches=1, empty_rate=empty, duplicate_rate=repeated, gold_in_top_k=gold
+            )
 
     def take(self) -> dict[str, float]:
         """The metrics since the last call; rates are missing where there was no search. Starts
         anew."""
         with self._lock:
-            busy = self._busy_s
+            busy, waited, counts = self._busy_s, self._waited_s, self._counts
+            self._busy_s, self._waited_s, self._counts = 0.0, 0.0, Counter()
             if self._under_way:
                 now = time.perf_counter()
                 busy, self._busy_since = busy + now - self._busy_since, now
-            taken = {"time/search_s": busy, "search/searches": float(self._searches)}
-            if self._searches:
-                taken["time/search_wait_s"] = self._waited_s / self._searches
-                taken["search/empty_rate"] = self._empty / self._searches
-                taken["search/duplicate_rate"] = self._repeated / self._searches
-                taken["search/gold_in_top_k"] = self._gold / self._searches
-            self._reset()
+        searches = counts.pop("searches", 0)
+        taken = {"time/search_s": busy, "search/searches": float(searches)}
+        if searches:
+            taken["time/search_wait_s"] = waited / searches
+            taken |= {f"search/{name}": count / searches for name, count in counts.items()}
         return taken

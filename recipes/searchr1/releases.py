@@ -6,7 +6,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import logging
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,25 +14,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from rlflow.errors import (
-    ConfigError,
-    DataError,
-    MissingPackageError,
-    RLFlowError,
-    StorageError,
-    did_you_mean,
-)
+from recipes.searchr1.hub import DownloadError, Hub, RemoteFile
+from rlflow.errors import ConfigError, DataError, StorageError, did_you_mean
 from rlflow.storage.files import clear_partials, replace_file, replacing, write_text
 
-logger = logging.getLogger(__name__)
-
 _BLOCK = 1 << 20
-
-
-class DownloadError(RLFlowError):
-    """The hub cannot be reached, or has not what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +65,6 @@ MODELS = ("e5",)
 """Releases that are model repositories; the others are data sets."""
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository. sha256: of large files (LFS); others are checked by their size."""
-
-    name: str
-    size: int
-    sha256: str | None
-
-
 def select(names: Sequence[str]) -> dict[str, Release]:
     """The releases of the names; with a slash: of any dataset repository. Raises ConfigError."""
     chosen: dict[str, Release] = {}
@@ -121,7 +99,7 @@ def download(
     that was stopped in the middle goes on there. Raises DownloadError, DataError (a file is not
     what the hub says), StorageError (no room).
     """
-    hub = _Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
+    hub = Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
     patterns = tuple(files) or release.files
     wanted = [
         remote
@@ -131,18 +109,22 @@ def download(
     if not wanted:
         raise DownloadError(f"{release.repo}: no file there matches {', '.join(patterns)}.")
     ledger = _Ledger(folder / "downloads.json")
-    joined = folder / release.joined if release.joined and not files else None
-    if joined is not None and ledger.holds(joined, _identity(wanted)):
-        say(f"{joined}: there and whole")
-        return [joined]
+    parts = None
+    if release.joined and not files:
+        parts = _Parts(folder / release.joined, wanted, keep_parts)
+        if ledger.holds(parts.target, parts.identity):
+            say(f"{parts.target}: there and whole")
+            return [parts.target]
+        wanted = parts.missing()
     for place in {(folder / remote.name).parent for remote in wanted}:
         clear_partials(place)  # what a kill left has the size of an index
-    _check_room(folder, wanted, ledger, joined is not None)
+    _check_room(folder, wanted, ledger, parts)
     try:
         for remote in wanted:
             _fetch(hub, remote, folder, ledger, say)
-        if joined is not None:
-            return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
+        if parts is not None:
+            parts.join(ledger, say)
+            return [parts.target]
         return [
             _unpacked(folder / remote.name, ledger, say)
             if remote.name.endswith(".jsonl.gz")
@@ -153,82 +135,6 @@ def download(
         raise StorageError(
             f"{folder}: cannot be written ({problem}). Make room, or give another --save_path."
         ) from None
-
-
-class _Hub:
-    """One repository of the hub. huggingface_hub does the transfer, with retries and progress."""
-
-    def __init__(self, repo: str, kind: str, revision: str, endpoint: str | None) -> None:
-        try:
-            import huggingface_hub
-        except ImportError:
-            raise MissingPackageError(
-                "downloads need the package huggingface_hub. Install it with: pip install "
-                "huggingface_hub"
-            ) from None
-        self._hub = huggingface_hub
-        self._repo, self._kind, self._revision, self._endpoint = repo, kind, revision, endpoint
-
-    def files(self) -> list[RemoteFile]:
-        """The repository's files. Raises DownloadError."""
-        api = self._hub.HfApi(endpoint=self._endpoint)
-        info = self._reached(
-            lambda: api.repo_info(
-                self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True
-            )
-        )
-        return [
-            RemoteFile(
-                entry.rfilename, int(entry.size or 0), entry.lfs.sha256 if entry.lfs else None
-            )
-            for entry in info.siblings or []
-        ]
-
-    def fetch(self, remote: RemoteFile, partial: Path) -> None:
-        """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then
-        stays."""
-        self._reached(lambda: self._transfer(remote, partial))
-
-    def _transfer(self, remote: RemoteFile, partial: Path) -> None:
-        # hf_hub_download would begin again after every kill; its own transfer function goes on
-        # where it is told to.
-        from huggingface_hub.file_download import http_get
-
-        kind = {"repo_type": self._kind, "revision": self._revision, "endpoint": self._endpoint}
-        url = self._hub.hf_hub_url(self._repo, remote.name, **kind)
-        headers = self._hub.utils.build_hf_headers()
-        location = self._hub.get_hf_file_metadata(url, endpoint=self._endpoint).location
-        if urlsplit(location).netloc != urlsplit(url).netloc:
-            # The account's token is for the hub, not for its storage
-            headers.pop("authorization", None)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("ab") as file:
-            http_get(
-                location,
-                file,
-                resume_size=partial.stat().st_size,
-                headers=headers,
-                expected_size=remote.size,
-            )
-
-    def _reached(self, ask: Callable[[], Any]) -> Any:
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-        )
-
-        from rlflow.models.hub import transport_errors
-
-        own = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled)
-        try:
-            return ask()
-        except (*own, *transport_errors()) as problem:  # ValueError: a file over 50 GB
-            reason = " ".join(str(problem).split())[:300] or type(problem).__name__
-            raise DownloadError(
-                f"{self._repo}: {reason}. Check the name, the network, HF_ENDPOINT and HF_TOKEN; "
-                "the same command goes on later."
-            ) from None
 
 
 class _Ledger:
@@ -250,8 +156,9 @@ class _Ledger:
         """Whether the file is there as it was noted last, under whatever identity."""
         return file.is_file() and self._known.get(self._name(file), [])[1:] == _stamp(file)
 
-    def note(self, file: Path, identity: str) -> None:
-        self._known[self._name(file)] = [identity, *_stamp(file)]
+    def note(self, file: Path, identity: str, now: Path | None = None) -> None:
+        """Notes a file as whole. now: where it lies before it gets its name."""
+        self._known[self._name(file)] = [identity, *_stamp(now or file)]
         write_text(self._path, json.dumps(self._known, indent=1))
 
     def _name(self, file: Path) -> str:
@@ -270,7 +177,7 @@ def _identity(files: Sequence[RemoteFile]) -> str:
 
 
 def _fetch(
-    hub: _Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]
+    hub: Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]
 ) -> None:
     """Fetches a file that is not there and whole, and checks it; a damaged one is fetched once
     more."""
@@ -325,20 +232,20 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, joins: bool) -> None:
+def _check_room(
+    folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, parts: _Parts | None
+) -> None:
     """Raises StorageError where the disk has no room for what is missing, and for what is made of
     it."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = made = 0
+    missing, made = 0, 0 if parts is None else parts.room()
     for remote in wanted:
         file = folder / remote.name
         partial = _partial(file, _identity([remote]))
         there = next((one.stat().st_size for one in (file, partial) if one.is_file()), 0)
         missing += max(0, remote.size - there)
         unpacked = ledger.holds(*_unpacked_as(file, remote.size))
-        if joins:  # parts go once the whole is there
-            made += remote.size
-        elif file.name.endswith(".jsonl.gz") and not unpacked:
+        if parts is None and file.name.endswith(".jsonl.gz") and not unpacked:
             made += 3 * remote.size  # what text unpacks to, about
     free = shutil.disk_usage(folder).free
     if missing + made > free:
@@ -348,33 +255,55 @@ def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, joi
         )
 
 
-def _join(
-    parts: Sequence[RemoteFile],
-    folder: Path,
-    target: Path,
-    ledger: _Ledger,
-    *,
-    keep_parts: bool,
-    say: Callable[[str], None],
-) -> Path:
-    """Puts the parts behind each other, in the order of their names. keep_parts: they stay."""
-    ordered = sorted(parts, key=lambda part: part.name)
-    expected = sum(part.size for part in ordered)
-    with replacing(target) as aside:
-        with aside.open("wb") as joined:
-            for part in ordered:
-                say(f"{target}: adding {part.name}")
-                with (folder / part.name).open("rb") as source:
-                    shutil.copyfileobj(source, joined, _BLOCK)
-        if aside.stat().st_size != expected:
-            raise DataError(
-                f"{target}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again."
-            )
-    ledger.note(target, _identity(parts))
-    if not keep_parts:
-        for part in ordered:
-            (folder / part.name).unlink()
-    return target
+class _Parts:
+    """The parts of one file, joined in the order of their names. What a kill leaves of that is a
+    file whose name ends with the number of parts in it."""
+
+    def __init__(self, target: Path, parts: Sequence[RemoteFile], keep: bool) -> None:
+        """keep: the parts stay."""
+        self.target, self.identity = target, _identity(parts)
+        self._keep, self._parts = keep, sorted(parts, key=lambda part: part.name)
+        found = (number for number in range(len(parts), 0, -1) if self._path(number).is_file())
+        self._joined = next(found, 0)
+        whole = self._path(self._joined)
+        if whole.is_file():  # a kill may have left the beginning of one more
+            os.truncate(whole, sum(part.size for part in self._parts[: self._joined]))
+
+    def missing(self) -> list[RemoteFile]:
+        """The parts that are not joined yet."""
+        return self._parts[self._joined :]
+
+    def room(self) -> int:
+        """Bytes that joining takes beside the parts."""
+        if self._keep:
+            return sum(part.size for part in self.missing())
+        return max((part.size for part in self._parts[max(1, self._joined) :]), default=0)
+
+    def join(self, ledger: _Ledger, say: Callable[[str], None]) -> None:
+        """Puts the parts behind each other; each goes once it is there, unless they are kept."""
+        for part in self.missing():
+            say(f"{self.target}: adding {part.name}")
+            whole, source = self._path(self._joined), self.target.with_name(part.name)
+            if self._joined or self._keep:
+                with whole.open("ab") as joined, source.open("rb") as added:
+                    shutil.copyfileobj(added, joined, _BLOCK)
+            else:
+                whole = source
+            self._joined += 1
+            replace_file(whole, self._path(self._joined))
+            self._clear(part)
+        for part in self._parts:  # those that a kill left
+            self._clear(part)
+        whole = self._path(self._joined)
+        ledger.note(self.target, self.identity, whole)
+        replace_file(whole, self.target)
+
+    def _clear(self, part: RemoteFile) -> None:
+        if not self._keep:
+            self.target.with_name(part.name).unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self.target.with_name(f"{self.target.name}.{self.identity[:12]}.{number}")
 
 
 def _unpacked_as(packed: Path, size: int) -> tuple[Path, str]:

@@ -30,8 +30,15 @@ class SearchCache:
     """The records of one index in one folder. Several processes may share it: records are written
     whole or not at all."""
 
-    def __init__(self, directory: str | Path, mode: Mode) -> None:
-        """Raises ConfigError for strict-replay of a folder that holds no records."""
+    def __init__(
+        self, directory: str | Path | None = None, mode: Mode | Literal[False] = "off"
+    ) -> None:
+        """mode: YAML reads a bare `off` as false. Raises ConfigError without a directory, and for
+        strict-replay of one that holds no records."""
+        if not directory:
+            raise ConfigError(
+                "cache: mode without a directory; give cache.directory, the folder of the records."
+            )
         self.mode = mode
         self.directory = Path(directory).expanduser()
         self._source = self.directory / "source.json"

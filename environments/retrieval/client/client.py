@@ -11,9 +11,9 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from rlflow.components import check_options, takes
+from rlflow.components import check_options
 from rlflow.errors import ConfigError
 from rlflow.http import GaveUp, HttpClient, Reply, Retryable, RetryPolicy
 from rlflow.values import PositiveFloat, PositiveInt
@@ -24,7 +24,7 @@ from rlflow_environments.retrieval.client.asynchronous import (
     TRACE_HEADER,
     AsyncRetriever,
 )
-from rlflow_environments.retrieval.client.cache import Mode, SearchCache
+from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError
@@ -57,6 +57,7 @@ class HttpRetriever(AsyncRetriever):
         self,
         urls: str | Sequence[str] | None = None,
         *,
+        url: str | None = None,
         discovery: str | Path | None = None,
         timeout_s: PositiveFloat = 30.0,
         attempt_timeout_s: PositiveFloat = 10.0,
@@ -70,12 +71,12 @@ class HttpRetriever(AsyncRetriever):
     ) -> None:
         """Waits until a server is ready.
 
-        urls: one server or several, `http://host:port` or `host:port`. discovery: a folder of
+        urls, or url: one server or several, `http://host:port` or `host:port`. discovery: a folder of
         `Host{ip}_IP{port}.txt` files, read again whenever a server fails. timeout_s: of a search,
         all attempts and pauses together; tries: attempts, the first included (None: until
         timeout_s), each of at most attempt_timeout_s. connections: open at the same time; further
         searches wait, within their deadline. wait_s: for a first server to be ready. cache:
-        {directory, mode}, see `cache.MODES`. identity: of the index, for the cache, where the
+        {directory, mode}, see `cache.Mode`. identity: of the index, for the cache, where the
         server does not say it. headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError."""
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S, timeout_s)
@@ -85,7 +86,8 @@ class HttpRetriever(AsyncRetriever):
         self._cache = _make_cache(cache)
         self._told_cache = False
         self._counts = [0, 0]
-        given = [urls] if isinstance(urls, str) else list(urls or ())
+        given = urls or url or ()
+        given = [given] if isinstance(given, str) else list(given)
         strict = self._cache is not None and self._cache.strict
         if bool(given) == (discovery is not None) and not strict:
             raise ConfigError(
@@ -318,30 +320,7 @@ class HttpRetriever(AsyncRetriever):
         return self._client
 
 
-@takes(HttpRetriever)
-def http_retriever(
-    corpus: Sequence[Passage] | None = None,
-    *,
-    url: str | None = None,
-    urls: str | Sequence[str] | None = None,
-    **options: Any,
-) -> HttpRetriever:
-    """The retriever of a configuration's `{name: http, url: ...}`; further options are those of
-    HttpRetriever. The servers bring the documents."""
-    return HttpRetriever(url if urls is None else urls, **options)
-
-
 def _make_cache(options: Mapping[str, Any] | None) -> SearchCache | None:
     """The cache; None for mode off. Raises ConfigError."""
-    given = check_options(options or {}, _cache_options, where="retriever http.cache")
-    if given.get("mode") in (None, "off", False):
-        return None
-    if not given.get("directory"):
-        raise ConfigError(
-            "cache: mode without a directory; give cache.directory, the folder of the records."
-        )
-    return SearchCache(given["directory"], given["mode"])
-
-
-def _cache_options(*, directory: str | None = None, mode: Mode | Literal[False] = "off") -> None:
-    """Of SearchCache. YAML reads a bare `off` as false."""
+    given = check_options(options or {}, SearchCache, where="retriever http.cache")
+    return SearchCache(**given) if given.get("mode", "off") not in ("off", False) else None

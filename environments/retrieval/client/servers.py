@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError
@@ -26,21 +27,19 @@ class _Server:
     rests_until: float = 0.0  # time.monotonic
 
 
+@dataclass
 class ServerPool:
     """The servers of a list that may change. A server that failed rests, longer each time, while
     others are asked.
 
-    Used by one thread.
-    """
+    addresses: the present ones, `host:port` or URLs; asked again when a server fails, and now and
+    then. Used by one thread."""
 
-    def __init__(self, addresses: Callable[[], Sequence[str]], generator: random.Random) -> None:
-        """addresses: the present ones, `host:port` or URLs; asked again when a server fails, and
-        now and then."""
-        self._addresses = addresses
-        self._generator = generator
-        self._servers: dict[str, _Server] = {}
-        self._told: set[str] = set()  # addresses that are none
-        self._listed = float("-inf")
+    addresses: Callable[[], Sequence[str]]
+    generator: random.Random
+    _servers: dict[str, _Server] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)  # addresses that are none
+    _listed: float = -math.inf
 
     def take(self, avoid: str | None = None) -> str | None:
         """The URL of the server to ask now, None where there is none; `release` it afterwards.
@@ -56,13 +55,13 @@ class ServerPool:
             # The less busy of two at random: nearly as even as the least busy of all, and clients
             # do not flock to it (Mitzenmacher 2001).
             chosen = min(
-                self._generator.sample(awake, min(2, len(awake))),
+                self.generator.sample(awake, min(2, len(awake))),
                 key=lambda url: self._servers[url].in_flight,
             )
         elif self._servers:
             chosen = min(
                 self._servers,
-                key=lambda url: (self._servers[url].rests_until, self._generator.random()),
+                key=lambda url: (self._servers[url].rests_until, self.generator.random()),
             )
         else:
             return None
@@ -80,7 +79,7 @@ class ServerPool:
             return
         server.failures += 1
         server.rests_until = time.monotonic() + backoff_s(REST_S, LONGEST_REST_S, server.failures)
-        self._listed = float("-inf")
+        self._listed = -math.inf
 
     def others(self, url: str) -> bool:
         """Whether another server than this one is awake."""
@@ -95,7 +94,7 @@ class ServerPool:
             return
         self._listed = now
         urls = []
-        for address in self._addresses():
+        for address in self.addresses():
             try:
                 urls.append(server_url(address))
             except ConfigError as problem:

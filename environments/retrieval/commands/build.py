@@ -91,13 +91,13 @@ def _build_collection(
     args: argparse.Namespace, corpus: Any, component: dict[str, Any], progress: ProgressLine
 ) -> int:
     from rlflow_environments.retrieval.encoders import make_encoder
-    from rlflow_environments.retrieval.indices.qdrant import connect, fill
+    from rlflow_environments.retrieval.indices.qdrant import Collection, fill
 
     if args.url is None:
         raise ConfigError("--url: expected the Qdrant server that the collection is made on.")
     encoder = make_encoder(component, corpus)
     size, key = encoder.dimensions, args.api_key
-    collection = connect(args.url, args.collection, create=size, api_key=key)
+    collection = Collection(args.url, args.collection, create=size, api_key=key)
     added = fill(collection, encoder, corpus, progress)
     print(
         f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them new"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rlflow.errors import ConfigError, RLFlowError
@@ -63,14 +63,14 @@ def _retriever(args: argparse.Namespace) -> Retriever:
     return make_retriever(component, None if corpus is None else Corpus(corpus))
 
 
-def _typed(read: Callable[[str], str] = input) -> Iterator[str]:
+def _typed() -> Iterator[str]:
     """Lines from the terminal until end of input; from a pipe without a prompt."""
     interactive = sys.stdin.isatty()
     if interactive:
         print("Type a query; Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            line = read("query> " if interactive else "")
+            line = input("query> " if interactive else "")
         except EOFError:
             return
         if line.strip():

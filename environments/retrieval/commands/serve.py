@@ -21,7 +21,7 @@ import secrets
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, install_command, needing
 from rlflow.storage.memory_folders import OwnedFolder
@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-mb MB", "answers kept in memory; 0 turns it off", 64)
     log = "append one line of JSON per request: trace id, times, ids found"
     add("--query-log FILE", log)
-    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,19 +91,15 @@ def run(args: argparse.Namespace) -> int:
             discovery.write()
         print(f"ready: {url}", flush=True)
 
-    def on_stop() -> None:
-        if discovery is not None:
-            discovery.remove()
-
+    on_stop = (lambda: None) if discovery is None else discovery.remove
     with contextlib.closing(folder):
         limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
         source, processes = make_source(args), args.processes
         setup = ServerSetup(source, limits, args.query_log, token, folder.path, processes)
-        options: dict[str, Any] = {"parent": args.parent, "on_ready": on_ready, "on_stop": on_stop}
         if processes > 1:
-            serve_by_workers(setup, listener, **options)
+            serve_by_workers(setup, listener, on_ready=on_ready, on_stop=on_stop)
         else:
-            serve(setup.service(), listener, **options)
+            serve(setup.service(), listener, on_ready=on_ready, on_stop=on_stop)
     sys.stdout.flush()
     logging.shutdown()
     os._exit(0)  # a search that cannot be interrupted must not keep the process

@@ -58,12 +58,10 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
     elif args.qdrant_url is not None or args.qdrant_collection_name is not None:
         component = _qdrant(args)
     elif args.index is not None:
-        component = _indexed(Path(args.index).expanduser(), args)
-        corpus = corpus or _corpus_of(Path(args.index).expanduser())
+        component, remembered = _indexed(Path(args.index).expanduser(), args)
+        corpus = corpus or remembered
     else:
-        component = (
-            {"name": "bm25"} if (args.retriever_name or "").lower() == "bm25" else {"name": "dense"}
-        )
+        component = {"name": "bm25" if _is_bm25(args) else "dense"}
     if args.faiss_gpu:
         component["gpu"] = True
     if args.nprobe is not None:
@@ -98,27 +96,26 @@ def read_component(text: str) -> dict[str, Any]:
     return component
 
 
-def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder
-    of the flags."""
-    if (args.retriever_name or "").lower() == "bm25":
-        return {"name": "bm25", "path": str(path)}
-    if path.is_dir():
-        name = "bm25" if read_meta(path).kind == "bm25" else "faiss"
-        return {"name": name, "path": str(path)}
-    return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
+def _is_bm25(args: argparse.Namespace) -> bool:
+    return (args.retriever_name or "").lower() == "bm25"
 
 
-def _corpus_of(path: Path) -> str | None:
-    """Where the corpus of an index folder was when it was built, if it is still there.
-    Raises ConfigError where there is no index."""
-    if not path.exists():
+def _indexed(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """(the retriever of an index on disk: what its meta.json says, or a faiss file and the encoder
+    of the flags; where the corpus of a folder was when it was built, if it is still there). Raises
+    ConfigError where neither is there."""
+    if not path.exists() and args.corpus is None:
         raise ConfigError(
             f"--index: {path}: nothing there; expected a folder of `rlflow search build` with a "
             "meta.json, or a faiss file."
         )
-    found = read_meta(path).corpus["path"] if path.is_dir() else None
-    return found if found is not None and Path(found).is_file() else None
+    if not path.is_dir():
+        encoder = {} if _is_bm25(args) else {"encoder": _encoder(args)}
+        return {"name": "bm25" if _is_bm25(args) else "faiss", "path": str(path), **encoder}, None
+    meta = read_meta(path)
+    name = "bm25" if _is_bm25(args) or meta.kind == "bm25" else "faiss"
+    corpus = meta.corpus["path"]
+    return {"name": name, "path": str(path)}, corpus if Path(corpus).is_file() else None
 
 
 def _qdrant(args: argparse.Namespace) -> dict[str, Any]:

@@ -26,7 +26,6 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
 _CHUNK = 1 << 18  # characters of the texts that are encoded at a time: about a million features
 _CHUNK_TEXTS = 1024
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
 _CACHED_WORDS = 100_000
 
 
@@ -45,6 +44,9 @@ class NgramEncoder:
     article about a name lies closer to that name than articles that mention it. Deterministic: a
     text's vector depends on the corpus and on the text alone, bit for bit, not on the batch.
     """
+
+    corpus = ""
+    """SHA-256 of the corpus whose words were counted, of one that was loaded."""
 
     def __init__(
         self,
@@ -85,19 +87,13 @@ class NgramEncoder:
             encoder = cls([], **state["options"])
             encoder._passage_count = int(state["passages"])
             encoder._document_frequency = Counter(state["document_frequency"])
-        except _DAMAGED as problem:
-            raise _damaged(path, problem) from None
+            encoder.corpus = state.get("corpus", "")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+            raise DataError(
+                f"{path}: expected the counts of a hashed encoder, found {problem}. Delete the "
+                "folder and build the index again."
+            ) from None
         return encoder
-
-    @staticmethod
-    def counted(path: str | Path) -> tuple[str, dict[str, Any]]:
-        """(SHA-256 of the corpus, options) of a file that `save` wrote. Raises DataError: damaged
-        file."""
-        try:
-            state = json.loads(Path(path).read_bytes())
-            return state["corpus"], state["options"]
-        except _DAMAGED as problem:
-            raise _damaged(path, problem) from None
 
     def save(self, path: str | Path, corpus: str) -> None:
         """Writes the options and the counts as JSON: what the corpus contributes to a vector.
@@ -189,13 +185,6 @@ class NgramEncoder:
         for size in self._ngram_sizes:
             for start in range(len(marked) - size + 1):
                 yield marked[start : start + size]
-
-
-def _damaged(path: str | Path, problem: BaseException) -> DataError:
-    return DataError(
-        f"{path}: expected the counts of a hashed encoder, found {problem}. Delete the folder and "
-        "build the index again."
-    )
 
 
 def _hash(feature: str) -> int:

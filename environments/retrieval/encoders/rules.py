@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from rlflow.errors import ConfigError, ModelError, did_you_mean
 from rlflow.values import PositiveInt
 
-POOLINGS = ("mean", "cls", "last")
+Pooling = Literal["mean", "cls", "last"]
 MAX_LENGTH = 256  # tokens, prefix and special ones included (Search-R1 and all its descendants)
 
 
@@ -85,7 +84,7 @@ def encoder_rules(
     name: str,
     *,
     family: str | None = None,
-    pooling: str | None = None,
+    pooling: Pooling | None = None,
     normalize: bool | None = None,
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
@@ -94,30 +93,25 @@ def encoder_rules(
     """The rules of a model: its family's, but for what its modules.json states where no family is
     given; what is given wins.
 
-    Raises ConfigError for an unknown family or pooling, ModelError for modules that are not
-    supported."""
+    Raises ConfigError for an unknown family, ModelError for modules that are not supported."""
     chosen = encoder_family(name) if family is None else family
-    rules = FAMILIES[_known("family", chosen, FAMILIES)]
+    if chosen not in FAMILIES:
+        raise ConfigError(
+            f"encoder.family: expected one of {', '.join(FAMILIES)}, found '{chosen}'."
+            f"{did_you_mean(chosen, FAMILIES)}"
+        )
+    rules = FAMILIES[chosen]
     unnamed = family is None or chosen == "sentence-transformers"
     if unnamed and (folder / "modules.json").is_file():
         rules = _from_modules(folder, rules)
     given: dict[str, Any] = {
-        "pooling": None if pooling is None else _known("pooling", pooling, POOLINGS),
+        "pooling": pooling,
         "normalize": normalize,
         "query_prefix": query_prefix,
         "passage_prefix": passage_prefix,
         "max_length": max_length,
     }
     return replace(rules, **{key: value for key, value in given.items() if value is not None})
-
-
-def _known(option: str, value: str, known: Collection[str]) -> str:
-    if value not in known:
-        raise ConfigError(
-            f"encoder.{option}: expected one of {', '.join(known)}, found '{value}'."
-            f"{did_you_mean(value, known)}"
-        )
-    return value
 
 
 def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
@@ -155,7 +149,7 @@ def _pooling(path: Path) -> str:
     modes = [config["pooling_mode"]] if config.get("pooling_mode") else switched
     if len(modes) != 1 or modes[0] not in _POOLING_NAMES:
         raise ModelError(
-            f"{path}: expected one pooling of {', '.join(POOLINGS)}, found {modes or 'none'}."
+            f"{path}: expected one pooling of mean, cls, last, found {modes or 'none'}."
         )
     return _POOLING_NAMES[modes[0]]
 

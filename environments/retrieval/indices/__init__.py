@@ -18,7 +18,7 @@ BUILT_IN = {
     "faiss": f"{_FOLDER}.dense:faiss_retriever",
     "hybrid": f"{_FOLDER}.make:hybrid_retriever",
     "qdrant": f"{_FOLDER}.qdrant:qdrant_retriever",
-    "http": "rlflow_environments.retrieval.client.client:http_retriever",
+    "http": "rlflow_environments.retrieval.client.client:HttpRetriever",
     "random": f"{_FOLDER}.make:random_retriever",
 }
 """Retrievers: name -> `module:Name`. `dense` and `faiss` are the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,22 +32,21 @@ class Index(Protocol):
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]: ...
 
 
+@dataclass(eq=False, repr=False)
 class CorpusRetriever(Retriever):
     """Passages of a corpus in the order of an index."""
 
-    def __init__(self, corpus: Sequence[Passage], index: Index) -> None:
-        self.corpus = corpus
-        self.index = index
+    corpus: Sequence[Passage]
+    index: Index
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever. Raises ConfigError for top_k below 1."""
         check_top_k(top_k)
         if not queries:
             return []
-        rankings = self.rank(queries, top_k)
         return [
             [replace(self.corpus[row], score=score) for row, score in ranking]
-            for ranking in rankings
+            for ranking in self.rank(queries, top_k)
         ]
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:

@@ -37,7 +37,6 @@ from rlflow_environments.retrieval.indices.faiss_index import (
 from rlflow_environments.retrieval.indices.folder import (
     INDEX,
     EncoderOption,
-    check_count,
     check_encoder_given,
     compared_rows,
     encoder_of,
@@ -222,7 +221,11 @@ def faiss_retriever(
         opened, measured = stored_encoder(place, meta, encoder, hashed), meta.search
         place = place / INDEX
     loaded = read_index(place, mmap=mmap)
-    check_count(place, loaded.ntotal, corpus)
+    if loaded.ntotal != len(corpus):
+        raise DataError(
+            f"{place}: holds {loaded.ntotal} vectors, the corpus {len(corpus)} passages. Give the "
+            "corpus that it was built on."
+        )
     if nprobe is None and ef_search is None and measured is not None:
         options |= {name: measured[name] for name in UNMEASURED if name in measured}
     dense = DenseIndex(opened, loaded, **options)

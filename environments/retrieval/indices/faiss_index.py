@@ -180,10 +180,10 @@ AFFORDABLE_EF = 512
 SAME = 0.005  # recall that is not worth twice the time
 
 
-def sample_queries(corpus: Sequence[Passage], count: int = QUERIES) -> list[str]:
+def sample_queries(corpus: Sequence[Passage]) -> list[str]:
     """Eight words from the middle of passages spread over the corpus: harder to find than a title,
     as questions are."""
-    count = min(count, len(corpus))
+    count = min(QUERIES, len(corpus))
     bodies = [corpus[place * len(corpus) // count].body.split() for place in range(count)]
     return [" ".join(words[len(words) // 2 :][:WORDS]) for words in bodies if words]
 

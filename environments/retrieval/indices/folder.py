@@ -137,15 +137,6 @@ def check_folder(folder: Path, meta: IndexMeta, *, deep: bool = False) -> None:
                 )
 
 
-def stamp_corpus(corpus: Sequence[Passage]) -> dict[str, Any]:
-    """{path, bytes, sha256} of a corpus; empty values where it is no file."""
-    path = getattr(corpus, "path", None)
-    if path is None:
-        return {"path": "", "bytes": 0, "sha256": ""}
-    file, sha256 = path.resolve(), corpus.sha256  # type: ignore[attr-defined]
-    return {"path": str(file), "bytes": file.stat().st_size, "sha256": sha256}
-
-
 def open_folder(folder: Path, corpus: Sequence[Passage] | None) -> IndexMeta:
     """What an index folder says of itself. Raises DataError where a file of it is not that of the
     build, or the corpus is another one."""
@@ -170,15 +161,6 @@ def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> No
             f"{folder}: built on another corpus than {path} (SHA-256 "
             f"{built['sha256'][:12]}..., {built['bytes']} bytes, then at {built['path']}). Give "
             "that corpus, or build the index again."
-        )
-
-
-def check_count(path: Path, found: int, corpus: Sequence[Passage]) -> None:
-    """Raises DataError where an index does not hold one vector per passage."""
-    if found != len(corpus):
-        raise DataError(
-            f"{path}: holds {found} vectors, the corpus {len(corpus)} passages. Give the corpus "
-            "that it was built on."
         )
 
 
@@ -223,7 +205,18 @@ def stored_encoder(
         given = {"name": encoder} if isinstance(encoder, str) else encoder or {}
         rules = {rule: built[rule] for rule in ENCODER_RULES}
         opened = make_encoder({"name": built["path"], **rules, **given})
-    check_encoder(folder, meta, opened.description)
+    description = opened.description
+    if built["sha256"] != description["sha256"]:
+        differs = "; ".join(
+            f"{key}: {value!r} then, {description.get(key)!r} now"
+            for key, value in built.items()
+            if key not in ("sha256", "path") and value != description.get(key)
+        )
+        raise DataError(
+            f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; "
+            f"family {built['family']}, SHA-256 {built['sha256'][:12]}... then, "
+            f"{description['sha256'][:12]}... now). Give that encoder, or build the index again."
+        )
     return opened
 
 
@@ -234,24 +227,6 @@ def check_encoder_given(path: Path, encoder: EncoderOption) -> None:
             f"{path}: a faiss file does not say how it was encoded. Set retriever.encoder to the "
             "model's folder."
         )
-
-
-def check_encoder(folder: Path, meta: IndexMeta, description: Mapping[str, Any]) -> None:
-    """Raises DataError where the vectors came from another encoder, or from other rules."""
-    built = meta.encoder or {}
-    if built.get("sha256") == description["sha256"]:
-        return
-    compared = [key for key in built if key not in ("sha256", "path")]
-    differs = "; ".join(
-        f"{key}: {built[key]!r} then, {description.get(key)!r} now"
-        for key in compared
-        if built[key] != description.get(key)
-    )
-    raise DataError(
-        f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; "
-        f"family {built.get('family')}, SHA-256 {str(built.get('sha256'))[:12]}... then, "
-        f"{description['sha256'][:12]}... now). Give that encoder, or build the index again."
-    )
 
 
 def compared_rows(corpus: Sequence[Passage]) -> list[int]:

@@ -41,14 +41,14 @@ class BM25Index:
             self._index.index(tokens, create_empty_token=False, show_progress=False)
 
     @classmethod
-    def load(cls, folder: Path, *, mmap: bool = True) -> BM25Index:
-        """What `save` wrote; with `mmap` its scores stay on disk. Raises DataError."""
+    def load(cls, folder: Path) -> BM25Index:
+        """What `save` wrote; its scores stay on disk. Raises DataError."""
         bm25s = _import_bm25s()
         index = cls([])
         if (folder / _EMPTY).is_file():
             return index
         try:
-            loaded = bm25s.BM25.load(folder, mmap=mmap, load_corpus=False, show_progress=False)
+            loaded = bm25s.BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
         except (OSError, ValueError, KeyError) as problem:
             raise DataError(
                 f"{folder}: expected a BM25 index, found {problem}. Build it again."
@@ -85,7 +85,6 @@ def bm25_retriever(
     corpus: Sequence[Passage],
     *,
     path: str | None = None,
-    mmap: bool = True,
     k1: NonNegativeFloat | None = None,
     b: Share | None = None,
     title_weight: NonNegativeInt | None = None,
@@ -107,7 +106,7 @@ def bm25_retriever(
         raise ConfigError(
             f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss."
         )
-    return CorpusRetriever(corpus, BM25Index.load(folder / BM25, mmap=mmap))
+    return CorpusRetriever(corpus, BM25Index.load(folder / BM25))
 
 
 def _import_bm25s() -> ModuleType:

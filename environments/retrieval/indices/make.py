@@ -7,6 +7,7 @@ import inspect
 import random
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlflow.components import Kind
@@ -60,19 +61,18 @@ def _needs_corpus(target: Callable[..., Any]) -> bool:
     return corpus is not None and type(None) not in typing.get_args(hints_of(target).get("corpus"))
 
 
+@dataclass(frozen=True)
 class HybridIndex:
-    """Reciprocal rank fusion: sum over the indices of 1 / (60 + rank), rank from 1."""
+    """Reciprocal rank fusion: sum over the indices of 1 / (60 + rank), rank from 1.
 
-    def __init__(
-        self, parts: Mapping[str, tuple[Mapping[str, Any], Index]], *, depth: int = 50
-    ) -> None:
-        """parts: (name and options, index) by what the part is called. depth: candidates of each
-        index, so that a short result is the beginning of a longer one."""
-        self.parts = parts
-        self._depth = depth
+    parts: (name and options, index) by what the part is called. depth: candidates of each index, so
+    that a short result is the beginning of a longer one."""
+
+    parts: Mapping[str, tuple[Mapping[str, Any], Index]]
+    depth: int = 50
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
-        candidates = max(self._depth, top_k)
+        candidates = max(self.depth, top_k)
         rankings = [index.rank(queries, candidates) for _, index in self.parts.values()]
         return [_fused(per_query)[:top_k] for per_query in zip(*rankings, strict=True)]
 
@@ -97,7 +97,7 @@ def hybrid_retriever(
     options = {"name": dense} if isinstance(dense, str) else dense or {}
     parts = {"bm25": {"name": "bm25", **(bm25 or {})}, "dense": {"name": "dense", **options}}
     indices = {key: (part, _part(key, part, corpus)) for key, part in parts.items()}
-    return CorpusRetriever(corpus, HybridIndex(indices, depth=depth))
+    return CorpusRetriever(corpus, HybridIndex(indices, depth))
 
 
 def _part(key: str, component: Mapping[str, Any], corpus: Sequence[Passage]) -> Index:
@@ -113,27 +113,27 @@ def _part(key: str, component: Mapping[str, Any], corpus: Sequence[Passage]) -> 
     return made.index
 
 
+@dataclass(frozen=True)
 class RandomIndex:
-    """Passages drawn by (seed, query): what a policy that does not read would not miss. Scores are
-    0."""
+    """Rows of a corpus of so many, drawn by (seed, query): what a policy that does not read would
+    not miss. Scores are 0."""
 
-    def __init__(self, corpus: Sequence[Passage], *, seed: int = 0) -> None:
-        self._size = len(corpus)
-        self._seed = seed
+    size: int
+    seed: int
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
-        return [self._draw(query, min(top_k, self._size)) for query in queries]
+        return [self._draw(query, min(top_k, self.size)) for query in queries]
 
     def _draw(self, query: str, count: int) -> Ranking:
-        seed = f"{self._seed}:{query}".encode("utf-8", "surrogatepass")
+        seed = f"{self.seed}:{query}".encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(seed, digest_size=8).digest()
         generator = random.Random(int.from_bytes(digest, "little"))
         drawn: dict[int, float] = {}  # one by one: a short result is the beginning of a longer one
         while len(drawn) < count:
-            drawn[generator.randrange(self._size)] = 0.0
+            drawn[generator.randrange(self.size)] = 0.0
         return list(drawn.items())
 
 
 def random_retriever(corpus: Sequence[Passage], *, seed: int = 0) -> CorpusRetriever:
     """Passages drawn by (seed, query)."""
-    return CorpusRetriever(corpus, RandomIndex(corpus, seed=seed))
+    return CorpusRetriever(corpus, RandomIndex(len(corpus), seed))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -45,28 +46,44 @@ T = TypeVar("T")
 
 
 class Collection:
-    """Points with one vector each, behind qdrant-client, as it describes them. Thread-safe."""
+    """Points with one vector each, as qdrant-client describes them. Thread-safe."""
 
     def __init__(
         self,
-        client: Any,
+        url: str | None,
         name: str,
-        where: str,
-        params: Mapping[str, Any],
+        params: Mapping[str, Any] = MappingProxyType({}),
         *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+        tries: int = 5,
         create: int | None = None,
-        tries: int = 1,
-        local: bool = False,
     ) -> None:
-        """params: of every query: hnsw_ef (candidates of the graph search), exact (scan instead),
-        quantization (ignore, rescore, oversampling). create: dimensions of the collection to make
-        where none of that name exists. local: in memory, where the client is not thread-safe.
+        """url: of a server; None: in this process's memory. params: of every query: hnsw_ef
+        (candidates of the graph search), exact (scan instead), quantization (ignore, rescore,
+        oversampling). create: dimensions of the collection to make where none of that name exists.
 
-        Raises DataError: no such collection, or one of another layout."""
-        from qdrant_client import models
-
-        self._client, self._name, self._where, self._tries = client, name, where, tries
-        self._lock = threading.Lock() if local else contextlib.nullcontext()
+        Raises ConfigError: refused key, or a URL that is none; DataError: no such collection, or
+        one of another layout; RetrievalError: the server does not answer."""
+        with needing("retriever qdrant", install_command("qdrant")):
+            from qdrant_client import QdrantClient, models
+        place: dict[str, Any] = {"location": ":memory:"}
+        if url is not None:
+            place = {
+                "url": url,
+                "api_key": api_key or os.environ.get("QDRANT_API_KEY"),
+                "timeout": max(1, round(timeout_s)),
+                "check_compatibility": False,
+            }
+        try:
+            client = QdrantClient(**place)
+        except ValueError as problem:
+            raise ConfigError(
+                f"retriever qdrant.url: '{url}' ({problem}). Expected http(s)://host:port."
+            ) from None
+        self._client, self._name, self._where, self._tries = client, name, url or "memory", tries
+        # In memory the client is not thread-safe
+        self._lock = threading.Lock() if url is None else contextlib.nullcontext()
         self._params = models.SearchParams(**params)
         if create is not None and not self._call(client.collection_exists):
             self._call(
@@ -78,7 +95,7 @@ class Collection:
         distance = getattr(vectors, "distance", None)
         if not hasattr(vectors, "size") or getattr(distance, "value", distance) != "Cosine":
             raise DataError(
-                f"{where}, collection '{name}': expected one unnamed vector with cosine distance, "
+                f"{self._where}, collection '{name}': expected one unnamed vector with cosine distance, "
                 f"found {vectors}."
             )
         self.dimensions = int(vectors.size)
@@ -173,40 +190,6 @@ class Collection:
             ) from None
 
 
-def connect(
-    url: str | None,
-    name: str,
-    params: Mapping[str, Any] | None = None,
-    *,
-    api_key: str | None = None,
-    timeout_s: float = 60.0,
-    tries: int = 5,
-    create: int | None = None,
-) -> Collection:
-    """A collection of a server, or of this process's memory (url None). create: see
-    Collection.
-
-    Raises ConfigError: refused key, or a URL that is none; DataError: no such collection;
-    RetrievalError: the server does not answer."""
-    with needing("retriever qdrant", install_command("qdrant")):
-        from qdrant_client import QdrantClient
-    if url is None:
-        client = QdrantClient(":memory:")
-        return Collection(client, name, "memory", params or {}, create=create, local=True)
-    try:
-        client = QdrantClient(
-            url=url,
-            api_key=api_key or os.environ.get("QDRANT_API_KEY"),
-            timeout=max(1, round(timeout_s)),
-            check_compatibility=False,
-        )
-    except ValueError as problem:
-        raise ConfigError(
-            f"retriever qdrant.url: '{url}' ({problem}). Expected http(s)://host:port."
-        ) from None
-    return Collection(client, name, url, params or {}, create=create, tries=tries)
-
-
 class QdrantRetriever(Retriever):
     """Passages of a collection, nearest first, ties by point id. Approximate where the collection
     has a graph or is quantized."""
@@ -224,11 +207,13 @@ class QdrantRetriever(Retriever):
 
     @property
     def searched(self) -> dict[str, Any]:
-        """What tells this collection from another: its size and its first payloads."""
-        first = [point.payload for point in self.collection.sample(_TOLD)]
-        told = json.dumps(first, sort_keys=True, default=str).encode()
-        sha256 = hashlib.sha256(told).hexdigest()
-        return {"points": self.collection.count(), "sha256": sha256}
+        """What tells this collection from another: its size, its first payloads, and some spread
+        over it where ids are rows."""
+        count = self.collection.count()
+        spread = self.collection.points([count * place // _TOLD for place in range(1, _TOLD)])
+        payloads = {str(one.id): one.payload for one in [*self.collection.sample(_TOLD), *spread]}
+        told = json.dumps(payloads, sort_keys=True, default=str).encode()
+        return {"points": count, "sha256": hashlib.sha256(told).hexdigest()}
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See Retriever. Raises RetrievalError where the server does not answer."""
@@ -270,7 +255,7 @@ def qdrant_retriever(
             "a corpus."
         )
     made = encoder_of(encoder, hashed, corpus if corpus is not None else [])
-    opened = connect(
+    opened = Collection(
         url,
         collection,
         {"hnsw_ef": hnsw_ef, "exact": exact, "quantization": quantization},

@@ -34,8 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
     # Of clients that vanished without a word; connections inherit it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -66,11 +65,9 @@ def allow_many_files() -> None:
     says so where that is little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        wanted = soft
-    else:
+    if 0 <= soft < wanted:  # infinity is -1
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if 0 <= wanted < 4096:
+    if max(soft, wanted) < 4096:
         told = "only %d files may be open, one per connection: raise `ulimit -Hn` for more clients"
         logger.warning(told, wanted)
 

@@ -33,9 +33,10 @@ from rlflow_environments.retrieval.server.addresses import BACKLOG, allow_many_f
 from rlflow_environments.retrieval.server.app import Receive, SearchApp, Send
 from rlflow_environments.retrieval.server.index import own_threads
 from rlflow_environments.retrieval.server.loading import ServedSource
-from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits, Unavailable
+from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.statistics import QueryLog
+from rlflow_environments.retrieval.server.wire import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Life:
             self._stop()
 
     async def _reload(self) -> None:
-        with contextlib.suppress(RLFlowError, OSError, Unavailable):  # logged and counted
+        with contextlib.suppress(RLFlowError, OSError, Refused):  # logged and counted
             await self._service.reload({})
 
     async def _watch(self, app: SearchApp) -> None:
@@ -187,15 +188,14 @@ def serve(
     service: SearchService,
     listener: socket.socket,
     *,
-    parent: int | None = None,
     on_ready: Callable[[], None] = lambda: None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Answers until SIGTERM or SIGINT; SIGHUP loads the index again.
 
-    The port answers at once, `/health` with the progress of loading. parent: the process whose end
-    ends the server too. on_stop: called when the server is asked to stop, and at its end. Raises
-    what loading the index raises, and what on_ready raises."""
+    The port answers at once, `/health` with the progress of loading. on_stop: called when the
+    server is asked to stop, and at its end. Raises what loading the index raises, and what on_ready
+    raises."""
     allow_many_files()
 
     def stop() -> None:
@@ -203,7 +203,7 @@ def serve(
         on_stop()
         server.should_exit = True
 
-    life = Life(service, stop, parent=parent, on_ready=on_ready)
+    life = Life(service, stop, on_ready=on_ready)
     server = _Alone(server_config(SearchApp(service, life.run)))
     server.stop = stop
     try:
@@ -221,7 +221,6 @@ def serve_by_workers(
     setup: ServerSetup,
     listener: socket.socket,
     *,
-    parent: int | None,
     on_ready: Callable[[], None],
     on_stop: Callable[[], None],
 ) -> None:
@@ -233,7 +232,7 @@ def serve_by_workers(
     app = functools.partial(make_worker, setup)
     options = {"workers": setup.processes, "timeout_worker_healthcheck": HUNG_S}
     supervisor = _Supervisor(server_config(app, factory=True, **options), [listener])
-    supervisor.tell(setup, parent, on_ready, on_stop)
+    supervisor.tell(setup, on_ready, on_stop)
     supervisor.run()
     problem = setup.folder / PROBLEM
     if problem.exists():
@@ -248,18 +247,12 @@ class _Supervisor(Multiprocess):
     _told = False
 
     def tell(
-        self,
-        setup: ServerSetup,
-        parent: int | None,
-        on_ready: Callable[[], None],
-        on_stop: Callable[[], None],
+        self, setup: ServerSetup, on_ready: Callable[[], None], on_stop: Callable[[], None]
     ) -> None:
         self._shared, self._folder = SharedState(setup.folder, setup.processes), setup.folder
-        self._parent, self._on_ready, self._on_stop = parent, on_ready, on_stop
+        self._on_ready, self._on_stop = on_ready, on_stop
 
     def keep_subprocess_alive(self) -> None:
-        if self._parent is not None and os.getppid() != self._parent:
-            self.should_exit.set()
         for process in self.processes:
             process.child_conn.close()  # ours: else a ping to a process that dies waits in vain
         before = {process.pid for process in self.processes}
@@ -360,10 +353,6 @@ def make_worker(setup: ServerSetup) -> SearchApp:
 
 def check_sharable(retriever: Mapping[str, Any], processes: int) -> None:
     """Raises ConfigError for a retriever that several processes of one server cannot have."""
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"--processes {processes}: needs Linux. Use --processes 1, or several servers."
-        )
     if retriever.get("name") in UNSHARED:
         raise ConfigError(
             f"--processes {processes}: the retriever {retriever['name']} is a connection; several "

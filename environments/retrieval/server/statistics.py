@@ -60,13 +60,9 @@ class ServerStatistics:
         self.queries.inc(len(answer.results))
         self.seconds.observe(seconds)
         self.waited.observe(answer.waited_s)
-        for counter, count in (
-            (self.empty, sum(not hits for hits in answer.results)),
-            (self.cached, answer.cached),
-            (self.shared, answer.shared),
-        ):
-            if count:
-                counter.inc(count)
+        self.empty.inc(sum(not hits for hits in answer.results))
+        self.cached.inc(answer.cached)
+        self.shared.inc(answer.shared)
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format."""

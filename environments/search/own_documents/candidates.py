@@ -37,10 +37,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Stated:
-    """A fact and the row of the passage that states it."""
+    """A fact, and the way to the passage that states it."""
 
     fact: Fact
-    passage: int
+    hop: Hop
 
 
 def find_facts(passages: Sequence[Passage], *, blanks: bool = True) -> list[Stated]:
@@ -55,7 +55,7 @@ def find_facts(passages: Sequence[Passage], *, blanks: bool = True) -> list[Stat
                 if not facts and blanks:
                     blank = blank_of(sentence, passage.title, titles)
                     facts = [blank] if blank else []
-                found += [Stated(fact, row) for fact in facts]
+                found += [Stated(fact, Hop(fact.query, fact.object, row)) for fact in facts]
     return found
 
 
@@ -87,7 +87,7 @@ def _single(statement: Stated, generator: random.Random) -> Candidate:
         question,
         fact.object,
         fact.relation,
-        (_hop(statement),),
+        (statement.hop,),
         names_of(question, fact.subject, fact.object),
     )
 
@@ -101,7 +101,7 @@ def _pair(first: Stated, second: Stated, generator: random.Random) -> Candidate:
         question,
         second.fact.object,
         f"{first.fact.relation} {second.fact.relation}",
-        (_hop(first), _hop(second)),
+        (first.hop, second.hop),
         names,
     )
 
@@ -110,10 +110,6 @@ def _readable(question: str) -> str:
     """The question without a doubled article, and with a capital where its sentence begins."""
     question = re.sub(r"\b([Tt]he) the\b", r"\1", question)
     return re.sub(r'(?<= ")[a-z]', lambda first: first[0].upper(), question)
-
-
-def _hop(statement: Stated) -> Hop:
-    return Hop(statement.fact.query, statement.fact.object, statement.passage)
 
 
 def names_of(question: str, *further: str) -> frozenset[str]:

@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
     given = {field.name: getattr(args, field.name, None) for field in fields(QuestionRequest)}
     request = QuestionRequest(**{**given, "blanks": not args.no_blanks})
-    request.check()
     folder, out = (Path(path).expanduser().resolve() for path in (args.documents, args.out))
     if out.is_relative_to(folder):
         raise ConfigError(

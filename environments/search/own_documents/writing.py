@@ -123,16 +123,12 @@ def _candidates(
     found = list(read_reply(text))
     if not found:
         dropped["unreadable"] += 1
-    for question, answer in found if len(rows) == 1 else found[:1]:
-        if len(rows) == 1:
-            yield Candidate(
-                question,
-                answer,
-                "model",
-                (Hop(question, answer, rows[0]),),
-                names_of(question, answer),
-            )
-            continue
+    if len(rows) == 1:
+        for question, answer in found:
+            hop, names = Hop(question, answer, rows[0]), names_of(question, answer)
+            yield Candidate(question, answer, "model", (hop,), names)
+        return
+    for question, answer in found[:1]:
         bridge = passages[rows[1]].title
         hops = (Hop(question, bridge, rows[0]), Hop(f"{bridge} {question}", answer, rows[1]))
         yield Candidate(question, answer, "model pair", hops, names_of(question, bridge, answer))
@@ -155,11 +151,9 @@ def read_reply(text: str) -> Iterator[tuple[str, str]]:
     except (ValueError, RecursionError):
         return
     for item in content if isinstance(content, list) else [content]:
-        question, answer = (
-            (item.get(key) for key in ("question", "answer"))
-            if isinstance(item, dict)
-            else (None, None)
-        )
+        if not isinstance(item, dict):
+            continue
+        question, answer = item.get("question"), item.get("answer")
         answered = (
             isinstance(answer, (str, int, float))
             and not isinstance(answer, bool)

@@ -90,13 +90,11 @@ def parse_action(response: str) -> Action | None:
 
 
 def _first_action(text: str) -> Action | None:
-    spans = {kind: block_span(kind, text) for kind in ACTIONS}
-    first = (
-        min((span, kind) for kind, span in spans.items() if span is not None)
-        if any(spans.values())
-        else None
-    )
-    return None if first is None else Action(first[1], text[slice(*first[0])].strip())
+    found = [(span, kind) for kind in ACTIONS if (span := block_span(kind, text))]
+    if not found:
+        return None
+    (start, stop), kind = min(found)
+    return Action(kind, text[start:stop].strip())
 
 
 def neutralize_tags(text: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
@@ -26,6 +26,7 @@ from rlflow_environments.common.jsonl import BadRow, existing, kind_of, refuse, 
 from rlflow_environments.common.rows import read_rows
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions.files import find_sets, set_name
+from rlflow_environments.search.rewards.scoring import answer_texts
 
 logger = logging.getLogger(__name__)
 
@@ -105,24 +106,10 @@ def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
     for item in values:
         if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float))):
             raise BadRow(f"'{path}': expected text or a list of texts, found {kind_of(item)}")
-    # Floats are whole numbers beside a missing one (NaN) in a column of parquet or pandas
-    values = [
-        int(item) if isinstance(item, float) and item.is_integer() else item
-        for item in values
-        if item is not None and item == item
-    ]
-    golds = [str(item) for item in values if str(item).strip()]
+    golds = answer_texts(values)
     if not golds:
         raise BadRow(f"no gold answer ('{path}' is missing or empty)")
     return path, golds
-
-
-def row_id(layout: RowFormat, row: Row) -> str | None:
-    """The row's id, None where it has none."""
-    found: Sequence[Any] = [
-        value for path in layout.ids if (value := at_path(row, path)) is not None
-    ]
-    return str(found[0]) if found else None
 
 
 def prompt_of(value: Any) -> str | list[dict[str, str]]:
@@ -245,31 +232,24 @@ def _warn_of_invalid(tasks: Sequence[Task], split: str) -> None:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Reads files one after the other; ids differ over all of them, because they tell groups
     apart."""
 
-    def __init__(
-        self,
-        split: str,
-        prompt_template: str,
-        layout: RowFormat | None,
-        skip_bad_rows: bool,
-        rewrite_prompts: bool,
-    ) -> None:
-        self._split = split
-        self._prompt_template = prompt_template
-        self._layout = layout
-        self._skip_bad_rows = skip_bad_rows
-        self._rewrite_prompts = rewrite_prompts
-        self._used: set[str] = set()
+    split: str
+    prompt_template: str
+    layout: RowFormat | None
+    skip_bad_rows: bool
+    rewrite_prompts: bool
+    used: set[str] = field(default_factory=set)
 
     def read(self, path: Path, set_of_file: str) -> list[Task]:
         """The tasks of one file. set_of_file: where its rows do not name their sets."""
-        what = f"{self._split} questions"
-        existing(path, f"{what} (environment.{self._split}, --{self._split}-data FILE)")
+        what = f"{self.split} questions"
+        existing(path, f"{what} (environment.{self.split}, --{self.split}-data FILE)")
         rows = list(read_rows(path, what))
-        layout = self._layout or _detect(
+        layout = self.layout or _detect(
             path, what, [row for _, row in rows if not isinstance(row, BadRow)]
         )
         tasks: list[Task] = []
@@ -281,15 +261,15 @@ class _Reader:
                 tasks.append(self._task(row, number, layout, set_of_file))
             except BadRow as problem:
                 bad.append((name, str(problem)))
-        refuse(path, what, bad, len(tasks), skip=self._skip_bad_rows)
+        refuse(path, what, bad, len(tasks), skip=self.skip_bad_rows)
         return tasks
 
     def _task(self, row: dict[str, Any], number: int, layout: RowFormat, set_of_file: str) -> Task:
         path, golds = gold_answers(layout, row)
-        if row.get("prompt") is not None and not self._rewrite_prompts:
+        if row.get("prompt") is not None and not self.rewrite_prompts:
             prompt = prompt_of(row["prompt"])
-        elif row.get("question") is not None or self._rewrite_prompts:
-            prompt = render_prompt(self._prompt_template, text_of(row, "question"))
+        elif row.get("question") is not None or self.rewrite_prompts:
+            prompt = render_prompt(self.prompt_template, text_of(row, "question"))
         else:
             raise BadRow("no 'prompt' and no 'question'")
         taken = {"prompt", "id", path.partition(".")[0]}
@@ -297,12 +277,13 @@ class _Reader:
         of_set = _set_of_row(row) or set_of_file
         if of_set:
             metadata["set"] = of_set
-        name = row_id(layout, row) or f"{self._split}-{number}"
+        ids = (str(value) for path in layout.ids if (value := at_path(row, path)) is not None)
+        name = next(ids, "") or f"{self.split}-{number}"
         name = f"{of_set}-{name}" if of_set else name
         unique = name
-        while unique in self._used:
-            unique, number = f"{name}@{number}", max(number + 1, len(self._used))
-        self._used.add(unique)
+        while unique in self.used:
+            unique, number = f"{name}@{number}", max(number + 1, len(self.used))
+        self.used.add(unique)
         return Task(unique, prompt, golds, metadata)
 
 
@@ -321,7 +302,6 @@ def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> RowForm
     for row in rows:
         fitting = next((layout for layout in ROW_FORMATS.values() if layout.fits(row)), None)
         if fitting is not None:
-            logger.debug("%s: %s in the layout %s", path, what, fitting.name)
             return fitting
     if not rows:
         return ROW_FORMATS["plain"]  # its reader then reports what is wrong with each row

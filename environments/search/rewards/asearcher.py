@@ -52,7 +52,8 @@ def asearcher_compat(transcript: Transcript, *, base: Literal["f1", "em"] = "f1"
     if refused and INVALID_QUESTION not in transcript.prompt_text:
         return VALIDITY_PENALTY
     score = _best(_BASES[base], answer, transcript.golds)
-    augmented = _as_list(transcript.task.metadata.get("aug_answer"))
+    augmented = transcript.task.metadata.get("aug_answer")
+    augmented = scoring.answer_texts(augmented if isinstance(augmented, list) else [augmented])
     if augmented:
         score = score * 0.7 + max(_best(_BASES[base], answer, augmented), score) * 0.3
     return score * float(all(map(well_formed, transcript.responses)))
@@ -110,11 +111,6 @@ def _is_chinese(text: str) -> bool:
 
 def _yes_or_no(text: str) -> str:
     return {"True": "yes", "False": "no"}.get(text, text)
-
-
-def _as_list(value: object) -> list[str]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return [str(item) for item in values]
 
 
 _BASES: dict[str, Callable[[str, str], float]] = {"f1": _f1, "em": _exact_match}

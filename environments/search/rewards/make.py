@@ -51,15 +51,15 @@ REWARD = Kind("reward", "rlflow_environments.search.rewards", call=1)
 """A rule, (transcript, **options) -> reward, or a class of options whose objects are a `Reward`."""
 
 
-def make_reward(component: str | Mapping[str, Any], where: str = "environment.reward") -> Reward:
+def make_reward(component: str | Mapping[str, Any]) -> Reward:
     """A reward by name and options: {"name": "searchr1_em_format", "structure": 0.2}, or just the
     name.
 
     Names: those of RULES, judge (an LLM; options: those of `judge.Judge`), those of installed
-    packages, `package.module:Name` and `file.py:Name`. where: the place in the configuration.
-    Raises ConfigError for an unknown name or option.
+    packages, `package.module:Name` and `file.py:Name`. Raises ConfigError for an unknown name or
+    option.
     """
-    made = REWARD.build(component, where)
+    made = REWARD.build(component, "environment.reward")
     if not isinstance(made, functools.partial) or inspect.iscoroutinefunction(made.func):
         return made
 

@@ -11,6 +11,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from rlflow_environments.common.blocks import blocks
 
@@ -20,6 +21,17 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _BREAK = re.compile(r"[^\w\s.,:]|_|(?<!\d)[.,:]|[.,:](?!\d)")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af]")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def answer_texts(values: Sequence[Any]) -> list[str]:
+    """A row's answers as texts, without those that are missing or blank."""
+    # Floats are whole numbers beside a missing one (NaN) in a column of parquet or pandas
+    whole = [
+        int(value) if isinstance(value, float) and value.is_integer() else value
+        for value in values
+        if value is not None and value == value
+    ]
+    return [text for text in map(str, whole) if text.strip()]
 
 
 def normalize_answer(text: str) -> str:

@@ -15,21 +15,12 @@ from rlflow_environments.common.tool_calls import TextCall, read_calls
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 
-_TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
-
-# (state, tag) -> state: think, then any number of search, information, think, then answer.
-_ORDER = {
-    ("start", "<think>"): "in think",
-    ("after information", "<think>"): "in think",
-    ("in think", "</think>"): "after think",
-    ("after think", "<search>"): "in search",
-    ("in search", "</search>"): "after search",
-    ("after search", "<information>"): "in information",
-    ("in information", "</information>"): "after information",
-    ("after think", "<answer>"): "in answer",
-    ("in answer", "</answer>"): "end",
-}
+_ORDER = re.compile(
+    "<think></think>(?:<search></search><information></information><think></think>)*"
+    "<answer></answer>"
+)
+"""Of a text's tags alone."""
 
 
 def searchr1_em(transcript: Transcript) -> float:
@@ -90,20 +81,9 @@ def searchr1_f1_plus(
 def tags_in_order(text: str) -> bool:
     """Whether the text is think, (search, information, think) any number of times, answer, with
     only white space between, before and after, and every kind of tag balanced."""
-    if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _TAGS):
-        return False
-    state = "start"
-    for part in _TAG.split(text):
-        if not part.strip():
-            continue
-        if _TAG.fullmatch(part):
-            following = _ORDER.get((state, part))
-            if following is None:
-                return False
-            state = following
-        elif not state.startswith("in "):
-            return False
-    return state == "end"
+    parts = _TAG.split(text)  # texts, and tags between them
+    outside = "".join(parts[::4])
+    return _ORDER.fullmatch("".join(parts[1::2])) is not None and not outside.strip()
 
 
 def _gold_retrieved(transcript: Transcript) -> bool:

@@ -22,28 +22,22 @@ class Entity:
     text: str = ""
 
 
-@dataclass
-class Half:
-    """One closed half of a world: entities by name, in the order they were made."""
-
-    entities: dict[str, Entity] = field(default_factory=dict)
-
-    def of(self, kind: str) -> list[Entity]:
-        return [entity for entity in self.entities.values() if entity.kind == kind]
+Half = dict[str, Entity]
+"""One closed half of a world: entities by name, in the order they were made."""
 
 
 def make_half(generator: random.Random, pool: str, counts: Mapping[str, int]) -> Half:
     """A closed set of entities with all their facts and articles. counts: entities of each kind, at
     least 1 (2 people)."""
-    names, half = NameSource(generator, pool), Half()
+    names = NameSource(generator, pool)
     made: dict[str, list[Entity]] = {}
     for kind in prose.OPENINGS:
         named = _names_of(kind, counts.get(kind, 0), names, generator)
         made[kind] = [Entity(name, kind) for name in named]
     _relate(generator, made, names)
-    for entity in itertools.chain(*made.values()):
+    half = {entity.name: entity for entity in itertools.chain(*made.values())}
+    for entity in half.values():
         entity.text = article(generator, entity)
-        half.entities[entity.name] = entity
     return half
 
 
@@ -53,7 +47,7 @@ def _names_of(kind: str, count: int, names: NameSource, generator: random.Random
     if kind == "river":
         return [f"{names.word()} River" for _ in range(count)]
     if kind == "company":
-        return [f"{names.word()} {names.choice(prose.FIRMS)}" for _ in range(count)]
+        return [f"{names.word()} {generator.choice(prose.FIRMS)}" for _ in range(count)]
     if kind == "work":
         return generator.sample(titles(names.pool), count)
     return [names.word() for _ in range(count)]

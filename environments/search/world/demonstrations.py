@@ -24,6 +24,7 @@ from rlflow_environments.search.world.world import Question, excerpt, page_text,
 SMALL_WORLD = {"country": 2, "river": 3, "city": 4, "person": 6, "work": 3, "company": 3}
 SHARES = {"one_hop": 0.35, "two_hop": 0.5, "comparison": 0.15}
 NOTHING = Shown("")
+REPEATED = 40  # names at the least, in a row that only repeats some
 Part = tuple[str, bool]
 """A text and whether the policy would have written it."""
 Turns = list[tuple[str, Shown]]
@@ -111,8 +112,8 @@ class _Searcher:
     def _found(self, subject: str) -> list[Entity]:
         """What a search for the subject brings: its article, mostly in front, among others that
         name it or that are of its kind, where there are any."""
-        generator, right = self._generator, self._half.entities[subject]
-        others = [entity for entity in self._half.entities.values() if entity is not right]
+        generator, right = self._generator, self._half[subject]
+        others = [entity for entity in self._half.values() if entity is not right]
         generator.shuffle(others)
         if generator.random() < 0.5:
             others.sort(key=lambda entity: subject not in entity.text)
@@ -126,7 +127,7 @@ class _Searcher:
     def _vague(self, relation: str) -> Turns:
         """A search that names nothing, and mostly an answer drawn from what it brings."""
         keyword = RELATIONS[relation].keyword
-        entities = self._generator.sample(list(self._half.entities.values()), self._top_k)
+        entities = self._generator.sample(list(self._half.values()), self._top_k)
         query = f"<search> the {keyword}</search>"
         searched = (f"<think> I need the {keyword}.</think>{query}", self._show(query, entities))
         if self._generator.random() >= 0.7:
@@ -170,7 +171,7 @@ class _Browser(_Searcher):
         return [(" This will do.</think>", NOTHING), _answer("", said)]
 
     def _read(self, subject: str, finding: str) -> Turns:
-        entity = self._half.entities[subject]
+        entity = self._half[subject]
         url, page = page_url(self._seed, entity), page_text(self._generator, entity)
         opened = self._protocol.show([Result(Call("access", (url,)), pages=[page])])[0]
         return [
@@ -202,15 +203,15 @@ def guess(generator: random.Random, question: Question) -> str:
     return patterns.get(kind, "{}").format(names.word(), names.word())
 
 
-def repeated_names(generator: random.Random, most_words: int = 40) -> tuple[str, str]:
+def repeated_names(generator: random.Random) -> tuple[str, str]:
     """(said once, said again in other orders): a few names of one or two words, which a network
     learns copying from.
 
     Order and number vary, so that only the names themselves tell how they go on."""
     names = NameSource(generator, "train")
-    count = generator.randrange(3, most_words // 3 + 3)
+    count = generator.randrange(3, REPEATED // 3 + 3)
     drawn = [generator.choice([names.word, names.person])() for _ in range(count)]
     again: list[str] = []
-    while len(again) < most_words:
+    while len(again) < REPEATED:
         again += generator.sample(drawn, len(drawn))
     return "".join(f" {name}" for name in drawn), "".join(f" {name}" for name in again)

@@ -12,14 +12,11 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-POOLS = ("train", "val")
 
 _RUNS_TOGETHER = {"sk", "nd", "st", "nt", "rs", "ng", "rt", "ns", "ll", "nk"}
 """Letters that also stand inside syllables and ordinary words: a tokenizer would split a name with
@@ -83,11 +80,9 @@ def pool_of(first: int, last: int) -> str:
 
 
 class NameSource:
-    """Draws words of one pool, none of them twice."""
+    """Draws words of one pool ("train" or "val"), none of them twice."""
 
     def __init__(self, generator: random.Random, pool: str):
-        if pool not in POOLS:
-            raise ValueError(f"pool must be one of {POOLS}, found {pool!r}")
         self._generator = generator
         self.pool = pool
         self._used: set[str] = set()
@@ -104,6 +99,3 @@ class NameSource:
 
     def person(self) -> str:
         return f"{self.word()} {self.word()}"
-
-    def choice(self, options: Sequence[str]) -> str:
-        return options[self._generator.randrange(len(options))]

@@ -74,7 +74,7 @@ def one_hop_questions(half: Half, generator: random.Random) -> Iterator[Question
     """Every fact of the half as a question, phrased at random; the relations take turns, so that
     all are asked for alike."""
     facts: dict[str, list[Fact]] = {}
-    for entity in half.entities.values():
+    for entity in half.values():
         for relation, object_ in entity.facts.items():
             facts.setdefault(relation, []).append((entity.name, relation, object_))
     for fact in _in_turns(facts, generator):
@@ -85,11 +85,11 @@ def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question
     """Every pair of facts that share their middle, e.g. author then birthplace; the pairs of
     relations take turns."""
     chains: dict[str, list[tuple[Fact, Fact]]] = {}
-    for entity in half.entities.values():
+    for entity in half.values():
         for first, bridge in entity.facts.items():
-            if not RELATIONS[first].descriptions or bridge not in half.entities:
+            if not RELATIONS[first].descriptions or bridge not in half:
                 continue
-            for second, answer in half.entities[bridge].facts.items():
+            for second, answer in half[bridge].facts.items():
                 if answer not in (entity.name, bridge):
                     chain = ((entity.name, first, bridge), (bridge, second, answer))
                     chains.setdefault(f"{first} {second}", []).append(chain)
@@ -118,7 +118,8 @@ def comparison_questions(half: Half, generator: random.Random) -> Iterator[Quest
     """Yes/no questions about two entities of a kind, yes half of the time."""
     while True:
         relation = generator.choice(list(COMPARISONS))
-        entities = half.of(RELATIONS[relation].subject)
+        kind = RELATIONS[relation].subject
+        entities = [entity for entity in half.values() if entity.kind == kind]
         entity = generator.choice(entities)
         same = generator.random() < 0.5
         found, rest = entity.facts[relation], [one for one in entities if one is not entity]
@@ -152,14 +153,14 @@ def questions(
         wanted = len(chosen) + round(count * share)
         # Comparisons are drawn with repetition: a small half would be searched for new ones for
         # ever.
-        most = DRAWS_PER_QUESTION * (count + len(half.entities))
+        most = DRAWS_PER_QUESTION * (count + len(half))
         for question in itertools.islice(makers[kind](half, generator), most):
             if len(chosen) >= wanted:
                 break
             chosen.setdefault(question.text, question)
         if len(chosen) < wanted:
             raise ConfigError(
-                f"environment.world: {len(half.entities)} entities do not give "
+                f"environment.world: {len(half)} entities do not give "
                 f"{round(count * share)} different {kind} questions; raise environment.world.size "
                 "or ask for fewer questions."
             )
@@ -234,7 +235,7 @@ def make_world(
     for pool, share in (("train", 1 - val_share), ("val", val_share)):
         counts = {kind: max(2, round(count * size * share)) for kind, count in COUNTS.items()}
         halves[pool] = make_half(random.Random(f"{seed}/{pool}/entities"), pool, counts)
-    entities = [entity for half in halves.values() for entity in half.entities.values()]
+    entities = [entity for half in halves.values() for entity in half.values()]
     random.Random(f"{seed}/order").shuffle(entities)
     urls = {entity.name: page_url(seed, entity) for entity in entities}
     shown = {entity.name: excerpt(entity) if excerpts else entity.text for entity in entities}

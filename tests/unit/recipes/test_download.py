@@ -12,6 +12,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -130,7 +131,7 @@ def stub_hub(monkeypatch, folder: Path, size: int, **data: bytes) -> None:
         used = sum(file.stat().st_size for file in folder.iterdir() if file.name != "downloads.json")
         return namedtuple("Usage", "free")(size - used)
 
-    monkeypatch.setattr(releases, "_Hub", StubHub)
+    monkeypatch.setattr(releases, "Hub", StubHub)
     monkeypatch.setattr(releases.shutil, "disk_usage", usage)
 
 
@@ -158,16 +159,21 @@ def test_room_is_asked_for_what_is_missing_and_a_full_disk_is_one_line(monkeypat
     folder.mkdir()
     (folder / "whole.1.2.partial").write_bytes(b"left by a kill")
     (folder / "part_b").write_bytes(b"b" * 500)
-    stub_hub(monkeypatch, folder, 2999, part_a=b"a" * 1000, part_b=b"b" * 500)
-    with pytest.raises(StorageError, match="are needed"):  # the parts and the whole: 3000
+    stub_hub(monkeypatch, folder, 1999, part_a=b"a" * 1000, part_b=b"b" * 500)
+    with pytest.raises(StorageError, match="are needed"):  # the parts, and the second once more: 2000
         releases.download("x", joined, folder)
-    stub_hub(monkeypatch, folder, 3000, part_a=b"a" * 1000, part_b=b"b" * 500)
+    stub_hub(monkeypatch, folder, 2000, part_a=b"a" * 1000, part_b=b"b" * 500)
 
-    def full(*_: object) -> None:
+    def full(source: BinaryIO, target: BinaryIO, *_: object) -> None:
+        target.write(source.read(200))
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfileobj", full)
         with pytest.raises(StorageError, match="No space left"):
             releases.download("x", joined, folder)
-    assert releases.download("x", joined, folder)[0].stat().st_size == 1500
+    monkeypatch.setattr(releases, "_fetch", lambda hub, remote, *_: fetched.append(remote.name))
+    fetched: list[str] = []
+    assert releases.download("x", joined, folder)[0].read_bytes() == b"a" * 1000 + b"b" * 500
+    assert fetched == ["part_b"] and {file.name for file in folder.iterdir()} == {"whole", "downloads.json"}
+    assert releases.download("x", joined, folder) == [folder / "whole"] and len(fetched) == 1

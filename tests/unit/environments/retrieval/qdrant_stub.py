@@ -37,6 +37,8 @@ class QdrantStub:
         if path.endswith("/points/scroll"):
             rows = range(min(body["limit"], len(self.payloads)))
             return 200, {"points": [self.point(row, vector=True) for row in rows], "next_page_offset": None}
+        if path.endswith("/points"):
+            return 200, [self.point(row) for row in body["ids"] if row < len(self.payloads)]
         vectors = self.vectors_config or {"size": self.vectors.shape[1], "distance": "Cosine"}
         return 200, collection_info(vectors, len(self.payloads))
 

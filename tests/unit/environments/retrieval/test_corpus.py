@@ -11,6 +11,7 @@ from rlflow.errors import DataError
 from rlflow_environments.retrieval.corpus import (
     Corpus,
     Passage,
+    check_beginning,
     make_contents,
     write_corpus,
     write_pages,
@@ -193,6 +194,15 @@ def test_a_missing_an_empty_and_a_directory_are_each_one_clear_error(tmp_path, r
         read(_file(tmp_path, "\n \n"))
     with pytest.raises(DataError, match="empty file"):
         read(_file(tmp_path, ""))
+
+
+def test_rows_without_text_are_rows(tmp_path):
+    empty = b'{"contents": ""}\n' * 3
+    for read in (Corpus, lambda path: check_beginning(path, 1 << 20)):
+        with pytest.raises(DataError, match="1 of 5 rows of the corpus are bad"):
+            read(_file(tmp_path, empty + b'{"contents": "fine"}\n{}\n'))
+        with pytest.raises(DataError, match="found 3 rows without text"):
+            read(_file(tmp_path, empty))
 
 
 def test_a_gzipped_corpus_is_told_by_name(tmp_path):

@@ -74,11 +74,11 @@ def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path):
 def test_a_collection_has_a_point_for_each_row_with_text_under_its_number(tmp_path):
     """As RLinf fills one."""
     pytest.importorskip("qdrant_client")
-    from rlflow_environments.retrieval.indices.qdrant import connect, fill
+    from rlflow_environments.retrieval.indices.qdrant import Collection, fill
 
     corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
     encoder = make_encoder({"name": "hashed", "dimensions": 64}, corpus)
-    collection = connect(None, "corpus", create=encoder.dimensions)
+    collection = Collection(None, "corpus", create=encoder.dimensions)
     for added in (4, 0):
         assert fill(collection, encoder, corpus, lambda *progress: None) == added
     assert sorted(point.id for point in collection.points(range(len(ROWS)))) == [0, 3, 5, 6]

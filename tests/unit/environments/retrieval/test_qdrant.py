@@ -19,7 +19,7 @@ from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever, qdrant
-from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever, connect, fill
+from rlflow_environments.retrieval.indices.qdrant import Collection, QdrantRetriever, fill
 from rlflow_environments.retrieval.server.loading import ServedSource, describe
 from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.qdrant_stub import QdrantStub, serving
@@ -110,7 +110,7 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(tmp_path, monkeypa
 
     stopped: list[bool] = []
 
-    second = connect(None, "wiki", create=64)
+    second = Collection(None, "wiki", create=64)
     with pytest.raises(KeyboardInterrupt):
         fill(second, Counting(), small, silent)
     assert second.count() == 40
@@ -122,7 +122,7 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(tmp_path, monkeypa
 
 
 def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
-    collection = connect(None, "wiki", create=64)
+    collection = Collection(None, "wiki", create=64)
     fill(collection, ENCODER, corpus, silent)
     swapped = [PASSAGES[1], PASSAGES[0], *PASSAGES[2:]]
     with pytest.raises(DataError, match="holds another corpus"):
@@ -195,8 +195,10 @@ def test_the_identity_of_an_index_tells_what_its_collection_holds(stub):
 
     before = identity()
     assert identity() == before
-    stub.payloads[5] = {**stub.payloads[5], "title": "another"}
-    assert identity() != before
+    for row in (5, len(PASSAGES) // 2):  # among the first, and in the middle
+        stub.payloads[row] = {**stub.payloads[row], "title": "another"}
+        assert identity() != before
+        before = identity()
 
 
 def test_a_request_that_is_wrong_is_not_tried_again(stub):

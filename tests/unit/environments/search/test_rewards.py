@@ -188,6 +188,8 @@ def test_augmented_answers_earn_three_tenths():
     assert asearcher_compat(_transcript(_answered("Lutetia"), aug_answer=["Lutetia"])) == 0.3
     assert asearcher_compat(_transcript(_answered("Paris"), aug_answer=["Lutetia"])) == 0.7 + 0.3
     assert asearcher_compat(_transcript(_answered("Lutetia"), aug_answer=[])) == 0.0
+    for year in (1998, 1998.0, [1998.0, float("nan")]):  # of a column of parquet
+        assert asearcher_compat(_transcript(_answered("1998"), aug_answer=year)) == 0.3
 
 
 # ---------------------------------------------------------------- by name
