@@ -62,9 +62,14 @@ def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str
         _load(chunk, loaded[f"model{number}"], str(path))
 
 
-def load_rank(chunks: Sequence[GPTModel], path: Path, place: tuple[int, int, int]) -> None:
-    """Loads the legacy file of this (tensor, pipeline, expert) rank into its model chunks. Raises
-    ConversionError (4) as above."""
+def load_rank(chunks: Sequence[GPTModel], path: Path) -> None:
+    """Loads the legacy file of this rank into its model chunks. Raises ConversionError (4) as
+    above."""
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     ranks = {(rank.tensor, rank.pipeline, rank.expert): rank for rank in rank_files(path)}
     rank = ranks[place]
     with (path / rank.name).open("rb") as file:

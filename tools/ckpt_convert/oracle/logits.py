@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +79,7 @@ def _megatron(
     import torch.multiprocessing as mp
 
     ranks = _layout(open_source(checkpoint)).ranks
-    with tempfile.TemporaryDirectory() as folder, _no_gpu():
+    with tempfile.TemporaryDirectory() as folder:
         args = (ranks, folder, str(checkpoint), config, tokens, dtype)
         try:
             mp.spawn(_rank_main, args=args, nprocs=ranks)
@@ -89,20 +87,6 @@ def _megatron(
             reason = [line for line in str(error).splitlines() if line.strip()][-1]
             raise damaged(f"{checkpoint}: Megatron's model cannot be run ({reason}).") from error
         return torch.load(Path(folder) / "logits.pt", weights_only=True)
-
-
-@contextmanager
-def _no_gpu() -> Iterator[None]:
-    """Processes that are started inside see no GPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if hidden is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
 def _layout(source: TensorSource) -> CheckpointLayout:
@@ -122,6 +106,7 @@ def _rank_main(
     tokens: Tensor,
     dtype: torch.dtype | None,
 ) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch.distributed as dist
 
     from rlflow.trainer.megatron.cpu import adapted
@@ -139,7 +124,7 @@ def _rank_main(
         if source.format == "torch_dist":
             oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
         else:
-            oracle_load.load_rank(chunks, source.path, oracle.rank_coordinates())
+            oracle_load.load_rank(chunks, source.path)
         if dtype is not None:
             oracle_load.round_weights(chunks, dtype)
         found = oracle.logits(chunks, tokens, config["vocab_size"])

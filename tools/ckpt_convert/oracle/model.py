@@ -18,12 +18,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.entries import SIGMOID, refused, rope_kind, rope_of, window_of
+from rlflow.trainer.megatron.specs import LatentAttention
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
@@ -88,17 +88,8 @@ class Attention(MegatronModule):
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
-class LatentAttention(MLASelfAttention):
-    """Latent attention of the modules that its spec names. megatron-core from 0.19 on refuses
-    DeepSeek-V2-Lite's, which norms keys and values alone, where Transformer Engine is absent."""
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return vars(submodules)
-
-
 def initialize_ranks(layout: CheckpointLayout, expert_tensor: int = 0) -> None:
     """Lays Megatron's groups over the ranks of torch.distributed, which must be initialized.
-    `destroy_ranks` undoes it.
 
     expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them."""
     parallel_state.initialize_model_parallel(
@@ -110,20 +101,6 @@ def initialize_ranks(layout: CheckpointLayout, expert_tensor: int = 0) -> None:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(0)
-
-
-def rank_coordinates() -> tuple[int, int, int]:
-    """This rank's (tensor, pipeline, expert) rank."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-
-
-def destroy_ranks() -> None:
-    """Takes Megatron's groups down."""
-    parallel_state.destroy_model_parallel()
 
 
 def build(
