@@ -110,6 +110,10 @@ def to_huggingface(
 
             result = read_huggingface(partial)
             check_inverse(source, export, result, written=result)
+        elif options.verify == "logits":
+            from .oracle.logits import check_logits
+
+            check_logits(Path(path), partial, options.dtype)
 
     def unchanged() -> None:
         source.stamps.check(origin["files"])

@@ -71,6 +71,10 @@ def to_megatron(
 
             result = open_source(partial)
             check_inverse(result, make_export(result, work.model), work.source, written=result)
+        elif options.verify == "logits":
+            from .oracle.logits import check_logits
+
+            check_logits(partial, path, options.dtype)
 
     origin, shapes = work.source.identity(), huggingface_shapes(work.model)
     record = {

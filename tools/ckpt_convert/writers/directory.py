@@ -65,8 +65,6 @@ def write_directory(
         with copier:
             written = write_files(partial, files, copier, options.workers, check)
         complete(partial)
-        if options.check is not None:
-            options.check(partial)
         found = _fingerprints(partial, written, options)
         record = {**record, "verified": options.verify}
         manifest = write_manifest(partial / EXPORT_MANIFEST, record, found)
