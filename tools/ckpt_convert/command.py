@@ -205,16 +205,14 @@ def run_to_hf(args: argparse.Namespace) -> None:
         expected={name: value for name, value in sizes.items() if value is not None},
     )
     if args.dry_run:
-        check_output(args.out, args.checkpoint, args.hf, args.overwrite)
+        check_output(args.out, args.overwrite, args.hf, args.checkpoint)
         plan = prepare(open_source(args.checkpoint), args.hf, options).plan
-        counts = {"tensors": len(plan.targets), "parameters": plan.parameters}
-        text = (
-            f"would write {len(plan.targets)} tensors, {plan.parameters:,} parameters, "
-            f"{plan.nbytes / 1e9:.3f} GB to {args.out}"
-        )
-        _say(args, {**counts, "weight_bytes": plan.nbytes}, text)
+        tensors, weights = len(plan.targets), plan.nbytes
+        report = {"tensors": tensors, "parameters": plan.parameters, "weight_bytes": weights}
+        amount = f"{plan.parameters:,} parameters, {weights / 1e9:.3f} GB"
+        _say(args, report, f"would write {tensors} tensors, {amount} to {args.out}")
         return
-    report = timed(lambda meter: to_huggingface(args.checkpoint, args.out, args.hf, options, meter))
+    report = timed(to_huggingface, args.checkpoint, args.out, args.hf, options)
     _say(args, report, _written(args.out, f"{report['tensors']} tensors", report))
 
 
@@ -236,7 +234,7 @@ def run_to_megatron(args: argparse.Namespace) -> None:
         format=args.format,
     )
     if args.dry_run:
-        check_output(args.out, None, args.model, args.overwrite)
+        check_output(args.out, args.overwrite, args.model)
         work, checkpoint, plan = prepare_import(args.model, options)
         files, weights = len(checkpoint.files), plan.nbytes
         tensors = len(huggingface_shapes(work.model))
@@ -244,7 +242,7 @@ def run_to_megatron(args: argparse.Namespace) -> None:
         text = f"would write {weights / 1e9:.3f} GB of weights in {files} files to {args.out}"
         _say(args, report, text)
         return
-    report = timed(lambda meter: to_megatron(args.model, args.out, options, meter))
+    report = timed(to_megatron, args.model, args.out, options)
     flags, left_out = " ".join(report["flags_to_give"]), report["left_out"]
     text = _written(args.out, report["format"], report)
     text += f"\nMegatron-LM takes sizes from it (--use-checkpoint-args); give as well: {flags}"

@@ -82,9 +82,9 @@ def to_huggingface(
     It is written aside, verified from disk and renamed; on failure `out` is as it was. Raises
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
-    check_output(out, Path(path), reference, options.overwrite)
+    check_output(out, options.overwrite, reference, Path(path))
     source = open_source(path)
-    if adapters.description(source) is not None:
+    if (lora := adapters.description(source)) is not None:
         if options.dtype != "keep":
             raise unsupported(
                 f"{path}: adapters are merged in the dtype that they were trained in; leave "
@@ -96,7 +96,7 @@ def to_huggingface(
                 f"{options.verify}; leave it out."
             )
         check_sizes(source, architecture_of(reference), options.expected)
-        return adapters.merge(source, out, reference, _origin(source), options)
+        return adapters.merge(source, lora, out, reference, _origin(source), options)
     described = Stamps(reference)
     export, config = prepare(source, reference, options), read_config(reference)
     plan, origin = export.plan, _origin(source)
