@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -136,12 +135,3 @@ def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
     if parameter is None or value.shape[0] != ranks * parameter.shape[0]:
         return value
     return value.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-
-
-@torch.no_grad()
-def round_weights(chunks: Sequence[GPTModel], dtype: torch.dtype) -> None:
-    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases
-    excepted."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.copy_(parameter.to(dtype))

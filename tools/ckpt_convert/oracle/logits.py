@@ -20,6 +20,7 @@ from rlflow.errors import needing
 from rlflow.models.huggingface import quiet_transformers, read_config
 from rlflow.models.tables import EMBEDDING
 
+from ..dtypes import OPTIONS
 from ..mapping.layout import CheckpointLayout
 from ..problems import damaged
 from ..readers.formats import open_source
@@ -29,7 +30,6 @@ ROWS, WIDTH = 2, 32
 TOLERANCE = 1e-4
 """Largest difference, in units of the largest logit (at least 1). A mapping error makes a
 difference of about 1."""
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
@@ -41,8 +41,10 @@ def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
     config = read_config(model)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config["vocab_size"], (ROWS, WIDTH), generator=draw)
-    expected = _transformers(model, tokens, DTYPES[dtype])
-    found = _megatron(checkpoint, config, tokens, DTYPES[dtype])
+    kind = OPTIONS[dtype]
+    rounded = None if kind is None else getattr(torch, kind.name)
+    expected = _transformers(model, tokens, rounded)
+    found = _megatron(checkpoint, config, tokens, rounded)
     difference = (found - expected).abs().max().item()
     limit = TOLERANCE * max(1.0, expected.abs().max().item())
     if not difference <= limit:
@@ -65,11 +67,16 @@ def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tens
         raise damaged(
             f"{path}: transformers cannot load it ({str(error).splitlines()[0]})."
         ) from error
+    _round_weights(model, dtype)
     with torch.no_grad():
-        if dtype is not None:
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(dtype))
         return model(tokens).logits.float()
+
+
+@torch.no_grad()
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """As a conversion with `--dtype` does; routers' biases, which are no parameters, excepted."""
+    for parameter in model.parameters() if dtype is not None else ():
+        parameter.copy_(parameter.to(dtype))
 
 
 def _megatron(
@@ -125,8 +132,8 @@ def _rank_main(
             oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
         else:
             oracle_load.load_rank(chunks, source.path)
-        if dtype is not None:
-            oracle_load.round_weights(chunks, dtype)
+        for chunk in chunks:
+            _round_weights(chunk, dtype)
         found = oracle.logits(chunks, tokens, config["vocab_size"])
     if rank == 0:
         torch.save(found, Path(folder) / "logits.pt")

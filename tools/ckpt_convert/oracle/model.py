@@ -21,13 +21,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlflow.models.architecture import stored_architecture
+from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.entries import SIGMOID, refused, rope_kind, rope_of, window_of
 from rlflow.trainer.megatron.specs import LatentAttention
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
-from ..readers.arguments import arguments_of, normalized
+from ..readers.arguments import arguments_of
 
 NAMES = {
     "norm_epsilon": "layernorm_epsilon",
@@ -184,7 +184,7 @@ def _megatron_config(
     """From the arguments that the converter writes, by the names that megatron-core has for them
     (Megatron-LM, megatron/training/arguments.py, core_transformer_config_from_args)."""
     model = stored_architecture(config)
-    _check_computed(config)
+    _check_computed(config, model)
     arguments = arguments_of(config, model, layout, NAMED[str(dtype).removeprefix("torch.")])
     kind = MLATransformerConfig if model.latent is not None else TransformerConfig
     values = {
@@ -201,12 +201,12 @@ def _megatron_config(
     return kind(**{name: value for name, value in values.items() if name in known})
 
 
-def _check_computed(config: dict[str, Any]) -> None:
+def _check_computed(config: dict[str, Any], model: Architecture) -> None:
     family, groups = config["model_type"], config.get("n_group") or 1
     grouped = config.get("topk_method", "greedy") != "greedy" and groups > 1
     if family == "deepseek_v2" and grouped:
         raise refused("topk_method 'group_limited_greedy' is not what megatron-core computes.")
-    if family in SIGMOID and not normalized(config):
+    if family in SIGMOID and model.experts is not None and not model.experts.normalized:
         raise refused(
             "norm_topk_prob=false is not what megatron-core computes with sigmoid scores."
         )

@@ -14,13 +14,13 @@ from typing import Any
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
-from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, Table, read_metadata
+from rlflow.storage.pickles import Chunk, Table, read_metadata
 
 from ..dtypes import NAMED
-from ..problems import damaged, hostile, missing, unsupported
-from .arguments import described_layout, described_model
+from ..problems import damaged, missing, unsupported
+from .arguments import described_layout, described_model, told
 from .source import ChunkPlace, Stamps, StoredTensor, TensorSource, covers_once
-from .torch_archive import Archive, explained, unreadable_archive
+from .torch_archive import Archive, explained
 
 COMMON = "common_state/shard_0_1"
 """The object that holds what common.pt held (megatron-core, dist_checkpointing/serialization.py,
@@ -41,9 +41,7 @@ def read_torch_dist(path: Path) -> TensorSource:
     for stored in tensors.values():
         _check_cover(path, stored)
     common, manifest = _common(path, tables), _manifest(path)
-    args = common.get("args")
-    args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
-    iteration = manifest.get("step", common.get("iteration"))
+    args, iteration = told(common)
 
     def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
         file = path / chunk.file
@@ -57,7 +55,7 @@ def read_torch_dist(path: Path) -> TensorSource:
         place_of=place_of,
         stamps=stamps,
         tables=tuple(name for name in TABLES if (path / name).is_file()),
-        iteration=iteration if isinstance(iteration, int) else None,
+        iteration=manifest.get("step", iteration),
         layout={**described_layout(args), **manifest.get("layout", {})},
         arguments=args,
         described={**manifest.get("model", {}), **described_model(args)},
@@ -66,20 +64,12 @@ def read_torch_dist(path: Path) -> TensorSource:
 
 
 def _read_tables(file: Path) -> tuple[Table, dict[str, StoredTensor]]:
-    try:
-        with file.open("rb") as stream:
-            tables = read_metadata(stream)
-        unknown = [kind for _, kind, _ in tables.tensors.values() if kind not in NAMED]
-        if unknown:
-            raise ValueError(f"unknown dtype {unknown[0]!r}")
-    except ForbiddenName as error:
-        raise hostile(f"{file.parent}: {error}.") from None
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
-    return tables, {
-        name: StoredTensor(name, shape, NAMED[kind], chunks)
-        for name, (shape, kind, chunks) in tables.tensors.items()
-    }
+    with explained(file), file.open("rb") as stream:
+        tables = read_metadata(stream)
+        return tables, {
+            name: StoredTensor(name, shape, NAMED[kind], chunks)
+            for name, (shape, kind, chunks) in tables.tensors.items()
+        }
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -91,12 +81,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         value = read_sealed(file)
         files = read_fingerprints(value, file)
-        if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
-            raise ValueError("model and layout are objects there")
     except DamagedCheckpointError as error:
         raise damaged(str(error)) from None
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
+    if not isinstance(value.get("model"), dict) or not isinstance(value.get("layout"), dict):
+        raise damaged(f"{file}: damaged; model and layout are objects there.")
     for name, wanted in files.items():
         _check_size(path / name, wanted.size, exact=True)
     return value
@@ -132,10 +120,8 @@ def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
 def _check_backend(file: Path) -> None:
     if not file.is_file():
         raise missing(f"{file}: missing; a torch_dist checkpoint has it.")
-    try:
+    with explained(file):
         backend = json.loads(file.read_text())["sharded_backend"]
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
     if backend != "torch_dist":
         raise unsupported(
             f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'."
