@@ -46,7 +46,6 @@ class Meter:
         share = 100 * self._done / max(total, 1)
         text = f"{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
         if self._terminal:
-            end = "\n" if finished else ""
-            print(f"\r{text} ", end=end, file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+            text = f"\r{text} "
+        end = "" if self._terminal and not finished else "\n"
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -39,19 +39,10 @@ NAMES = {
 """Fields of megatron-core's configuration by Megatron-LM's arguments, where the names differ."""
 WITHOUT_GPU = {
     "activation_func": F.silu,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
     "use_cpu_initialization": True,
     "transformer_impl": "local",
-    "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "batch_p2p_comm": False,
     "moe_grouped_gemm": False,
     "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
 }
 
 

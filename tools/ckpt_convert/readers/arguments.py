@@ -22,11 +22,10 @@ MODEL = {
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn",
     "norm_epsilon": "norm_eps",
+    "layernorm_epsilon": "norm_eps",  # its name since megatron-core 0.16
     "rotary_base": "rope_theta",
 }
 """Arguments by field of `models.architecture.Architecture`."""
-EPSILON = ("norm_epsilon", "layernorm_epsilon")
-"""The norm's epsilon, in Megatron-LM before and since megatron-core 0.16."""
 LAYOUT = {
     "tensor_model_parallel_size": "tensor_parallel",
     "pipeline_model_parallel_size": "pipeline_parallel",
@@ -69,9 +68,6 @@ def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
 def described_model(args: Mapping[str, Any]) -> dict[str, Any]:
     """{field of Architecture: value} of the arguments that are given."""
     found = {ours: args[theirs] for theirs, ours in MODEL.items() if args.get(theirs) is not None}
-    for name in EPSILON:
-        if args.get(name) is not None:
-            found["norm_eps"] = args[name]
     if args.get("group_query_attention"):
         found["groups"] = args.get("num_query_groups")
     elif args.get("group_query_attention") is False and "heads" in found:
@@ -195,7 +191,6 @@ def arguments_of(
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a
     checkpoint."""
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
-    found |= dict.fromkeys(EPSILON, model.norm_eps)
     found |= SAME | _layout_arguments(layout)
     found |= {
         "group_query_attention": model.groups != model.heads,

@@ -93,17 +93,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _common(path: Path, tables: Table) -> dict[str, Any]:
     """common.pt, or the object that later versions of megatron-core have in its place, with
     stand-ins for objects. A hostile one is refused, whether needed or not."""
-    if (path / "common.pt").is_file():
-        name, extent, where = "common.pt", (0, None), ""
-    elif tables.objects.get(COMMON) is not None:
-        name, *extent = tables.objects[COMMON]
-        where = f"'{COMMON}'"
-    else:
+    place = ("common.pt",) if (path / "common.pt").is_file() else tables.objects.get(COMMON)
+    if place is None:
         return {}
-    with explained(path / name, where), (path / name).open("rb") as stream:
-        value = Archive(stream, name, *extent).value
-    if where:
-        value = value[0] if isinstance(value, list) and value else None
+    file = path / place[0]
+    with explained(file), file.open("rb") as stream:
+        value = Archive(stream, *place).value
+    value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, dict) else {}
 
 
