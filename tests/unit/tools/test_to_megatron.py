@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
+from fixtures import tiny_config, tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
@@ -223,7 +223,7 @@ def test_what_a_checkpoint_cannot_carry_is_printed(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "--norm-epsilon 1e-06" in printed and "--use-rope-scaling --rope-scaling-factor 8" in printed
     window = {"sliding_window": 4096, "use_sliding_window": True}
-    config = {**read_config(tiny_model(tmp_path / "qwen", "qwen2", tokenizer=False)), **window}
+    config = tiny_config("qwen2", **window)
     assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))
 
 

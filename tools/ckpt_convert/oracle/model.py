@@ -30,7 +30,6 @@ from ..mapping.layout import CheckpointLayout
 from ..readers.arguments import arguments_of
 
 NAMES = {
-    "norm_epsilon": "layernorm_epsilon",
     "num_experts": "num_moe_experts",
     "swiglu": "gated_linear_unit",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
