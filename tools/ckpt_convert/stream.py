@@ -17,7 +17,7 @@ from rlflow.storage.pickles import Chunk
 from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, as_tensor, cast
 from .mapping.plan import Equal, Target, View
 from .problems import damaged
-from .readers.source import SCALED, ChunkPlace, Record, StoredTensor, TensorSource, unreadable
+from .readers.source import SCALED, Record, StoredTensor, TensorSource, unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,6 @@ class Copier:
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def __enter__(self) -> Copier:
-        self._progress(0, self._total)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -148,7 +147,6 @@ class Reader:
         self._source = source
         self._lock, self._opened = threading.Lock(), ExitStack()
         self._files: dict[str, int] = {}
-        self._places: dict[Chunk, ChunkPlace] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -230,10 +228,8 @@ class Reader:
     def _read_all(self, stored: StoredTensor, chunk: Chunk, skipped: int, out: np.ndarray) -> None:
         """Fills `out` with a chunk's bytes after the first `skipped`."""
         file = str(self._source.path / chunk.file)
-        # Outside the lock, as it reads.
-        place = self._places.get(chunk) or self._source.place_of(stored, chunk)
-        self._places[chunk] = place
-        descriptor, offset = self._descriptor(chunk.file, file), place.start + skipped
+        start = self._source.place_of(stored, chunk).start
+        descriptor, offset = self._descriptor(chunk.file, file), start + skipped
         left = out.data.cast("B")
         while left:
             try:

@@ -43,10 +43,15 @@ def read_torch_dist(path: Path) -> TensorSource:
     common, manifest = _common(path, tables), _manifest(path)
     args, iteration = told(common)
 
+    places: dict[Chunk, ChunkPlace] = {}
+
     def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
-        file = path / chunk.file
-        with explained(file, f"'{stored.name}' at byte {chunk.start}"), file.open("rb") as stream:
-            return _place(Archive(stream, chunk.file, chunk.start, chunk.length), stored, chunk)
+        if chunk not in places:
+            file, where = path / chunk.file, f"'{stored.name}' at byte {chunk.start}"
+            with explained(file, where), file.open("rb") as stream:
+                archive = Archive(stream, chunk.file, chunk.start, chunk.length)
+                places[chunk] = _place(archive, stored, chunk)
+        return places[chunk]
 
     return TensorSource(
         path=path,
