@@ -87,7 +87,7 @@ setup(
     name="rlflow",
     version="0.1.0",
     description="Reinforcement learning for LLM agents, trained with Megatron; everything also runs on two CPU cores.",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

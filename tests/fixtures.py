@@ -3,6 +3,9 @@ models."""
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +136,14 @@ def tiny_model(
     if tokenizer:
         tiny_tokenizer(path)
     return Path(path)
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a family's `tiny_model`, with changes."""
+    return {**json.loads(_config_of(family)), **changes}
+
+
+@functools.cache
+def _config_of(family: str) -> str:
+    with tempfile.TemporaryDirectory() as place:
+        return (tiny_model(place, family, tokenizer=False) / "config.json").read_text()

@@ -222,7 +222,8 @@ def merge_adapter(
             f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is "
             "no model directory of that name here; give it with --base DIR."
         )
-    return write_model(out, merged_model(adapter, place), place, overwrite=overwrite)
+    weights = merged_model(adapter, place)
+    return write_model(out, weights, place, overwrite=overwrite, mixed=True)
 
 
 def merged_model(

@@ -40,15 +40,16 @@ def write_model(
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
+    mixed: bool = False,
 ) -> dict[str, Any]:
     """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a
     trainer's weights, and returns its manifest. Config, tokenizer and what else goes with the
     weights come from the directory `reference`.
 
     shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in
-    memory at a time. All tensors have one dtype, a router's bias float32. overwrite: replaces a
-    model directory once the new one is on disk. source: what the manifest says that it was made of.
-    texts: {name: text} of files to add, in place of the reference's.
+    memory at a time. All tensors have one dtype, a router's bias float32, unless they may be mixed.
+    overwrite: replaces a model directory once the new one is on disk. source: what the manifest
+    says that it was made of. texts: {name: text} of files to add, in place of the reference's.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite;
     StorageError where `path` may not be replaced or the disk is full, `path` then as it was."""
@@ -75,8 +76,10 @@ def write_model(
         if problem := why_no_room(path, manifest["weight_bytes"]):  # before tensors are gathered
             raise StorageError(problem)
         with replacing_directory(path) as partial:
-            _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
-            copy_companions(reference, partial, config, dtype)
+            checked = _checked(stream, shapes, None if mixed else dtype, path)
+            manifest["weight_bytes"] = _write_shards(partial, checked, shard_bytes)
+            own = config.get("dtype") or config.get("torch_dtype")
+            copy_companions(reference, partial, config, own if mixed and own else dtype)
             for name, text in (texts or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
             found = (file for file in partial.rglob("*") if file.is_file())
@@ -110,10 +113,10 @@ def _architecture(reference: Path, config: dict[str, Any]) -> Architecture:
 
 
 def _checked(
-    weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, path: Path
+    weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype | None, path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights on the CPU, each of which must come once, in its shape and dtype, and be
-    finite."""
+    """The weights on the CPU, each of which must come once, in its shape and dtype (None: any), and
+    be finite."""
     left = dict(shapes)
     for name, tensor in weights:
         shape = left.pop(name, None)
@@ -126,13 +129,13 @@ def _checked(
             raise ModelError(
                 f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}."
             )
-        if tensor.dtype is not dtype_of(name, dtype):
+        if dtype is not None and tensor.dtype is not dtype_of(name, dtype):
             raise ModelError(
                 f"{path}: '{name}' has dtype {tensor.dtype}, {dtype_of(name, dtype)} expected: all "
                 "have the first one's, a router's bias float32."
             )
         if not torch.stack(tensor.aminmax()).isfinite().all():  # NaN included; no temporary tensor
-            raise ModelError(f"{path}: '{name}' holds NaN or Inf as {dtype}.")
+            raise ModelError(f"{path}: '{name}' holds NaN or Inf as {tensor.dtype}.")
         yield name, tensor.detach().cpu().contiguous()
     if left:
         raise ModelError(
@@ -140,9 +143,9 @@ def _checked(
         )
 
 
-def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Writes files of tensors, with an index if there are several. They are named at the end, as
-    names hold their number."""
+def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:
+    """Writes files of tensors, with an index if there are several, and returns their bytes. They
+    are named at the end, as names hold their number."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -163,3 +166,4 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         file.rename(directory / name)
         weight_map.update(dict.fromkeys(names, name))
     write_index(directory, weight_map, total_size)
+    return total_size

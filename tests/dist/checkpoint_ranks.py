@@ -109,6 +109,7 @@ def _rank_main(rank: int, rendezvous: str, ranks: int, jobs: Sequence[Job]) -> N
 
 def run(job: Job) -> None:
     """One job on this rank."""
+    from megatron.core import parallel_state
     from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
     from rlflow_tools.ckpt_convert.oracle import model as oracle
 
@@ -129,7 +130,7 @@ def run(job: Job) -> None:
         if torch.distributed.get_rank() == 0:
             torch.save(result, job.result)
         torch.distributed.barrier()
-        oracle.destroy_ranks()
+        parallel_state.destroy_model_parallel()
 
 
 def _padded(job: Job) -> int:

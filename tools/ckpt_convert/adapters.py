@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError
 
-from .dtypes import NAMED, as_tensor
+from .dtypes import NAMED
 from .mapping.plan import View
 from .options import Options
 from .problems import damaged, other_model
@@ -42,10 +42,15 @@ def description(source: TensorSource) -> dict[str, Any] | None:
 
 
 def merge(
-    source: TensorSource, out: Path, reference: Path, origin: dict[str, Any], options: Options
+    source: TensorSource,
+    lora: dict[str, Any],
+    out: Path,
+    reference: Path,
+    origin: dict[str, Any],
+    options: Options,
 ) -> dict[str, Any]:
     """Writes the HuggingFace directory of the adapters and their base, the directory `reference`;
-    returns its manifest.
+    returns its manifest. lora: their `description`.
 
     Raises ConversionError: adapters of other weights (7), damage (4)."""
     import torch
@@ -54,8 +59,6 @@ def merge(
     from rlflow.models.huggingface import digest, iterate_weights
     from rlflow.models.weight_files import write_model
 
-    lora = description(source)
-    assert lora is not None, "it holds whole weights"
     if digest(iterate_weights(reference)) != lora["base"]:
         raise other_model(
             f"{source.path}: holds LoRA adapters of other weights than those of {reference}; give "
@@ -83,8 +86,7 @@ def _factors(source: TensorSource) -> list[tuple[str, Tensor]]:
     held = {name: source.tensors[name] for name in source.tensors if name.startswith(KEYS)}
     check_records(source, held.values())
     with Reader(source) as reader:
-        read = {name: reader.whole(View(stored), stored.dtype) for name, stored in held.items()}
-    return [
-        (name.removeprefix(KEYS), as_tensor(read[name], stored.dtype, stored.shape))
-        for name, stored in held.items()
-    ]
+        return [
+            (name.removeprefix(KEYS), reader.tensor(View(stored), stored.dtype))
+            for name, stored in held.items()
+        ]

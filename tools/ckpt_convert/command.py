@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.commands.arguments import Commands, add_command, flag, option
 from rlflow.errors import RLFlowError
 
 from .progress import timed
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_actions(parser)
     args = parser.parse_args(arguments)
     try:
-        return int(args.run(args) or 0)
+        return args.run(args) or 0
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """The plug-in: adds `convert` to the command line of rlflow."""
     texts = {"help": "convert checkpoints", "description": SCOPE, "epilog": CODES}
     add_actions(commands.add_parser("convert", **texts, formatter_class=FORMATTER))
@@ -91,117 +92,84 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _add_to_hf(actions)
     _add_to_megatron(actions)
-    inspect = actions.add_parser(
-        "inspect",
-        help="what a checkpoint holds",
-        description="Shows what a checkpoint holds.",
-    )
+    text = "Shows what a checkpoint holds."
+    inspect = add_command(actions, "inspect", run_inspect, "what a checkpoint holds", text)
     inspect.add_argument("checkpoint", metavar="CKPT", type=Path)
-    inspect.add_argument("--all", action="store_true", help="optimizer state and snapshots too")
-    inspect.set_defaults(run=run_inspect)
-    verify = actions.add_parser(
-        "verify",
-        help="check an export against its manifest",
-        description="Reads every file of an export and compares it with the manifest that to-hf "
-        "wrote.",
-    )
+    flag(inspect, "--all", "optimizer state and snapshots too")
+    about = "check an export against its manifest"
+    text = "Reads every file of an export and compares it with the manifest that to-hf wrote."
+    verify = add_command(actions, "verify", run_verify, about, text)
     verify.add_argument("out", metavar="OUT", type=Path)
-    verify.set_defaults(run=run_verify)
     for action in (inspect, verify):
-        action.add_argument("--json", action="store_true", help="print one JSON object")
+        flag(action, "--json", "print one JSON object")
 
 
-def _add_to_hf(actions: argparse._SubParsersAction) -> None:
-    parser = actions.add_parser(
-        "to-hf",
-        help="Megatron checkpoint to HuggingFace directory",
-        description="Writes a HuggingFace directory from a checkpoint, in one process and in "
-        "bounded memory.\n" + SCOPE,
-        epilog=VERIFY_TO_HF + CODES,
-        formatter_class=FORMATTER,
-    )
+def _add_to_hf(actions: Commands) -> None:
+    about = "Megatron checkpoint to HuggingFace directory"
+    text = "Writes a HuggingFace directory from a checkpoint, in one process and in bounded memory.\n"
+    parser = add_command(actions, "to-hf", run_to_hf, about, text + SCOPE)
+    parser.epilog = VERIFY_TO_HF + CODES
     checkpoint = "a checkpoint, a run (its newest one), or Megatron's save directory"
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=checkpoint)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     reference = "model directory with config and tokenizer (default: the run's model.path)"
-    parser.add_argument("--hf", metavar="REF", type=Path, help=reference)
-    _add_writing_options(parser, "such as 4GB (default)")
+    option(parser, "--hf", "REF", reference, type=Path)
+    _add_writing_options(parser)
     sizes = parser.add_argument_group(
         "sizes", "Read from the files; where given, they must agree (exit code 5)."
     )
-    for option, (name, what) in SIZES.items():
-        sizes.add_argument(f"--{option}", dest=f"size_{name}", type=int, metavar="N", help=what)
-    parser.set_defaults(run=run_to_hf)
+    for name, (field, what) in SIZES.items():
+        option(sizes, f"--{name}", "N", what, dest=f"size_{field}", type=int)
 
 
-def _add_to_megatron(actions: argparse._SubParsersAction) -> None:
-    parser = actions.add_parser(
-        "to-megatron",
-        help="HuggingFace directory to Megatron checkpoint",
-        description="Writes a Megatron checkpoint of a HuggingFace directory, in one process and "
-        "in bounded memory:\nOUT/release and the tracker file that makes Megatron load it as "
-        "weights to start from.",
-        epilog=VERIFY_TO_MEGATRON + CODES,
-        formatter_class=FORMATTER,
-    )
+def _add_to_megatron(actions: Commands) -> None:
+    about = "HuggingFace directory to Megatron checkpoint"
+    text = """
+        Writes a Megatron checkpoint of a HuggingFace directory, in one process and in bounded memory:
+        OUT/release and the tracker file that makes Megatron load it as weights to start from.
+        """
+    parser = add_command(actions, "to-megatron", run_to_megatron, about, text)
+    parser.epilog = VERIFY_TO_MEGATRON + CODES
     model = "model directory with config.json and safetensors"
     parser.add_argument("model", metavar="HF", type=Path, help=model)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     layout = parser.add_argument_group(
         "layout", "torch_dist loads in every layout; a legacy checkpoint only in its own."
     )
-    ranks = {
+    for name, what in {
         "tp": "tensor-parallel ranks",
         "pp": "pipeline-parallel ranks",
         "vpp": "model chunks per pipeline rank",
         "ep": "expert-parallel ranks",
-    }
-    for name, what in ranks.items():
-        how = {"type": parse_count, "default": 1, "metavar": "N", "help": f"{what} (default 1)"}
-        layout.add_argument(f"--{name}", **how)
+    }.items():
+        option(layout, f"--{name}", "N", what, 1, type=parse_positive)
     for end in ("first", "last"):
         what = f"layers of the {end} pipeline rank, where not as many as the others'"
-        layout.add_argument(f"--{end}-stage-layers", type=parse_positive, metavar="N", help=what)
-    multiple = (
-        "pad the vocabulary to a multiple of N x TP (default 128, as make_vocab_size_divisible_by)"
-    )
-    layout.add_argument(
-        "--vocab-multiple", type=parse_positive, default=128, metavar="N", help=multiple
-    )
-    parser.add_argument(
-        "--format",
-        choices=("torch_dist", "torch"),
-        default="torch_dist",
-        help="torch: legacy mp_rank_* files",
-    )
-    parser.add_argument(
-        "--spec",
-        choices=("te", "local"),
-        default="te",
-        help="names of Transformer Engine's or Megatron's own layers",
-    )
-    _add_writing_options(parser, "of torch_dist files (4GB)")
-    parser.set_defaults(run=run_to_megatron)
+        option(layout, f"--{end}-stage-layers", "N", what, type=parse_positive)
+    multiple = "pad the vocabulary to a multiple of N x TP, as make_vocab_size_divisible_by"
+    option(layout, "--vocab-multiple", "N", multiple, 128, type=parse_positive)
+    _add_choice(parser, "format", ("torch_dist", "torch"), "torch: legacy mp_rank_* files")
+    layers = "names of Transformer Engine's or Megatron's own layers"
+    _add_choice(parser, "spec", ("te", "local"), layers)
+    _add_writing_options(parser)
 
 
-def _add_writing_options(parser: argparse.ArgumentParser, shards: str) -> None:
-    """Adds what both directions take; shards: what --shard-size is of."""
-    for name, words, text in (
-        ("dtype", ("keep", "bf16", "fp16", "fp32"), "default: keep"),
-        ("verify", ("fast", "full", "logits", "none"), "default: fast; see below"),
-    ):
-        parser.add_argument(f"--{name}", choices=words, default=words[0], help=text)
-    parser.add_argument(
-        "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help=shards
-    )
-    workers = "files written at a time (default 4)"
-    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help=workers)
-    for name, text in {
-        "overwrite": "replace OUT once the new one is verified",
-        "dry-run": "check everything, write nothing",
-        "json": "print one JSON object",
-    }.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+def _add_choice(
+    parser: argparse.ArgumentParser, name: str, words: Sequence[str], text: str
+) -> None:
+    """Adds an option whose default is the first of its words."""
+    parser.add_argument(f"--{name}", choices=words, default=words[0], help=text)
+
+
+def _add_writing_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what both directions take."""
+    _add_choice(parser, "dtype", ("keep", "bf16", "fp16", "fp32"), "default: keep")
+    _add_choice(parser, "verify", ("fast", "full", "logits", "none"), "default: fast; see below")
+    option(parser, "--shard-size", "SIZE", "bytes of tensors per file", "4GB", dest="shard_bytes", type=parse_size)
+    option(parser, "--workers", "N", "files written at a time", 4, type=parse_positive)
+    flag(parser, "--overwrite", "replace OUT once the new one is verified")
+    flag(parser, "--dry-run", "check everything, write nothing")
+    flag(parser, "--json", "print one JSON object")
 
 
 def parse_size(text: str) -> int:
@@ -212,13 +180,6 @@ def parse_size(text: str) -> int:
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 
-def parse_count(text: str) -> int:
-    """A whole number from 1 to 64."""
-    if parse_positive(text) > 64:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 64, found '{text}'")
-    return int(text)
-
-
 def parse_positive(text: str) -> int:
     """A whole number from 1 on."""
     if not text.isdigit() or int(text) < 1:
@@ -226,7 +187,7 @@ def parse_positive(text: str) -> int:
     return int(text)
 
 
-def run_to_hf(args: argparse.Namespace) -> int:
+def run_to_hf(args: argparse.Namespace) -> None:
     from .runs import chosen_checkpoint, reference_of
 
     args.checkpoint = chosen_checkpoint(args.checkpoint, args.size_iteration)
@@ -241,23 +202,21 @@ def run_to_hf(args: argparse.Namespace) -> int:
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
     options = Options(
         **_writing_options(args),
-        check=_logits_check(args, lambda result: (args.checkpoint, result)),
         expected={name: value for name, value in sizes.items() if value is not None},
     )
     if args.dry_run:
-        check_output(args.out, args.checkpoint, args.hf, args.overwrite)
+        check_output(args.out, args.overwrite, args.hf, args.checkpoint)
         plan = prepare(open_source(args.checkpoint), args.hf, options).plan
-        counts = {"tensors": len(plan.targets), "parameters": plan.parameters}
-        text = (
-            f"would write {len(plan.targets)} tensors, {plan.parameters:,} parameters, "
-            f"{plan.nbytes / 1e9:.3f} GB to {args.out}"
-        )
-        return _say(args, {**counts, "weight_bytes": plan.nbytes}, text)
-    report = timed(lambda meter: to_huggingface(args.checkpoint, args.out, args.hf, options, meter))
-    return _say(args, report, _written(args.out, f"{report['tensors']} tensors", report))
+        tensors, weights = len(plan.targets), plan.nbytes
+        report = {"tensors": tensors, "parameters": plan.parameters, "weight_bytes": weights}
+        amount = f"{plan.parameters:,} parameters, {weights / 1e9:.3f} GB"
+        _say(args, report, f"would write {tensors} tensors, {amount} to {args.out}")
+        return
+    report = timed(to_huggingface, args.checkpoint, args.out, args.hf, options)
+    _say(args, report, _written(args.out, f"{report['tensors']} tensors", report))
 
 
-def run_to_megatron(args: argparse.Namespace) -> int:
+def run_to_megatron(args: argparse.Namespace) -> None:
     if not args.dry_run:
         read_ahead(args.model)
     from rlflow.models.architecture import huggingface_shapes
@@ -271,44 +230,31 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     ends = (args.first_stage_layers, args.last_stage_layers)
     options = Options(
         **_writing_options(args),
-        check=_logits_check(args, lambda result: (result, args.model)),
         layout=CheckpointLayout(*sizes, args.spec == "te", *ends),
         format=args.format,
     )
     if args.dry_run:
-        check_output(args.out, None, args.model, args.overwrite)
+        check_output(args.out, args.overwrite, args.model)
         work, checkpoint, plan = prepare_import(args.model, options)
         files, weights = len(checkpoint.files), plan.nbytes
         tensors = len(huggingface_shapes(work.model))
         report = {"files": files, "tensors": tensors, "weight_bytes": weights}
         text = f"would write {weights / 1e9:.3f} GB of weights in {files} files to {args.out}"
-        return _say(args, report, text)
-    report = timed(lambda meter: to_megatron(args.model, args.out, options, meter))
+        _say(args, report, text)
+        return
+    report = timed(to_megatron, args.model, args.out, options)
     flags, left_out = " ".join(report["flags_to_give"]), report["left_out"]
     text = _written(args.out, report["format"], report)
     text += f"\nMegatron-LM takes sizes from it (--use-checkpoint-args); give as well: {flags}"
     if left_out:
         text += f"\nleft out: {len(left_out)} tensors of multi-token prediction, such as "
         text += left_out[0]
-    return _say(args, report, text)
+    _say(args, report, text)
 
 
 def _writing_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("dtype", "workers", "overwrite", "verify")
-    return {name: getattr(args, name) for name in names} | {"shard_bytes": args.shard_size}
-
-
-def _logits_check(
-    args: argparse.Namespace, sides: Callable[[Path], tuple[Path, Path]]
-) -> Callable[[Path], None] | None:
-    """The check of `--verify logits`. sides: (checkpoint, model directory) by the result."""
-
-    def check(result: Path) -> None:
-        from .oracle.logits import check_logits  # imports torch
-
-        check_logits(*sides(result), args.dtype)
-
-    return check if args.verify == "logits" else None
+    names = ("dtype", "shard_bytes", "workers", "overwrite", "verify")
+    return {name: getattr(args, name) for name in names}
 
 
 def _written(out: Path, what: str, report: dict[str, Any]) -> str:
@@ -319,23 +265,22 @@ def _written(out: Path, what: str, report: dict[str, Any]) -> str:
     )
 
 
-def _say(args: argparse.Namespace, report: dict[str, Any], text: str) -> int:
+def _say(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
     print(json.dumps(report) if args.json else text)
-    return 0
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def run_inspect(args: argparse.Namespace) -> None:
     from .describe import describe, table
     from .runs import chosen_checkpoint
 
     report = describe(chosen_checkpoint(args.checkpoint), everything=args.all)
-    return _say(args, report, table(report))
+    _say(args, report, table(report))
 
 
-def run_verify(args: argparse.Namespace) -> int:
+def run_verify(args: argparse.Namespace) -> None:
     from .verify import verify_export
 
     report = verify_export(args.out)
     files, tensors = len(report["files"]), report["tensors"]
     text = f"{args.out}: good; {files} files, {tensors} tensors are what was written"
-    return _say(args, report, text)
+    _say(args, report, text)

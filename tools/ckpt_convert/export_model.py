@@ -58,15 +58,11 @@ def check_sizes(source: TensorSource, model: Architecture, expected: dict[str, i
     known = {**vars(model), **source.layout, "iteration": source.iteration}
     for name, value in expected.items():
         words, found = name.replace("_", " "), known.get(name)
-        if found is None:
-            raise other_layout(
-                f"{source.path}: does not say its {words}, so {value} cannot be checked; leave the "
-                "option out."
-            )
         if found != value:
+            told = "not recorded" if found is None else f"{found} found"
             raise other_layout(
-                f"{source.path}: {words} {value} was expected, {found} found; correct the option "
-                "or leave it out."
+                f"{source.path}: {words} {value} was expected, {told}; correct the option or leave "
+                "it out."
             )
 
 
@@ -82,9 +78,9 @@ def to_huggingface(
     It is written aside, verified from disk and renamed; on failure `out` is as it was. Raises
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
-    check_output(out, Path(path), reference, options.overwrite)
+    check_output(out, options.overwrite, reference, Path(path))
     source = open_source(path)
-    if adapters.description(source) is not None:
+    if (lora := adapters.description(source)) is not None:
         if options.dtype != "keep":
             raise unsupported(
                 f"{path}: adapters are merged in the dtype that they were trained in; leave "
@@ -96,7 +92,7 @@ def to_huggingface(
                 f"{options.verify}; leave it out."
             )
         check_sizes(source, architecture_of(reference), options.expected)
-        return adapters.merge(source, out, reference, _origin(source), options)
+        return adapters.merge(source, lora, out, reference, _origin(source), options)
     described = Stamps(reference)
     export, config = prepare(source, reference, options), read_config(reference)
     plan, origin = export.plan, _origin(source)
@@ -110,6 +106,10 @@ def to_huggingface(
 
             result = read_huggingface(partial)
             check_inverse(source, export, result, written=result)
+        elif options.verify == "logits":
+            from .oracle.logits import check_logits
+
+            check_logits(Path(path), partial, options.dtype)
 
     def unchanged() -> None:
         source.stamps.check(origin["files"])

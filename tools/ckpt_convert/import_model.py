@@ -22,7 +22,7 @@ from .readers.arguments import arguments_of, flags_to_give
 from .readers.formats import TRACKER, open_source
 from .readers.safetensors_files import read_huggingface
 from .stream import Copier, Progress, check_equal
-from .writers.checkpoint import Checkpoint, namespace
+from .writers.checkpoint import Checkpoint
 from .writers.directory import check_output, write_directory
 from .writers.legacy import legacy_checkpoint
 from .writers.torch_dist import torch_dist_checkpoint
@@ -38,11 +38,11 @@ def prepare_import(path: str | Path, options: Options) -> tuple[Import, Checkpoi
     config, model = read_config(path), architecture_of(path)
     source, later = read_huggingface(Path(path)), predicting_layers(config)
     work = make_import(source, model, options.layout, OPTIONS[options.dtype], later)
-    args = namespace(arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
+    arguments = arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0))
     if options.format == "torch":
-        checkpoint = legacy_checkpoint(work, FOLDER, args)
+        checkpoint = legacy_checkpoint(work, FOLDER, arguments)
     else:
-        checkpoint = torch_dist_checkpoint(work, FOLDER, args, options.shard_bytes)
+        checkpoint = torch_dist_checkpoint(work, FOLDER, arguments, options.shard_bytes)
     plan = Plan(tuple(target for file in checkpoint.files for target in file.targets), work.equal)
     plan.check()
     return work, checkpoint, plan
@@ -59,7 +59,7 @@ def to_megatron(
     It is written aside, verified from disk and renamed; on failure `out` is as it was. Raises
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, path = options or Options(), Path(out), Path(path)
-    check_output(out, None, path, options.overwrite)
+    check_output(out, options.overwrite, path)
     work, checkpoint, plan = prepare_import(path, options)
     check_equal(work.source, plan.equal)
 
@@ -71,6 +71,10 @@ def to_megatron(
 
             result = open_source(partial)
             check_inverse(result, make_export(result, work.model), work.source, written=result)
+        elif options.verify == "logits":
+            from .oracle.logits import check_logits
+
+            check_logits(partial, path, options.dtype)
 
     origin, shapes = work.source.identity(), huggingface_shapes(work.model)
     record = {

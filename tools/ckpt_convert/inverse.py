@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlflow.models.sharding import shard
 
-from .dtypes import DType, as_tensor
 from .mapping.plan import View
 from .mapping.to_huggingface import Export
 from .problems import damaged
@@ -32,18 +31,14 @@ def check_inverse(
             names = rule.names(layer)
             sources = [View(model.tensors[name]) for name in names]
             dtype = (view if written is checkpoint else sources[0]).stored.dtype
-            tensors = [_tensor(given, source, dtype) for source in sources]
+            tensors = [given.tensor(source, dtype) for source in sources]
             expected = shard(rule, tensors, export.model, 0, 1)
-            found = _tensor(stored, view, dtype)[: len(expected)]  # without rows of padding
+            found = stored.tensor(view, dtype)[: len(expected)]  # without rows of padding
             if not torch.equal(_bits(expected), _bits(found)):
                 raise damaged(
                     f"{written.path}: '{names[0]}' and '{view.stored.name}' do not map to each "
                     "other; what was read changed meanwhile, or this is a bug."
                 )
-
-
-def _tensor(reader: Reader, view: View, dtype: DType) -> Tensor:
-    return as_tensor(reader.whole(view, dtype), dtype, view.shape)
 
 
 def _bits(tensor: Tensor) -> Tensor:

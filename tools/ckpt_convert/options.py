@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .mapping.layout import CheckpointLayout
 
@@ -12,8 +10,7 @@ from .mapping.layout import CheckpointLayout
 @dataclass(frozen=True)
 class Options:
     """dtype: a word of dtypes.OPTIONS. shard_bytes: tensor bytes per file. workers: files at a
-    time. verify: `fast`, `full` or `none`. check: a further check of the finished directory, before
-    it gets its name.
+    time. verify: `fast`, `full`, `logits` or `none`.
 
     expected: sizes that a checkpoint must have: fields of Architecture, `tensor_parallel`, ...,
     `iteration`. layout, format: of a checkpoint that is written; `torch`: legacy mp_rank_*."""
@@ -23,7 +20,6 @@ class Options:
     workers: int = 4
     overwrite: bool = False
     verify: str = "fast"
-    check: Callable[[Path], None] | None = None
     expected: dict[str, int] = field(default_factory=dict)
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
     format: str = "torch_dist"

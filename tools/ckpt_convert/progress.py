@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 
-def timed(convert: Callable[[Meter], dict[str, Any]]) -> dict[str, Any]:
-    """What a conversion, which is given a meter, says of itself, with `seconds` and
+def timed(convert: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What a conversion of these arguments, shown by a meter, says of itself, with `seconds` and
     `peak_rss_mib`."""
     start = time.monotonic()
-    report = convert(Meter(sys.stderr.isatty()))
+    report = convert(*arguments, Meter(sys.stderr.isatty()))
     seconds = round(time.monotonic() - start, 3)
     return {**report, "seconds": seconds, "peak_rss_mib": peak_rss_mib()}
 
 
-def peak_rss_mib() -> int | None:
-    """The most resident memory that this process had, MiB; None where Linux' /proc is not there."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
-    return int(found[1]) // 1024 if found else None
+def peak_rss_mib() -> int:
+    """The most resident memory that this process had, MiB."""
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmHWM:") + 1]) // 1024
 
 
 class Meter:
@@ -48,7 +46,6 @@ class Meter:
         share = 100 * self._done / max(total, 1)
         text = f"{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
         if self._terminal:
-            end = "\n" if finished else ""
-            print(f"\r{text} ", end=end, file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+            text = f"\r{text} "
+        end = "" if self._terminal and not finished else "\n"
+        print(text, end=end, file=sys.stderr, flush=True)

@@ -8,15 +8,19 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlflow.storage.pickles import Chunk
 
-from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, cast
-from .mapping.plan import Equal, Rectangle, Target, View
+from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, as_tensor, cast
+from .mapping.plan import Equal, Target, View
 from .problems import damaged
-from .readers.source import SCALED, ChunkPlace, Record, StoredTensor, TensorSource, unreadable
+from .readers.source import SCALED, Record, StoredTensor, TensorSource, unreadable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were read since the last call, and those of the whole."""
@@ -50,7 +54,6 @@ class Copier:
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def __enter__(self) -> Copier:
-        self._progress(0, self._total)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -81,7 +84,13 @@ class Copier:
         if self._stopped.is_set():
             raise OtherFailed
         self._reader.fill(target, first, out)
-        check_finite(out, target, first, self._origin)
+        signed, high, unsigned, low = INFINITE[target.dtype]
+        flat = out.reshape(-1)
+        if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
+            raise damaged(
+                f"{self._origin}: '{target.name}' holds NaN or Inf as {target.dtype} "
+                f"(rows {first} to {first + len(out)})."
+            )
         with self._lock:
             self._progress(out.nbytes, self._total)
 
@@ -89,17 +98,6 @@ class Copier:
 def block_rows(row_bytes: int) -> int:
     """Rows of a block."""
     return max(1, BLOCK_BYTES // row_bytes)
-
-
-def check_finite(data: np.ndarray, target: Target, first: int, origin: str) -> None:
-    """Raises ConversionError (4) where rows of a target, from `first` on, have NaN or Inf."""
-    signed, high, unsigned, low = INFINITE[target.dtype]
-    flat = data.reshape(-1)
-    if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
-        raise damaged(
-            f"{origin}: '{target.name}' holds NaN or Inf as {target.dtype} "
-            f"(rows {first} to {first + len(data)})."
-        )
 
 
 def check_equal(source: TensorSource, pairs: Iterable[Equal]) -> None:
@@ -149,8 +147,6 @@ class Reader:
         self._source = source
         self._lock, self._opened = threading.Lock(), ExitStack()
         self._files: dict[str, int] = {}
-        self._places: dict[tuple[str, Chunk], ChunkPlace] = {}
-        self._rectangles: dict[tuple[str, tuple[int, ...]], list[Rectangle]] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -172,13 +168,13 @@ class Reader:
                 row = tile.source_row + begin - tile.row
                 self.read(tile.view, row, part, target.dtype, tile.source_column)
 
-    def whole(self, view: View, dtype: DType) -> np.ndarray:
-        """(rows, bytes of a row), cast to `dtype`."""
+    def tensor(self, view: View, dtype: DType) -> Tensor:
+        """The whole of it, cast to `dtype`."""
         out = np.empty((view.shape[0], view.columns * dtype.itemsize), np.uint8)
         step = block_rows(out.shape[1])
         for row in range(0, len(out), step):
             self.read(view, row, out[row : row + step], dtype)
-        return out
+        return as_tensor(out, dtype, view.shape)
 
     def read(self, view: View, row: int, out: np.ndarray, dtype: DType, column: int = 0) -> None:
         """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows,
@@ -199,7 +195,10 @@ class Reader:
     def _gather(self, view: View, first: int, out: np.ndarray) -> None:
         """Whole rows from `first` on, as they are stored."""
         size, last = view.stored.dtype.itemsize, first + len(out)
-        for rectangle in self._overlapping(view, first, last):
+        end = bisect_right(view.rectangles, last - 1, key=lambda rectangle: rectangle.row)
+        for rectangle in view.rectangles[:end]:
+            if rectangle.row + rectangle.rows <= first:
+                continue
             top = max(first, rectangle.row)
             bottom = min(last, rectangle.row + rectangle.rows)
             left, width = rectangle.column * size, rectangle.columns * size
@@ -226,23 +225,20 @@ class Reader:
             values[rows] *= factors[block - first]
         return values.view(np.uint8)
 
-    def _overlapping(self, view: View, first: int, last: int) -> Iterator[Rectangle]:
-        """The rectangles of a view that have some of these rows."""
-        key = view.stored.name, view.index
-        with self._lock:
-            if key not in self._rectangles:
-                self._rectangles[key] = view.rectangles()
-            found = self._rectangles[key]
-        end = bisect_right(found, last - 1, key=lambda rectangle: rectangle.row)
-        return (one for one in found[:end] if one.row + one.rows > first)
-
     def _read_all(self, stored: StoredTensor, chunk: Chunk, skipped: int, out: np.ndarray) -> None:
         """Fills `out` with a chunk's bytes after the first `skipped`."""
-        key, file = (stored.name, chunk), str(self._source.path / chunk.file)
-        # Outside the lock, as it reads.
-        place = self._places.get(key) or self._source.place_of(stored, chunk)
-        self._places[key] = place
-        read_all(self._descriptor(chunk.file, file), out, place.start + skipped, file)
+        file = str(self._source.path / chunk.file)
+        start = self._source.place_of(stored, chunk).start
+        descriptor, offset = self._descriptor(chunk.file, file), start + skipped
+        left = out.data.cast("B")
+        while left:
+            try:
+                count = os.preadv(descriptor, [left], offset)
+            except OSError as error:
+                raise unreadable(error, file) from error
+            if count == 0:
+                raise damaged(f"{file}: ends at byte {offset}; it shrank while being read.")
+            left, offset = left[count:], offset + count
 
     def _descriptor(self, name: str, file: str) -> int:
         with self._lock:
@@ -253,17 +249,3 @@ class Reader:
                     raise unreadable(error, file) from None
                 self._opened.callback(os.close, self._files[name])
             return self._files[name]
-
-
-def read_all(descriptor: int, out: np.ndarray, offset: int, file: str) -> None:
-    """Fills `out` from an offset of a file. Raises ConversionError (4) where that fails or the file
-    ends before."""
-    left = out.data.cast("B")
-    while left:
-        try:
-            count = os.preadv(descriptor, [left], offset)
-        except OSError as error:
-            raise unreadable(error, file) from error
-        if count == 0:
-            raise damaged(f"{file}: ends at byte {offset}; it shrank while being read.")
-        left, offset = left[count:], offset + count

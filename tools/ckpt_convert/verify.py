@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from rlflow.errors import DamagedCheckpointError, ModelError
 from rlflow.models.huggingface import check_tensors
 from rlflow.storage.integrity import (
     EXPORT_MANIFEST,
-    Fingerprint,
     find_damage,
     read_fingerprints,
     read_sealed,
@@ -19,31 +17,23 @@ from rlflow.storage.integrity import (
 from .problems import damaged, missing
 
 
-def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
-    """(manifest, what its files must look like) of a directory that an export or a conversion
-    wrote. Raises ConversionError (3: none, 4: damaged)."""
+def verify_export(path: str | Path) -> dict[str, Any]:
+    """The manifest of a directory that an export or a conversion wrote, every file of which has the
+    size and checksums that it says, and whose tensors are those that config.json implies. Raises
+    ConversionError (3: a file is missing, 4: another content)."""
+    path = Path(path)
     file = path / EXPORT_MANIFEST
     if not file.is_file():
         raise missing(f"{file}: missing; only directories written by a conversion can be verified.")
     try:
         manifest = read_sealed(file)
-        return manifest, read_fingerprints(manifest, file)
+        expected = read_fingerprints(manifest, file)
     except DamagedCheckpointError as error:
         raise damaged(f"{str(error).removesuffix('.')}; export again.") from None
-
-
-def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
-    """The manifest of an export, every file of which has the size and checksums that it says, and
-    whose tensors are those that config.json implies. Raises ConversionError (3: a file is missing,
-    4: another content)."""
-    path = Path(path)
-    manifest, expected = read_manifest(path)
-    with ThreadPoolExecutor(workers) as pool:
-        for damage in filter(
-            None, pool.map(lambda name: find_damage(path, expected, [name]), expected)
-        ):
-            gone = any(not (path / name).is_file() for name in expected)
-            raise (missing if gone else damaged)(f"{damage}; export again.")
+    damage = find_damage(path, expected)
+    if damage is not None:
+        gone = any(not (path / name).is_file() for name in expected)
+        raise (missing if gone else damaged)(f"{damage}; export again.")
     foreign = sorted(file.name for file in path.glob("*.safetensors") if file.name not in expected)
     if foreign:
         raise damaged(f"{path / foreign[0]}: not part of the export; remove it.")

@@ -149,7 +149,7 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     return spec
 
 
-class _LatentAttention(MLASelfAttention):
+class LatentAttention(MLASelfAttention):
     """Latent attention of the modules that its spec names: megatron-core from 0.19 on refuses some
     of them where Transformer Engine is absent."""
 
@@ -160,7 +160,7 @@ class _LatentAttention(MLASelfAttention):
 def _make_latent(spec: ModuleSpec, on_cpu: bool) -> None:
     """Replaces the parts of latent attention. The first products are whole on every rank, as
     Transformer Engine's are."""
-    spec.module, attention = _LatentAttention, spec.submodules
+    spec.module, attention = LatentAttention, spec.submodules
     attention.q_layernorm = attention.kv_layernorm = RMSNorm
     attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
     if on_cpu:

@@ -8,7 +8,7 @@ from typing import Any
 
 import fixtures
 import pytest
-from fixtures import tiny_model
+from fixtures import tiny_config, tiny_model
 from rlflow_tools.ckpt_convert.export_model import to_huggingface
 from rlflow_tools.ckpt_convert.import_model import Options, to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
@@ -42,8 +42,8 @@ def test_tables_name_exactly_what_transformers_writes(family: str, options: dict
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_no_two_rules_make_the_same_megatron_tensor(family: str, fused: bool, tmp_path: Path) -> None:
-    model = stored_architecture(read_config(tiny_model(tmp_path, family, tokenizer=False)))
+def test_no_two_rules_make_the_same_megatron_tensor(family: str, fused: bool) -> None:
+    model = stored_architecture(tiny_config(family))
     names = [rule.megatron_name(layer, rule.expert or 0, fused) for rule, layer in placed_rules(model)]
     assert len(set(names)) == len(names)
 
@@ -104,10 +104,8 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
     ],
 )
-def test_what_is_only_converted_is_refused_for_training(
-    family: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **changes}
+def test_what_is_only_converted_is_refused_for_training(family: str, changes: dict[str, Any], words: str) -> None:
+    config = tiny_config(family, **changes)
     stored_architecture(config)
     with pytest.raises(ModelError, match=words):
         architecture(config)
@@ -125,10 +123,8 @@ def test_what_is_only_converted_is_refused_for_training(
         ("mixtral", {"num_local_experts": None}, "'num_experts' is missing"),
     ],
 )
-def test_tensors_beyond_the_tables_are_refused(
-    family: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **changes}
+def test_tensors_beyond_the_tables_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
+    config = tiny_config(family, **changes)
     with pytest.raises(ModelError, match=words):
         stored_architecture(config)
 
@@ -154,8 +150,8 @@ BROKEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", BROKEN)
-def test_malformed_entries_are_one_line_that_names_them(key: str, tmp_path: Path) -> None:
-    config = read_config(tiny_model(tmp_path, "qwen3_moe", tokenizer=False))
+def test_malformed_entries_are_one_line_that_names_them(key: str) -> None:
+    config = tiny_config("qwen3_moe")
     for value in BROKEN[key]:
         with pytest.raises(ModelError, match=r"^config.json: ") as caught:
             stored_architecture({**config, key: value})
@@ -174,18 +170,16 @@ def test_malformed_entries_are_one_line_that_names_them(key: str, tmp_path: Path
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_config_json_leaves_open_is_what_transformers_takes(
-    family: str, left_out: dict[str, Any], tmp_path: Path
-) -> None:
-    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **left_out}
+def test_what_config_json_leaves_open_is_what_transformers_takes(family: str, left_out: dict[str, Any]) -> None:
+    config = tiny_config(family, **left_out)
     config = {key: value for key, value in config.items() if left_out.get(key, 0) is not None}
     theirs = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
     for read in (stored_architecture, routing_of, window_of, lambda config: rope_kind(rope_of(config))):
         assert read(config) == read(theirs)
 
 
-def test_nulls_stand_for_defaults(tmp_path: Path) -> None:
-    config = read_config(tiny_model(tmp_path, "qwen3", tokenizer=False))
+def test_nulls_stand_for_defaults() -> None:
+    config = tiny_config("qwen3")
     optional = ("rms_norm_eps", "rope_parameters", "max_position_embeddings", "num_key_value_heads", "head_dim")
     found = stored_architecture({**config, **dict.fromkeys(optional)})
     assert (found.norm_eps, found.rope_theta, found.groups) == (1e-6, 10000.0, found.heads)

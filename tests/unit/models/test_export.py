@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,17 +188,17 @@ def test_a_failure_leaves_the_earlier_export(reference: Path, tmp_path: Path, we
 
 
 def test_a_full_disk_is_one_clear_error(reference: Path, tmp_path: Path) -> None:
-    """In a process of its own, which may not write files of this size; with the signal off, as Python has it, writing fails."""
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
-        "from rlflow.models.weight_files import write_model; from rlflow.models.huggingface import iterate_weights; "
-        "write_model(sys.argv[1], iterate_weights(sys.argv[2]), sys.argv[2])"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "out"), str(reference)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode and last.startswith(f"rlflow.errors.StorageError: {tmp_path / 'out'}: the model cannot be written")
-    assert "File too large" in last and last.endswith("make room or choose another place.")
+    """Of a process that may not write files of this size: with the signal off, as Python has it, writing fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(StorageError) as caught:
+            write_model(tmp_path / "out", iterate_weights(reference), reference)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path / 'out'}: the model cannot be written") and "\n" not in told
+    assert "File too large" in told and told.endswith("make room or choose another place.")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.writers import directory
 
 from rlflow.errors import RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
@@ -22,6 +24,18 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.witness,)
+
+
+def when_finished(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], None]) -> None:
+    """Has `action` called once with a conversion's finished directory, before it gets its name."""
+
+    def look(place: Path, *rest: Any) -> Any:
+        monkeypatch.setattr(directory, "_fingerprints", real)
+        action(place)
+        return real(place, *rest)
+
+    real = directory._fingerprints
+    monkeypatch.setattr(directory, "_fingerprints", look)
 
 
 def convert_with_changed_bytes(case: tuple[Path, Path, Path], files: Sequence[Path], count: int, seed: int) -> None:

@@ -26,7 +26,7 @@ from rlflow.models.sharding import shard
 from rlflow.run.export import _random_rows, check_export
 from rlflow.trainer.base import Trainer
 from tests import rounding
-from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
+from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes, when_finished
 from tools.ckpt_convert.command import main
 from tools.ckpt_convert.writers.files import HashedFile
 
@@ -259,7 +259,9 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "tokenizer.json"])
-def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any, tmp_path: Path) -> None:
+def test_a_source_that_was_saved_over_meanwhile_is_refused(
+    name: str, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same size and the same time: only its place on the disk, or the time of the change, is another."""
     checkpoint, reference, out = case
     file = next(place / name for place in (checkpoint, reference) if (place / name).exists())
@@ -269,8 +271,9 @@ def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any,
         file.write_bytes(content)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
+    when_finished(monkeypatch, save_over)
     with pytest.raises(ConversionError, match=f"{name}: was written to while it was read") as caught:
-        to_huggingface(checkpoint, out, reference, Options(check=save_over))
+        to_huggingface(checkpoint, out, reference)
     assert caught.value.exit_code == 4 and not out.exists() and not list(tmp_path.glob("out*"))
 
 

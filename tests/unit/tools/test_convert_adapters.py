@@ -10,10 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.command import main
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.models.adapter import merge_adapter, write_adapter
-from rlflow.models.huggingface import WeightFiles, digest, iterate_weights
+from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 from rlflow.models.tables import dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
@@ -75,6 +76,22 @@ def test_a_merge_keeps_the_routers_biases_and_computes_what_transformers_does(fa
     assert biases and all(torch.equal(before[name], after[name]) for name in biases)
     assert all(after[name].dtype is dtype_of(name, torch.bfloat16) for name in after)
     assert torch.equal(logits(out), logits(base, factors))
+
+
+def test_a_merge_keeps_the_dtypes_of_a_mixed_base(tmp_path: Path) -> None:
+    base, factors = made(tmp_path, "qwen3")
+    kinds = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in WeightFiles(base)}
+    mixed = {name: value.to(kinds[name]) for name, value in iterate_weights(base)}
+    save_file(mixed, base / "model.safetensors", metadata={"format": "pt"})
+    write_adapter(tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=["o_proj"])
+    manifest = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    found = dict(iterate_weights(tmp_path / "merged"))
+    assert {name: value.dtype for name, value in found.items()} == kinds
+    assert manifest["weight_bytes"] == sum(value.nbytes for value in mixed.values())
+    changed = {name for name in mixed if not torch.equal(mixed[name], found[name])}
+    assert changed == {name for name in mixed if name.endswith("o_proj.weight")}
+    assert read_config(tmp_path / "merged")["dtype"] == "bfloat16"
+    assert torch.equal(logits(tmp_path / "merged"), logits(base, factors))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_import_loads_in_megatron_with_the_same_parameters(
     saved: str, made: dict[str, tuple[Path, Job]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By megatron-core's own model and `dist_checkpointing.load`, of every family of the tables."""
-    monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 5000)  # most matrices in several chunks
+    monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 10_000)  # most matrices in several chunks
     jobs = []
     for number, name in enumerate(CASES):
         reference, job = made[name]

@@ -16,6 +16,7 @@ from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow.errors import ConversionError
 from rlflow.trainer.base import Trainer
 from tests.unit.tools import killed_conversion
+from tests.unit.tools.spoiled import when_finished
 from tools.ckpt_convert.command import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,7 +63,9 @@ def test_killed_at_twenty_random_moments(made: Path, tmp_path: Path) -> None:
     kill_and_convert(made, tmp_path, 20, seed=1)
 
 
-def test_what_a_living_conversion_writes_is_left_alone(made: Path, tmp_path: Path) -> None:
+def test_what_a_living_conversion_writes_is_left_alone(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others: list[Path] = []
 
     def meanwhile(place: Path) -> None:
@@ -70,8 +73,9 @@ def test_what_a_living_conversion_writes_is_left_alone(made: Path, tmp_path: Pat
         to_huggingface(made / "step", tmp_path / "out", made / "hf")
         assert (place / "config.json").is_file()
 
+    when_finished(monkeypatch, meanwhile)
     with pytest.raises(ConversionError, match="exists") as caught:
-        to_huggingface(made / "step", tmp_path / "out", made / "hf", Options(check=meanwhile))
+        to_huggingface(made / "step", tmp_path / "out", made / "hf")
     assert caught.value.exit_code == 9 and not others[0].exists()
     assert main(["verify", str(tmp_path / "out")]) == 0
 
@@ -95,7 +99,9 @@ def test_another_directory_called_replaced_stays(made: Path, tmp_path: Path) -> 
     assert (tmp_path / "out.replaced" / "chapter").read_text() == "mine"
 
 
-def test_an_output_that_was_finished_meanwhile_is_not_replaced(made: Path, tmp_path: Path) -> None:
+def test_an_output_that_was_finished_meanwhile_is_not_replaced(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another conversion ends, first before this one begins to write, then before this one gets its name."""
     out = tmp_path / "out"
 
@@ -103,8 +109,9 @@ def test_an_output_that_was_finished_meanwhile_is_not_replaced(made: Path, tmp_p
         out.mkdir()
         (out / "config.json").write_text("theirs")
 
+    when_finished(monkeypatch, other)
     with pytest.raises(ConversionError, match="exists") as caught:
-        to_huggingface(made / "step", out, made / "hf", Options(check=other))
+        to_huggingface(made / "step", out, made / "hf")
     assert caught.value.exit_code == 9 and contents(out) == {"config.json": b"theirs"}
     assert list(tmp_path.iterdir()) == [out]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
+from fixtures import tiny_config, tiny_model
 from rlflow_tools.ckpt_convert.describe import describe
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import to_megatron
@@ -22,7 +22,7 @@ from rlflow_tools.ckpt_convert.readers.legacy import read_legacy
 
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import stored_architecture
-from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.huggingface import digest, iterate_weights
 from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
 from tools.ckpt_convert.command import main
 
@@ -57,7 +57,7 @@ def test_there_and_back_is_bit_exact(
     options = Options(layout=layout, format=saved, shard_bytes=50_000, verify="full")
     manifest = to_megatron(model, tmp_path / "megatron", options)
     assert manifest["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(model))
-    to_huggingface(tmp_path / "megatron", tmp_path / "back", model, Options(verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model)  # full: test_convert_families.py
     assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(model))
 
 
@@ -319,10 +319,9 @@ OTHERS = {
     ],
 )
 def test_what_contradicts(
-    family: str, config: dict[str, Any], args: dict[str, Any], expected: list[str], tmp_path: Path
+    family: str, config: dict[str, Any], args: dict[str, Any], expected: list[str]
 ) -> None:
-    path = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
-    whole = {**read_config(path), "rope_parameters": None, **config}
+    whole = tiny_config(family, **{"rope_parameters": None, **config})
     found = [name for name, _, _ in contradictions(args, whole, stored_architecture(whole))]
     assert found == expected
 

@@ -15,6 +15,7 @@ def test_it_opens_files_of_any_size_and_leaves_none_open(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_ahead, "STEP_BYTES", 1024)
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 1 << 16)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append((start, length)))
     for name in ("a", "b"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
+from fixtures import tiny_config, tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
@@ -172,11 +172,10 @@ def test_output_does_not_depend_on_workers_and_block_size(
     assert single == five and len(single) >= 4
 
 
-def test_large_tensors_are_cut_into_chunks(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether Megatron loads them: test_convert_families.py."""
-    to_megatron(model, tmp_path / "whole")
+    sizes = {"vocab_size": 101, "num_hidden_layers": 1, "intermediate_size": 16}
+    model = tiny_model(tmp_path / "hf", "qwen2", tied=True, tokenizer=False, **sizes)
     monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 1000)
     manifest = to_megatron(model, tmp_path / "out", Options(verify="full"))
     chunks = open_source(tmp_path / "out").tensors["embedding.word_embeddings.weight"].chunks
@@ -224,7 +223,7 @@ def test_what_a_checkpoint_cannot_carry_is_printed(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "--norm-epsilon 1e-06" in printed and "--use-rope-scaling --rope-scaling-factor 8" in printed
     window = {"sliding_window": 4096, "use_sliding_window": True}
-    config = {**read_config(tiny_model(tmp_path / "qwen", "qwen2", tokenizer=False)), **window}
+    config = tiny_config("qwen2", **window)
     assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))
 
 
@@ -249,9 +248,10 @@ def quantize(model: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_weights_in_8_bits_are_read_as_the_products_with_their_scales(tensor: int, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "hf", "qwen3", tokenizer=False, hidden_size=200, intermediate_size=300)
+    sizes = {"hidden_size": 200, "intermediate_size": 300, "num_hidden_layers": 1}
+    model = tiny_model(tmp_path / "hf", "qwen3", tokenizer=False, **sizes)
     values = quantize(model)
-    assert len(values) == 14
+    assert len(values) == 7
     others = {name: value for name, value in iterate_weights(model) if "_proj" not in name}
     to_megatron(model, tmp_path / "megatron", Options(layout=CheckpointLayout(tensor), verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)

@@ -89,16 +89,11 @@ def join_gate_up(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
             continue
         del result[gate.name], result[up.name]
         *lead, height, width = gate.shape
-        moved = [
-            dataclasses.replace(chunk, offsets=_lowered(chunk.offsets, height))
-            for chunk in up.chunks
-        ]
+        moved = []
+        for chunk in up.chunks:
+            *place, row, column = chunk.offsets
+            moved.append(dataclasses.replace(chunk, offsets=(*place, row + height, column)))
         whole = name.removesuffix("_w")
         shape = (*lead, 2 * height, width)
         result[whole] = StoredTensor(whole, shape, gate.dtype, (*gate.chunks, *moved))
     return result
-
-
-def _lowered(offsets: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    *lead, row, column = offsets
-    return (*lead, row + rows, column)

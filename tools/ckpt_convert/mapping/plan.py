@@ -45,6 +45,7 @@ class View:
     def columns(self) -> int:
         return math.prod(self.shape[1:])
 
+    @cached_property
     def rectangles(self) -> list[Rectangle]:
         """The chunks' parts of this view, by row and column; they tile it."""
         depth = len(self.index)

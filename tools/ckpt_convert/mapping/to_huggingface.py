@@ -69,11 +69,13 @@ def make_export(source: TensorSource, model: Architecture, dtype: DType | None =
         _check_shape(source, rule, view, model)
         sources.append((rule, layer, view))
         targets += _targets(rule, layer, view, model, dtype)
-    tied = _tied_output(source, left, model, sources[0][2])
-    if tied:
-        del left[OUTPUT.megatron]
+    equal = [_copy(source, *pair) for pair in source.copies]
+    output = left.pop(OUTPUT.megatron, None) if model.tied else None
+    if output is not None:  # dropped, provided that it is the embedding
+        hint = "; expected false there, or a checkpoint of a tied model"
+        equal.append(same_as_embedding(source, sources[0][2], output, model, hint))
     _check_use(source, left, [view for _, _, view in sources], model)
-    plan = Plan(tuple(targets), (*tied, *(_copy(source, *pair) for pair in source.copies)))
+    plan = Plan(tuple(targets), tuple(equal))
     plan.check()
     return Export(model, plan, tuple(sources))
 
@@ -132,18 +134,6 @@ def _copy(source: TensorSource, first: StoredTensor, second: StoredTensor) -> Eq
         "checkpoints."
     )
     return Equal(View(first), View(second), first.shape[0], problem)
-
-
-def _tied_output(
-    source: TensorSource, tensors: Mapping[str, StoredTensor], model: Architecture, embedding: View
-) -> tuple[Equal, ...]:
-    """Where embeddings are tied, an output layer in the checkpoint is dropped, provided that it is
-    the embedding."""
-    output = tensors.get(OUTPUT.megatron)
-    if not model.tied or output is None:
-        return ()
-    hint = "; expected false there, or a checkpoint of a tied model"
-    return (same_as_embedding(source, embedding, output, model, hint),)
 
 
 def same_as_embedding(

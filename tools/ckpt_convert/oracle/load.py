@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -62,9 +61,14 @@ def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str
         _load(chunk, loaded[f"model{number}"], str(path))
 
 
-def load_rank(chunks: Sequence[GPTModel], path: Path, place: tuple[int, int, int]) -> None:
-    """Loads the legacy file of this (tensor, pipeline, expert) rank into its model chunks. Raises
-    ConversionError (4) as above."""
+def load_rank(chunks: Sequence[GPTModel], path: Path) -> None:
+    """Loads the legacy file of this rank into its model chunks. Raises ConversionError (4) as
+    above."""
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     ranks = {(rank.tensor, rank.pipeline, rank.expert): rank for rank in rank_files(path)}
     rank = ranks[place]
     with (path / rank.name).open("rb") as file:
@@ -131,12 +135,3 @@ def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
     if parameter is None or value.shape[0] != ranks * parameter.shape[0]:
         return value
     return value.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-
-
-@torch.no_grad()
-def round_weights(chunks: Sequence[GPTModel], dtype: torch.dtype) -> None:
-    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases
-    excepted."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.copy_(parameter.to(dtype))

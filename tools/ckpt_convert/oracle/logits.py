@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from rlflow.errors import needing
 from rlflow.models.huggingface import quiet_transformers, read_config
 from rlflow.models.tables import EMBEDDING
 
+from ..dtypes import OPTIONS
 from ..mapping.layout import CheckpointLayout
 from ..problems import damaged
 from ..readers.formats import open_source
@@ -31,7 +30,6 @@ ROWS, WIDTH = 2, 32
 TOLERANCE = 1e-4
 """Largest difference, in units of the largest logit (at least 1). A mapping error makes a
 difference of about 1."""
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
@@ -43,8 +41,10 @@ def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
     config = read_config(model)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config["vocab_size"], (ROWS, WIDTH), generator=draw)
-    expected = _transformers(model, tokens, DTYPES[dtype])
-    found = _megatron(checkpoint, config, tokens, DTYPES[dtype])
+    kind = OPTIONS[dtype]
+    rounded = None if kind is None else getattr(torch, kind.name)
+    expected = _transformers(model, tokens, rounded)
+    found = _megatron(checkpoint, config, tokens, rounded)
     difference = (found - expected).abs().max().item()
     limit = TOLERANCE * max(1.0, expected.abs().max().item())
     if not difference <= limit:
@@ -67,11 +67,16 @@ def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tens
         raise damaged(
             f"{path}: transformers cannot load it ({str(error).splitlines()[0]})."
         ) from error
+    _round_weights(model, dtype)
     with torch.no_grad():
-        if dtype is not None:
-            for parameter in model.parameters():
-                parameter.copy_(parameter.to(dtype))
         return model(tokens).logits.float()
+
+
+@torch.no_grad()
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """As a conversion with `--dtype` does; routers' biases, which are no parameters, excepted."""
+    for parameter in model.parameters() if dtype is not None else ():
+        parameter.copy_(parameter.to(dtype))
 
 
 def _megatron(
@@ -81,7 +86,7 @@ def _megatron(
     import torch.multiprocessing as mp
 
     ranks = _layout(open_source(checkpoint)).ranks
-    with tempfile.TemporaryDirectory() as folder, _no_gpu():
+    with tempfile.TemporaryDirectory() as folder:
         args = (ranks, folder, str(checkpoint), config, tokens, dtype)
         try:
             mp.spawn(_rank_main, args=args, nprocs=ranks)
@@ -89,20 +94,6 @@ def _megatron(
             reason = [line for line in str(error).splitlines() if line.strip()][-1]
             raise damaged(f"{checkpoint}: Megatron's model cannot be run ({reason}).") from error
         return torch.load(Path(folder) / "logits.pt", weights_only=True)
-
-
-@contextmanager
-def _no_gpu() -> Iterator[None]:
-    """Processes that are started inside see no GPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if hidden is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
 
 
 def _layout(source: TensorSource) -> CheckpointLayout:
@@ -122,6 +113,7 @@ def _rank_main(
     tokens: Tensor,
     dtype: torch.dtype | None,
 ) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch.distributed as dist
 
     from rlflow.trainer.megatron.cpu import adapted
@@ -139,9 +131,9 @@ def _rank_main(
         if source.format == "torch_dist":
             oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
         else:
-            oracle_load.load_rank(chunks, source.path, oracle.rank_coordinates())
-        if dtype is not None:
-            oracle_load.round_weights(chunks, dtype)
+            oracle_load.load_rank(chunks, source.path)
+        for chunk in chunks:
+            _round_weights(chunk, dtype)
         found = oracle.logits(chunks, tokens, config["vocab_size"])
     if rank == 0:
         torch.save(found, Path(folder) / "logits.pt")

@@ -18,19 +18,18 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlflow.models.architecture import stored_architecture
+from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.entries import SIGMOID, refused, rope_kind, rope_of, window_of
+from rlflow.trainer.megatron.specs import LatentAttention
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
-from ..readers.arguments import arguments_of, normalized
+from ..readers.arguments import arguments_of
 
 NAMES = {
-    "norm_epsilon": "layernorm_epsilon",
     "num_experts": "num_moe_experts",
     "swiglu": "gated_linear_unit",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
@@ -39,19 +38,10 @@ NAMES = {
 """Fields of megatron-core's configuration by Megatron-LM's arguments, where the names differ."""
 WITHOUT_GPU = {
     "activation_func": F.silu,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
     "use_cpu_initialization": True,
     "transformer_impl": "local",
-    "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "batch_p2p_comm": False,
     "moe_grouped_gemm": False,
     "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "allgather",
 }
 
 
@@ -88,17 +78,8 @@ class Attention(MegatronModule):
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
-class LatentAttention(MLASelfAttention):
-    """Latent attention of the modules that its spec names. megatron-core from 0.19 on refuses
-    DeepSeek-V2-Lite's, which norms keys and values alone, where Transformer Engine is absent."""
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return vars(submodules)
-
-
 def initialize_ranks(layout: CheckpointLayout, expert_tensor: int = 0) -> None:
     """Lays Megatron's groups over the ranks of torch.distributed, which must be initialized.
-    `destroy_ranks` undoes it.
 
     expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them."""
     parallel_state.initialize_model_parallel(
@@ -110,20 +91,6 @@ def initialize_ranks(layout: CheckpointLayout, expert_tensor: int = 0) -> None:
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(0)
-
-
-def rank_coordinates() -> tuple[int, int, int]:
-    """This rank's (tensor, pipeline, expert) rank."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-
-
-def destroy_ranks() -> None:
-    """Takes Megatron's groups down."""
-    parallel_state.destroy_model_parallel()
 
 
 def build(
@@ -207,7 +174,7 @@ def _megatron_config(
     """From the arguments that the converter writes, by the names that megatron-core has for them
     (Megatron-LM, megatron/training/arguments.py, core_transformer_config_from_args)."""
     model = stored_architecture(config)
-    _check_computed(config)
+    _check_computed(config, model)
     arguments = arguments_of(config, model, layout, NAMED[str(dtype).removeprefix("torch.")])
     kind = MLATransformerConfig if model.latent is not None else TransformerConfig
     values = {
@@ -224,12 +191,12 @@ def _megatron_config(
     return kind(**{name: value for name, value in values.items() if name in known})
 
 
-def _check_computed(config: dict[str, Any]) -> None:
+def _check_computed(config: dict[str, Any], model: Architecture) -> None:
     family, groups = config["model_type"], config.get("n_group") or 1
     grouped = config.get("topk_method", "greedy") != "greedy" and groups > 1
     if family == "deepseek_v2" and grouped:
         raise refused("topk_method 'group_limited_greedy' is not what megatron-core computes.")
-    if family in SIGMOID and not normalized(config):
+    if family in SIGMOID and model.experts is not None and not model.experts.normalized:
         raise refused(
             "norm_topk_prob=false is not what megatron-core computes with sigmoid scores."
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture
-from rlflow.models.entries import SIGMOID, rope_kind, rope_of, routing_of, window_of
+from rlflow.models.entries import SIGMOID, Experts, rope_kind, rope_of, routing_of, window_of
+from rlflow.storage.pickles import Inert
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -21,11 +22,10 @@ MODEL = {
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn",
     "norm_epsilon": "norm_eps",
+    "layernorm_epsilon": "norm_eps",  # its name since megatron-core 0.16
     "rotary_base": "rope_theta",
 }
 """Arguments by field of `models.architecture.Architecture`."""
-EPSILON = ("norm_epsilon", "layernorm_epsilon")
-"""The norm's epsilon, in Megatron-LM before and since megatron-core 0.16."""
 LAYOUT = {
     "tensor_model_parallel_size": "tensor_parallel",
     "pipeline_model_parallel_size": "pipeline_parallel",
@@ -52,6 +52,13 @@ UNSET = dict.fromkeys(
 """What Megatron computes where these arguments are None."""
 
 
+def told(state: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """(Megatron's arguments, iteration) of what a checkpoint has beside weights."""
+    args, iteration = state.get("args"), state.get("iteration")
+    args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
+    return args, iteration if isinstance(iteration, int) else None
+
+
 def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
     """{`tensor_parallel`: ranks, ...} of the arguments that are given."""
     given = {ours: args.get(theirs) for theirs, ours in LAYOUT.items()}
@@ -61,9 +68,6 @@ def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
 def described_model(args: Mapping[str, Any]) -> dict[str, Any]:
     """{field of Architecture: value} of the arguments that are given."""
     found = {ours: args[theirs] for theirs, ours in MODEL.items() if args.get(theirs) is not None}
-    for name in EPSILON:
-        if args.get(name) is not None:
-            found["norm_eps"] = args[name]
     if args.get("group_query_attention"):
         found["groups"] = args.get("num_query_groups")
     elif args.get("group_query_attention") is False and "heads" in found:
@@ -79,35 +83,37 @@ def contradictions(
     rope, given = rope_of(config), _with_unset(args)
     kind, factor = rope_kind(rope), rope.get("factor")
     scaling, by = f"rope scaling '{kind}'", f"factor {factor}"
-    fits = {"vocab_size": (f"vocab_size {model.vocab}, which drops rows", _at_most(model.vocab))}
+    # Of each argument: what config.json says, and the values that agree with it.
+    fits: dict[str, tuple[str, Container[Any]]] = {}
+    fits["vocab_size"] = f"vocab_size {model.vocab}, which drops rows", range(model.vocab + 1)
     stretches = (1, factor) if kind == "linear" else (1,)
-    fits["rotary_seq_len_interpolation_factor"] = scaling, stretches.__contains__
-    same = SAME | (_with_unset(routing(config)) if model.experts is not None else {})
+    fits["rotary_seq_len_interpolation_factor"] = scaling, stretches
+    same = SAME | _with_unset(_routing(config, model.experts))
     if same.get("moe_router_score_function") == "sigmoid":
         del same["moe_router_pre_softmax"]  # which Megatron does not combine with it
     for name, expected in same.items():
-        fits[name] = f"{expected} follows", (expected,).__contains__
-    fits["no_rope_freq"] = "every layer rotates", (0, [0] * model.layers).__contains__
+        fits[name] = f"{expected} follows", (expected,)
+    fits["no_rope_freq"] = "every layer rotates", (0, [0] * model.layers)
     normed = model.qk_norm or model.latent is not None
-    fits["qk_layernorm"] = "queries and keys have no norms", (False, normed).__contains__
+    fits["qk_layernorm"] = "queries and keys have no norms", (False, normed)
     positions = ["rope", kind] if kind == "yarn" else ["rope"]
     if model.latent is not None:
         positions.append("none")  # latent attention rotates nevertheless
-    fits["position_embedding_type"] = "rope follows", positions.__contains__
+    fits["position_embedding_type"] = "rope follows", positions
     if model.latent is None:
-        scale = model.softmax_scale
-        fits["softmax_scale"] = f"{scale:g} follows", _near(scale)
-        share = model.rotary_share
-        fits["rotary_percent"] = f"partial_rotary_factor {share}", (share,).__contains__
-        fits["use_rope_scaling"] = scaling, ((kind == "llama3"),).__contains__
+        share, scale = model.rotary_share, given.get("softmax_scale")
+        fits["rotary_percent"] = f"partial_rotary_factor {share}", (share,)
+        fits["use_rope_scaling"] = scaling, (kind == "llama3",)
         if args.get("use_rope_scaling") and model.rope_factor is not None:
-            fits["rope_scaling_factor"] = by, (model.rope_factor,).__contains__
+            fits["rope_scaling_factor"] = by, (model.rope_factor,)
+        if scale is not None and not _near(scale, model.softmax_scale):
+            yield "softmax_scale", scale, f"{model.softmax_scale:g} follows"
     elif given.get("rope_type") is not None:
-        fits["rope_type"] = scaling, lambda found: (found == "yarn") == (kind == "yarn")
+        fits["rope_type"] = scaling, ("yarn" if kind == "yarn" else "rope",)
         if kind == "yarn":
-            fits["rotary_scaling_factor"] = by, (factor,).__contains__
-    for name, (present, fit) in fits.items():
-        if given.get(name) is not None and not fit(given[name]):
+            fits["rotary_scaling_factor"] = by, (factor,)
+    for name, (present, agreeing) in fits.items():
+        if given.get(name) is not None and given[name] not in agreeing:
             yield name, args[name], present
     yield from _window_contradictions(args, window_of(config))
 
@@ -116,12 +122,8 @@ def _with_unset(args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: UNSET.get(name) if value is None else value for name, value in args.items()}
 
 
-def _near(expected: float) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, float) and math.isclose(found, expected, rel_tol=1e-6)
-
-
-def _at_most(bound: int) -> Callable[[Any], bool]:
-    return lambda found: not isinstance(found, int) or found <= bound
+def _near(found: Any, expected: float) -> bool:
+    return isinstance(found, float) and math.isclose(found, expected, rel_tol=1e-6)
 
 
 def _window_contradictions(
@@ -159,31 +161,28 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
         flags.append(f"({how}: as your version of Megatron-LM spells it)")
     if (window := window_of(config)) is not None:
         flags.append(f"--window-size '({window - 1}, 0)'")  # tokens before the current one
-    scaling = routing(config)["moe_router_topk_scaling_factor"]
-    if model.experts is not None and scaling not in (None, 1):
-        flags.append(f"--moe-router-topk-scaling-factor {scaling}")
+    shape = routing_of(config)
+    if shape is not None and shape.scaling != 1:
+        flags.append(f"--moe-router-topk-scaling-factor {shape.scaling}")
     return flags
 
 
-def routing(config: Mapping[str, Any]) -> dict[str, Any]:
+def _routing(config: Mapping[str, Any], experts: Experts | None) -> dict[str, Any]:
     """Megatron's arguments of how tokens choose experts, as transformers computes it: softmax over
     all experts, unless the chosen are normalized afterwards, which is a softmax over the chosen."""
+    if experts is None:
+        return {}
     sigmoid, shape = config.get("model_type") in SIGMOID, routing_of(config)
     limited = shape if shape is not None and shape.groups > 1 else None
     return {
-        "moe_router_topk": config.get("num_experts_per_tok"),
+        "moe_router_topk": experts.top_k or None,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-        "moe_router_pre_softmax": not sigmoid and not normalized(config),
+        "moe_router_pre_softmax": not sigmoid and not experts.normalized,
         "moe_router_enable_expert_bias": sigmoid,
         "moe_router_topk_scaling_factor": shape.scaling if shape is not None else None,
         "moe_router_num_groups": limited.groups if limited is not None else None,
         "moe_router_group_topk": limited.chosen if limited is not None else None,
     }
-
-
-def normalized(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of the chosen experts add up to one."""
-    return config.get("model_type") == "mixtral" or bool(config.get("norm_topk_prob"))
 
 
 def arguments_of(
@@ -192,7 +191,6 @@ def arguments_of(
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a
     checkpoint."""
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
-    found |= dict.fromkeys(EPSILON, model.norm_eps)
     found |= SAME | _layout_arguments(layout)
     found |= {
         "group_query_attention": model.groups != model.heads,
@@ -249,7 +247,7 @@ def _expert_arguments(
         "moe_layer_freq": 1 if all(experts.sparse) else [int(layer) for layer in experts.sparse],
         "moe_grouped_gemm": layout.fused,
         "moe_shared_expert_gate": model.family == "qwen2_moe",
-        **routing(config),
+        **_routing(config, experts),
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,15 +24,6 @@ NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)|(?<=local_experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class RankTensor:
-    """A tensor of one tensor-parallel rank, by its global name."""
-
-    name: str
-    rank: int
-    window: Window
-
-
-@dataclass(frozen=True)
 class Joined:
     """Whole tensors by name; pairs that must hold the same bytes, because several ranks have all of
     a tensor; and the storage that each chunk lies in."""
@@ -42,29 +33,32 @@ class Joined:
     records: dict[Chunk, Record]
 
 
-def join_ranks(path: Path, parts: Sequence[RankTensor], expert_ranks: int) -> Joined:
-    """expert_ranks: over how many tensor-parallel ranks an expert is cut.
+def join_ranks(path: Path, parts: Iterable[tuple[str, int, Window]], expert_ranks: int) -> Joined:
+    """parts: (global name, tensor-parallel rank, what it has). expert_ranks: over how many
+    tensor-parallel ranks an expert is cut.
 
     Raises ConversionError (5) where ranks disagree in shape or dtype, or one lacks a tensor."""
-    by_name: dict[str, list[RankTensor]] = {}
-    for part in parts:
-        by_name.setdefault(part.name, []).append(part)
+    by_name: dict[str, list[tuple[int, Window]]] = {}
+    ranks = 1
+    for name, rank, window in parts:
+        by_name.setdefault(name, []).append((rank, window))
+        ranks = max(ranks, 1 + rank)
     fused = any(".layer_norm_weight" in name for name in by_name)
-    ranks = 1 + max((part.rank for part in parts), default=0)
     joined = Joined({}, [], {})
     for name, found in by_name.items():
-        _check_alike(path, name, found)
+        windows = [window for _, window in found]
+        _check_alike(path, name, windows)
         split = _split(name, fused)
-        if len(found[0].window.shape) <= (split is Split.ROW):
+        if len(windows[0].shape) <= (split is Split.ROW):
             split = Split.REPLICATED  # of a shape that the plan then refuses
         if split is Split.REPLICATED:
-            whole = _stored(joined, name, found[:1], split)
-            for part in found[1:]:
-                copy = f"{name} of {part.window.record.file}"
-                joined.copies.append((whole, _stored(joined, copy, [part], split)))
+            whole = _stored(joined, name, windows[:1], split)
+            for window in windows[1:]:
+                copy = f"{name} of {window.record.file}"
+                joined.copies.append((whole, _stored(joined, copy, [window], split)))
         else:
             wanted = expert_ranks if "local_experts" in name else ranks
-            one_each = {part.rank: part for part in reversed(found)}
+            one_each = dict(reversed(found))
             held = [one_each[rank] for rank in sorted(one_each)]
             held = held[:1] if wanted == 1 else held
             if len(held) != wanted:
@@ -77,32 +71,31 @@ def join_ranks(path: Path, parts: Sequence[RankTensor], expert_ranks: int) -> Jo
     return joined
 
 
-def _check_alike(path: Path, name: str, parts: Sequence[RankTensor]) -> None:
-    first = parts[0].window
-    for part in parts:
-        if (part.window.shape, part.window.dtype) != (first.shape, first.dtype):
+def _check_alike(path: Path, name: str, windows: Sequence[Window]) -> None:
+    first = windows[0]
+    for window in windows:
+        if (window.shape, window.dtype) != (first.shape, first.dtype):
             raise other_layout(
                 f"{path}: ranks disagree in '{name}', which is {first.shape} {first.dtype} in "
                 f"{first.record.file}; the files are of two checkpoints."
             )
 
 
-def _stored(joined: Joined, name: str, parts: Sequence[RankTensor], split: Split) -> StoredTensor:
+def _stored(joined: Joined, name: str, parts: Sequence[Window], split: Split) -> StoredTensor:
     """A tensor of which each rank, in order, has a part."""
-    window = parts[0].window
-    shape = list(window.shape)
+    shape, dtype = list(parts[0].shape), parts[0].dtype
     if split is not Split.REPLICATED:
         shape[1 if split is Split.ROW else 0] *= len(parts)
     chunks = []
     for rank, part in enumerate(parts):
-        start = part.window.start
+        start = part.start
         for offsets, sizes in boxes_of(split, shape, rank, len(parts)):
-            length = math.prod(sizes) * window.dtype.itemsize
-            chunk = Chunk(offsets, sizes, part.window.record.file, start, length)
-            joined.records[chunk] = part.window.record
+            length = math.prod(sizes) * dtype.itemsize
+            chunk = Chunk(offsets, sizes, part.record.file, start, length)
+            joined.records[chunk] = part.record
             chunks.append(chunk)
             start += length
-    return StoredTensor(name, tuple(shape), window.dtype, tuple(chunks))
+    return StoredTensor(name, tuple(shape), dtype, tuple(chunks))
 
 
 def _split(name: str, fused: bool) -> Split:

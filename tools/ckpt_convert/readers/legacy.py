@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.storage.pickles import Chunk, Inert
+from rlflow.storage.pickles import Chunk
 
 from ..problems import damaged, missing, other_layout, unsupported
-from .arguments import described_layout, described_model
-from .join_ranks import RankTensor, join_ranks
-from .ranks import RankFile, check_ranks
+from .arguments import described_layout, described_model, told
+from .join_ranks import join_ranks
+from .ranks import KINDS, RankFile, check_ranks
 from .source import ChunkPlace, Stamps, StoredTensor, TensorSource
 from .torch_archive import Archive, Window, explained
 
@@ -43,10 +43,10 @@ def read_legacy(path: Path) -> TensorSource:
     stamps, ranks = Stamps(path), rank_files(path)
     args, layout = ranks[0].args, _layout(ranks)
     experts = args.get("expert_tensor_parallel_size") or layout["tensor_parallel"]
-    joined = join_ranks(path, list(_parts(path, ranks)), experts)
+    joined = join_ranks(path, _parts(path, ranks), experts)
 
     def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
-        return ChunkPlace(chunk.start, joined.records.get(chunk))
+        return ChunkPlace(chunk.start, joined.records[chunk])
 
     return TensorSource(
         path=path,
@@ -77,7 +77,7 @@ def _layout(ranks: Sequence[RankFile]) -> dict[str, int]:
     """Ranks by kind, from the files that there are."""
     found = {
         f"{kind}_parallel": 1 + max(getattr(rank, kind) for rank in ranks)
-        for kind in ("tensor", "pipeline", "expert")
+        for kind in KINDS
     }
     if len(ranks[0].chunks) > 1:
         found["virtual_pipeline_parallel"] = len(ranks[0].chunks)
@@ -106,13 +106,11 @@ def _read(path: Path, directory: Path) -> RankFile:
             archive = Archive(stream, name)
             state = archive.value if isinstance(archive.value, dict) else {}
             chunks = tuple(_windows(archive, chunk) for chunk in _models(file, state))
-    args = state.get("args")
-    args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
+    args, iteration = told(state)
     tensor, second, third = (int(number or 0) for number in match.groups())
     # Two numbers are tensor and pipeline, or tensor and expert where there is no pipeline.
     if match[3] is None and args.get("pipeline_model_parallel_size") == 1:
         second, third = 0, second
-    iteration = state.get("iteration")
     return RankFile(
         name=name,
         tensor=tensor,
@@ -120,7 +118,7 @@ def _read(path: Path, directory: Path) -> RankFile:
         expert=third,
         chunks=chunks,
         args=args,
-        iteration=iteration if isinstance(iteration, int) else None,
+        iteration=iteration,
         digest=hashlib.sha256(archive.pickle).digest(),
     )
 
@@ -152,17 +150,16 @@ def _models(file: Path, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _windows(archive: Archive, state: Mapping[str, Any]) -> dict[str, Window]:
-    weights = {str(name): value for name, value in state.items()}
     found = {}
-    for name, value in weights.items():
-        window = None if name.endswith(NOT_WEIGHTS) else archive.window(value)
+    for name, value in state.items():
+        window = None if str(name).endswith(NOT_WEIGHTS) else archive.window(value)
         if window is not None:
-            found[name.removeprefix("module.")] = window
+            found[str(name).removeprefix("module.")] = window
     return found
 
 
-def _parts(path: Path, ranks: Sequence[RankFile]) -> Iterator[RankTensor]:
-    """Every tensor of every rank, its layer and expert numbered globally."""
+def _parts(path: Path, ranks: Sequence[RankFile]) -> Iterator[tuple[str, int, Window]]:
+    """(name, tensor rank, what it has) of every rank, layer and expert numbered globally."""
     first_layers = _first_layers(path, ranks)
     for rank in ranks:
         for number, windows in enumerate(rank.chunks):
@@ -174,7 +171,7 @@ def _parts(path: Path, ranks: Sequence[RankFile]) -> Iterator[RankTensor]:
             for name, window in named.items():
                 name = _shifted(LAYER, name, first_layers[number, rank.pipeline])
                 name = _shifted(LOCAL_EXPERT, name, first_expert)
-                yield RankTensor(name, rank.tensor, window)
+                yield name, rank.tensor, window
 
 
 def _first_layers(path: Path, ranks: Sequence[RankFile]) -> dict[tuple[int, int], int]:

@@ -29,14 +29,11 @@ def read_huggingface(path: Path) -> TensorSource:
     not supported (10)."""
     stamps = Stamps(path)
     try:
-        listed = weight_files(path) if (path / INDEX_FILE).is_file() else []
-        lacking = [name for name in listed if not (path / name).is_file()]
-        if lacking:
-            raise missing(
-                f"{path / lacking[0]}: missing, though {INDEX_FILE} lists it "
-                f"({len(listed) - len(lacking)} of {len(listed)} files found); copy the whole "
-                "model."
-            )
+        for name in weight_files(path) if (path / INDEX_FILE).is_file() else ():
+            if not (path / name).is_file():
+                raise missing(
+                    f"{path / name}: missing, though {INDEX_FILE} lists it; copy the whole model."
+                )
         weights = WeightFiles(path, everything=True)
         headers = {
             file: header(path / file) for file in {weights.file_of(name) for name in weights}

@@ -110,17 +110,13 @@ class TensorSource:
         scales = [stored.scales for stored in self.tensors.values() if stored.scales is not None]
         stored = [*self.tensors.values(), *scales]
         files = {*self.tables, *(chunk.file for tensor in stored for chunk in tensor.chunks)}
-        found = {name: (self.path / name).stat() for name in sorted(files)}
+        tables = hashlib.sha256()
+        for name in () if self.headers else sorted(self.tables):
+            tables.update((self.path / name).read_bytes())
         return {
-            "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
-            "headers": self.headers or self._hash_of_tables(),
+            "files": {name: list(self.stamps.seen.get(name, ())[:2]) for name in sorted(files)},
+            "headers": self.headers or tables.hexdigest(),
         }
-
-    def _hash_of_tables(self) -> str:
-        content = hashlib.sha256()
-        for name in sorted(self.tables):
-            content.update((self.path / name).read_bytes())
-        return content.hexdigest()
 
 
 def unreadable(error: OSError, path: str | Path) -> ConversionError:
@@ -135,14 +131,14 @@ class Stamps:
     def __init__(self, path: Path) -> None:
         self._path = path
         files = (file for pattern in ("*", "*/*") for file in path.glob(pattern) if file.is_file())
-        self._seen = {file.relative_to(path).as_posix(): _stamp(file) for file in files}
+        self.seen = {file.relative_to(path).as_posix(): _stamp(file) for file in files}
 
     def check(self, names: Iterable[str]) -> None:
         """Raises ConversionError (4) where one of these files is another one now, or was written
         to."""
         for name in sorted(names):
             file = self._path / name
-            if not file.is_file() or self._seen.get(name) != _stamp(file):
+            if not file.is_file() or self.seen.get(name) != _stamp(file):
                 raise damaged(
                     f"{file}: was written to while it was read, so that what was read may be of "
                     "two models; convert again when nothing writes there."

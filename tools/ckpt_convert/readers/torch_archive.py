@@ -18,7 +18,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from rlflow.errors import ConversionError
+from rlflow.errors import described
 from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
 
 from ..dtypes import NAMED, DType
@@ -26,8 +26,6 @@ from ..problems import damaged, hostile
 from .source import Record
 
 STORAGES = {dtype.storage: dtype for dtype in NAMED.values()}
-LOCAL_HEADER = 30
-"""Bytes before the name of a zip's entry; the last four are the lengths of name and extra field."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,13 @@ class Archive:
         self._name, self._start = name, start
         self._length = os.fstat(stream.fileno()).st_size if length is None else length
         self._part = _Part(stream.fileno(), start, self._length)
-        with zipfile.ZipFile(self._part) as archive:
-            entries = archive.infolist()
-            self._entries = {entry.filename.split("/", 1)[1]: entry for entry in entries}
-            self.pickle = archive.read(self._entries["data.pkl"])
-            order = self._entries.get("byteorder")
-            if order is not None and archive.read(order) != b"little":
-                raise ValueError("the bytes are not little-endian")
+        self._zip = zipfile.ZipFile(self._part)
+        entries = self._zip.infolist()
+        self._entries = {entry.filename.split("/", 1)[1]: entry for entry in entries}
+        self.pickle = self._zip.read(self._entries["data.pkl"])
+        order = self._entries.get("byteorder")
+        if order is not None and self._zip.read(order) != b"little":
+            raise ValueError("the bytes are not little-endian")
         self._record = cache(self._locate)
 
     @cached_property
@@ -100,12 +98,9 @@ class Archive:
         entry = self._entries[f"data/{key}"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ValueError("the storages are compressed")
-        self._part.seek(entry.header_offset)
-        header = self._part.read(LOCAL_HEADER)
-        lengths = header[-4:-2], header[-2:]
-        begin = entry.header_offset + LOCAL_HEADER
-        begin += sum(int.from_bytes(length, "little") for length in lengths)
-        if header[:4] != b"PK\x03\x04" or begin + entry.file_size > self._length:
+        with self._zip.open(entry):  # reads the entry's own header, which its bytes follow
+            begin = self._part.tell()
+        if begin + entry.file_size > self._length:
             raise ValueError("the content lies outside its archive")
         return Record(self._name, self._start + begin, entry.file_size, entry.CRC)
 
@@ -118,17 +113,11 @@ def explained(file: Path, where: str = "") -> Iterator[None]:
     except ForbiddenName as error:
         raise hostile(f"{file}: {error}.") from None
     except (*DAMAGE, zipfile.BadZipFile, StopIteration) as error:
-        raise unreadable_archive(file, error, where) from None
-
-
-def unreadable_archive(file: Path, error: BaseException, where: str = "") -> ConversionError:
-    """The error (4) for a file that cannot be read, with the reason in one line."""
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
-    place = f", {where}" if where else ""
-    return damaged(
-        f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an "
-        "earlier checkpoint."
-    )
+        place = f", {where}" if where else ""
+        raise damaged(
+            f"{file}{place}: damaged ({described(error)[:200]}); copy it again or use an earlier "
+            "checkpoint."
+        ) from None
 
 
 def _without_attributes(value: Any) -> Any:
@@ -157,12 +146,6 @@ class _Part(io.RawIOBase):
         super().__init__()
         self._descriptor, self._start, self._length = descriptor, start, length
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at

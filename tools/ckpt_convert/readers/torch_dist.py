@@ -14,13 +14,13 @@ from typing import Any
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
-from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, Table, read_metadata
+from rlflow.storage.pickles import Chunk, Table, read_metadata
 
 from ..dtypes import NAMED
-from ..problems import damaged, hostile, missing, unsupported
-from .arguments import described_layout, described_model
+from ..problems import damaged, missing, unsupported
+from .arguments import described_layout, described_model, told
 from .source import ChunkPlace, Stamps, StoredTensor, TensorSource, covers_once
-from .torch_archive import Archive, explained, unreadable_archive
+from .torch_archive import Archive, explained
 
 COMMON = "common_state/shard_0_1"
 """The object that holds what common.pt held (megatron-core, dist_checkpointing/serialization.py,
@@ -41,14 +41,17 @@ def read_torch_dist(path: Path) -> TensorSource:
     for stored in tensors.values():
         _check_cover(path, stored)
     common, manifest = _common(path, tables), _manifest(path)
-    args = common.get("args")
-    args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
-    iteration = manifest.get("step", common.get("iteration"))
+    args, iteration = told(common)
+
+    places: dict[Chunk, ChunkPlace] = {}
 
     def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
-        file = path / chunk.file
-        with explained(file, f"'{stored.name}' at byte {chunk.start}"), file.open("rb") as stream:
-            return _place(Archive(stream, chunk.file, chunk.start, chunk.length), stored, chunk)
+        if chunk not in places:
+            file, where = path / chunk.file, f"'{stored.name}' at byte {chunk.start}"
+            with explained(file, where), file.open("rb") as stream:
+                archive = Archive(stream, chunk.file, chunk.start, chunk.length)
+                places[chunk] = _place(archive, stored, chunk)
+        return places[chunk]
 
     return TensorSource(
         path=path,
@@ -57,7 +60,7 @@ def read_torch_dist(path: Path) -> TensorSource:
         place_of=place_of,
         stamps=stamps,
         tables=tuple(name for name in TABLES if (path / name).is_file()),
-        iteration=iteration if isinstance(iteration, int) else None,
+        iteration=manifest.get("step", iteration),
         layout={**described_layout(args), **manifest.get("layout", {})},
         arguments=args,
         described={**manifest.get("model", {}), **described_model(args)},
@@ -66,20 +69,12 @@ def read_torch_dist(path: Path) -> TensorSource:
 
 
 def _read_tables(file: Path) -> tuple[Table, dict[str, StoredTensor]]:
-    try:
-        with file.open("rb") as stream:
-            tables = read_metadata(stream)
-        unknown = [kind for _, kind, _ in tables.tensors.values() if kind not in NAMED]
-        if unknown:
-            raise ValueError(f"unknown dtype {unknown[0]!r}")
-    except ForbiddenName as error:
-        raise hostile(f"{file.parent}: {error}.") from None
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
-    return tables, {
-        name: StoredTensor(name, shape, NAMED[kind], chunks)
-        for name, (shape, kind, chunks) in tables.tensors.items()
-    }
+    with explained(file), file.open("rb") as stream:
+        tables = read_metadata(stream)
+        return tables, {
+            name: StoredTensor(name, shape, NAMED[kind], chunks)
+            for name, (shape, kind, chunks) in tables.tensors.items()
+        }
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -91,12 +86,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         value = read_sealed(file)
         files = read_fingerprints(value, file)
-        if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
-            raise ValueError("model and layout are objects there")
     except DamagedCheckpointError as error:
         raise damaged(str(error)) from None
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
+    if not isinstance(value.get("model"), dict) or not isinstance(value.get("layout"), dict):
+        raise damaged(f"{file}: damaged; model and layout are objects there.")
     for name, wanted in files.items():
         _check_size(path / name, wanted.size, exact=True)
     return value
@@ -105,17 +98,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _common(path: Path, tables: Table) -> dict[str, Any]:
     """common.pt, or the object that later versions of megatron-core have in its place, with
     stand-ins for objects. A hostile one is refused, whether needed or not."""
-    if (path / "common.pt").is_file():
-        name, extent, where = "common.pt", (0, None), ""
-    elif tables.objects.get(COMMON) is not None:
-        name, *extent = tables.objects[COMMON]
-        where = f"'{COMMON}'"
-    else:
+    place = ("common.pt",) if (path / "common.pt").is_file() else tables.objects.get(COMMON)
+    if place is None:
         return {}
-    with explained(path / name, where), (path / name).open("rb") as stream:
-        value = Archive(stream, name, *extent).value
-    if where:
-        value = value[0] if isinstance(value, list) and value else None
+    file = path / place[0]
+    with explained(file), file.open("rb") as stream:
+        value = Archive(stream, *place).value
+    value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, dict) else {}
 
 
@@ -132,10 +121,8 @@ def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
 def _check_backend(file: Path) -> None:
     if not file.is_file():
         raise missing(f"{file}: missing; a torch_dist checkpoint has it.")
-    try:
+    with explained(file):
         backend = json.loads(file.read_text())["sharded_backend"]
-    except DAMAGE as error:
-        raise unreadable_archive(file, error) from None
     if backend != "torch_dist":
         raise unsupported(
             f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'."

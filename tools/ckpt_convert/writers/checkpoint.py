@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DType
 from .files import OutputFile
 
 
@@ -22,15 +21,8 @@ class Checkpoint:
     finish: Callable[[Path], None]
 
 
-def namespace(arguments: dict[str, Any]) -> argparse.Namespace:
-    """Megatron's arguments, with torch's dtypes."""
-    return argparse.Namespace(**{name: _plain(value) for name, value in arguments.items()})
-
-
-def common_state(args: argparse.Namespace) -> dict[str, Any]:
-    """What both formats have beside the model."""
+def common_state(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What both formats have beside the model: Megatron's arguments, with torch's dtype."""
+    dtype = getattr(torch, arguments["params_dtype"].name)
+    args = argparse.Namespace(**{**arguments, "params_dtype": dtype})
     return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
-
-
-def _plain(value: Any) -> Any:
-    return getattr(torch, value.name) if isinstance(value, DType) else value

@@ -26,18 +26,15 @@ from ..stream import Copier
 from .files import OutputFile, reads_back_differently, write_files
 
 
-def check_output(out: Path, source: Path | None, reference: Path, overwrite: bool) -> None:
+def check_output(
+    out: Path, overwrite: bool, reference: Path | None = None, checkpoint: Path | None = None
+) -> None:
     """Raises ConversionError (9) unless `out` may be written: absent, empty, or a directory of
-    weights that may be replaced, and neither inside the source nor around it or the reference."""
-    if source is not None and source.resolve() in (out.resolve(), *out.resolve().parents):
+    weights that may be replaced, and neither inside the checkpoint nor around it or the
+    reference."""
+    if checkpoint is not None and checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise output_exists(f"{out}: lies in the checkpoint; choose another directory.")
-    check_replaceable(out, overwrite, reference=reference, checkpoint=source)
-
-
-def check_replaceable(out: Path, overwrite: bool, **kept: Path | None) -> None:
-    """Raises ConversionError (9) where something stands at `out` that may not be replaced. kept:
-    see `why_occupied`."""
-    reason = why_occupied(out, overwrite, **kept)
+    reason = why_occupied(out, overwrite, reference=reference, checkpoint=checkpoint)
     if reason is not None:
         raise output_exists(reason)
 
@@ -57,7 +54,7 @@ def write_directory(
     has changed since. On failure `out` is as it was. Raises ConversionError."""
     keep, check = not options.overwrite, options.verify != "none"
     with _explained(out), replacing_directory(out, keep_existing=keep) as partial:
-        check_replaceable(out, options.overwrite)  # it may have been put back just now
+        check_output(out, options.overwrite)  # it may have been put back just now
         needed = sum(target.nbytes for file in files for target in file.targets)
         problem = why_no_room(out, needed)
         if problem is not None:
@@ -65,13 +62,11 @@ def write_directory(
         with copier:
             written = write_files(partial, files, copier, options.workers, check)
         complete(partial)
-        if options.check is not None:
-            options.check(partial)
         found = _fingerprints(partial, written, options)
         record = {**record, "verified": options.verify}
         manifest = write_manifest(partial / EXPORT_MANIFEST, record, found)
         unchanged()
-        check_replaceable(out, options.overwrite)  # somebody may have made it meanwhile
+        check_output(out, options.overwrite)  # somebody may have made it meanwhile
     return manifest
 
 

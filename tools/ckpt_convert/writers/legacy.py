@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,38 +25,32 @@ from ..stream import Copier
 from .checkpoint import Checkpoint, common_state
 from .files import HashedFile, OutputFile
 
-FILE = "model_optim_rng.pt"
-COUNTED = {"num_floating_point_operations_so_far": 0}
 
-
-def legacy_checkpoint(work: Import, folder: str, args: argparse.Namespace) -> Checkpoint:
+def legacy_checkpoint(work: Import, folder: str, arguments: dict[str, Any]) -> Checkpoint:
     """One file per tensor, pipeline and expert rank below `folder`."""
     layout = work.layout
     places = itertools.product(range(layout.pipeline), range(layout.expert), range(layout.tensor))
     files = [
-        _rank_file(work, folder, args, tensor, pipeline, expert)
+        _rank_file(work, folder, arguments, tensor, pipeline, expert)
         for pipeline, expert, tensor in places
     ]
     return Checkpoint(tuple(files), lambda _: None)
 
 
-def rank_directory(layout: CheckpointLayout, tensor: int, pipeline: int, expert: int) -> str:
-    """A rank's directory, named as Megatron-LM's get_checkpoint_name does."""
-    name = f"mp_rank_{tensor:02d}"
-    name += f"_{pipeline:03d}" if layout.pipeline > 1 else ""
-    return name + (f"_{expert:03d}" if layout.expert > 1 else "")
-
-
 def _rank_file(
-    work: Import, folder: str, args: argparse.Namespace, tensor: int, pipeline: int, expert: int
+    work: Import, folder: str, arguments: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> OutputFile:
     layout = work.layout
-    path = f"{folder}/{rank_directory(layout, tensor, pipeline, expert)}/{FILE}"
+    # Named as Megatron-LM's get_checkpoint_name does.
+    path = f"{folder}/mp_rank_{tensor:02d}"
+    path += f"_{pipeline:03d}" if layout.pipeline > 1 else ""
+    path += f"_{expert:03d}" if layout.expert > 1 else ""
+    path += "/model_optim_rng.pt"
     # A reader knows by the rank's number a file that lies in another's place (megatron-core,
     # parallel_state.py: tensor ranks are neighbours, then those of experts, then stages).
     number = (pipeline * layout.expert + expert) * layout.tensor + tensor
     place = {"rank": number, "world_size": layout.ranks}
-    value = {**common_state(argparse.Namespace(**vars(args), **place)), **COUNTED}
+    value = {**common_state(arguments | place), "num_floating_point_operations_so_far": 0}
     held: list[tuple[int, str, Target]] = []
     for chunk in range(layout.virtual):
         for name, rule, layer in _held_tensors(work, pipeline, chunk, expert):

@@ -10,7 +10,6 @@ distributed/checkpoint/filesystem.py, _write_files_from_queue)."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import pickle
@@ -67,42 +66,42 @@ class OutputChunk:
 
 @dataclass
 class _DataFile:
-    """What is in a file, and, once it is written, where: (first byte, bytes) of each."""
+    """Chunks, and keys of states, that are in a file, and, once it is written, where: (first byte,
+    bytes) of each."""
 
     name: str
-    chunks: Sequence[OutputChunk]
-    states: Sequence[str]
-    chunk_places: list[tuple[int, int]] = field(default_factory=list)
-    state_places: list[tuple[int, int]] = field(default_factory=list)
+    parts: Sequence[OutputChunk | str]
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     def write(self, file: HashedFile, copier: Copier) -> None:
-        for chunk in self.chunks:
-            start = file.tell()
-            data = np.empty(chunk.target.nbytes, np.uint8)
-            copier.fill(chunk.target, data)
-            tensor = as_tensor(data, chunk.target.dtype, chunk.sizes)
-            torch.save(tensor, file)  # type: ignore[arg-type]
-            self.chunk_places.append((start, file.tell() - start))
         nothing = io.BytesIO()
         torch.save([None], nothing)
-        for _ in self.states:
-            self.state_places.append((file.tell(), nothing.getbuffer().nbytes))
-            file.write(nothing.getbuffer())
+        for part in self.parts:
+            start = file.tell()
+            if isinstance(part, str):
+                file.write(nothing.getbuffer())
+            else:
+                data = np.empty(part.target.nbytes, np.uint8)
+                copier.fill(part.target, data)
+                tensor = as_tensor(data, part.target.dtype, part.sizes)
+                torch.save(tensor, file)  # type: ignore[arg-type]
+            self.places.append((start, file.tell() - start))
 
 
 def torch_dist_checkpoint(
-    work: Import, folder: str, args: argparse.Namespace, file_bytes: int
+    work: Import, folder: str, arguments: dict[str, Any], file_bytes: int
 ) -> Checkpoint:
     """The checkpoint below `folder`; data files with at most `file_bytes` of tensors."""
     chunks = [part for rule, layer in work.rules() for part in _chunks(work, rule, layer)]
     groups = in_groups(chunks, lambda chunk: chunk.target.nbytes, file_bytes)
-    data = [
-        _DataFile(f"__{number}_0.distcp", group, _extra_states(work) if number == 0 else [])
-        for number, group in enumerate(groups)
-    ]
-    numbered = has_numbered_layers(work.model)
-    content = {"non_homogeneous_layers": numbered}
-    common = {**common_state(args), "content_metadata": content}
+    data, files = [], []
+    for number, group in enumerate(groups):
+        states = _extra_states(work) if number == 0 else []
+        data.append(_DataFile(f"__{number}_0.distcp", [*group, *states]))
+        targets = tuple(chunk.target for chunk in group)
+        files.append(OutputFile(f"{folder}/{data[-1].name}", targets, data[-1].write))
+    content = {"non_homogeneous_layers": has_numbered_layers(work.model)}
+    common = {**common_state(arguments), "content_metadata": content}
 
     def finish(directory: Path) -> None:
         place = directory / folder
@@ -110,10 +109,6 @@ def torch_dist_checkpoint(
         torch.save(common, place / "common.pt")
         (place / ".metadata").write_bytes(pickle.dumps(_tables(data)))
 
-    files = []
-    for file in data:
-        targets = tuple(chunk.target for chunk in file.chunks)
-        files.append(OutputFile(f"{folder}/{file.name}", targets, file.write))
     return Checkpoint(tuple(files), finish)
 
 
@@ -121,19 +116,17 @@ def _tables(files: Sequence[_DataFile]) -> Metadata:
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file in files:
-        for chunk, (start, length) in zip(file.chunks, file.chunk_places):
-            if chunk.key not in tensors:
-                properties = TensorProperties(getattr(torch, chunk.target.dtype.name))
-                whole = torch.Size(chunk.whole)
-                tensors[chunk.key] = TensorStorageMetadata(properties, whole, [])
-            known = tensors[chunk.key].chunks
-            offsets = torch.Size(chunk.offsets)
-            index = MetadataIndex(chunk.key, offsets, len(known))
-            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-            places[index] = _StorageInfo(file.name, start, length)
-        for key, (start, length) in zip(file.states, file.state_places):
-            tensors[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _StorageInfo(file.name, start, length)
+        for part, place in zip(file.parts, file.places):
+            if isinstance(part, str):
+                tensors[part], index = BytesStorageMetadata(), MetadataIndex(part)
+            else:
+                properties = TensorProperties(getattr(torch, part.target.dtype.name))
+                empty = TensorStorageMetadata(properties, torch.Size(part.whole), [])
+                known = tensors.setdefault(part.key, empty).chunks
+                offsets = torch.Size(part.offsets)
+                index = MetadataIndex(part.key, offsets, len(known))
+                known.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+            places[index] = _StorageInfo(file.name, *place)
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
