@@ -103,7 +103,7 @@ def checked(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def check_fields(made: Any) -> None:
+def check_annotated(made: Any) -> None:
     """Raises ConfigError for a field of a dataclass that is not as its annotation says."""
     hints = hints_of(type(made))
     for item in dataclasses.fields(made):

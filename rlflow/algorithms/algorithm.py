@@ -238,9 +238,10 @@ class Algorithm:
         for part in self._others():
             part.close()
 
-    def _advantages(self) -> dict[str, Part]:
+    def _advantages(self) -> dict[str, Advantage]:
         """The advantage, and what it is added to, by their places."""
-        found, place, part = dict[str, Part](), "advantage", self.advantage
+        found, place = dict[str, Advantage](), "advantage"
+        part: Advantage | None = self.advantage
         while part is not None:
             found[place] = part
             place, part = f"{place}.base", getattr(part, "base_advantage", None)
@@ -251,7 +252,7 @@ class Algorithm:
         found: dict[str, Part | Loss | Teacher] = {**self._advantages()}
         if self.teacher is not None:
             found["teacher"] = self.teacher
-        lists = {
+        lists: dict[str, Sequence[Part | Loss]] = {
             "filters": self.filters,
             "transforms": self.transforms,
             "losses": self.loss.terms,

@@ -35,7 +35,7 @@ from rlflow.types import (
     as_loss,
     check_needs,
 )
-from rlflow.values import check_fields
+from rlflow.values import check_annotated
 
 # Nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 MAX_LOG_RATIO = 20.0
@@ -164,7 +164,7 @@ class Advantage(Part):
     """It holds the ratios of the proximal to the rollout policy."""
     reads_rewards: bool = True
     """Returns are in it, so that a transform of them (`stage: rewards`) has an effect."""
-    base_advantage: Part | None = None
+    base_advantage: Advantage | None = None
     """Another advantage that it is added to: a part of the algorithm too."""
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Kernel(Loss):
     """Its ratio is clipped."""
     bounded: bool = False
     """It clips where the batch says (`ratio_low`, `ratio_high`)."""
-    __post_init__ = check_fields  # of a dataclass
+    __post_init__ = check_annotated  # of a dataclass
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

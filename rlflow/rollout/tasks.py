@@ -1,4 +1,4 @@
-"""Where the tasks of one step after another come from."""
+"""The source of the tasks of one step after another."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def why_unwritable(path: Path) -> str | None:
     """Why nothing can be made at `path`, by the nearest folder there; None where it can be."""
     ground = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     probe = aside_path(ground / "probe")
-    with suppress(OSError):  # nothing but trying says it: root may write to /proc by its mode, and cannot
+    with suppress(OSError):  # trying alone says it: by its mode root may write to /proc
         probe.mkdir()
         probe.rmdir()
         return None

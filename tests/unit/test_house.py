@@ -20,10 +20,10 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 273_640,
-    "environments": 129_619,
-    "tools": 30_210,
-    "recipes": 5_530,
+    "rlflow": 267_114,
+    "environments": 126_990,
+    "tools": 28_829,
+    "recipes": 5_861,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,

@@ -106,7 +106,7 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
 
 def _add_to_hf(actions: Commands) -> None:
     about = "Megatron checkpoint to HuggingFace directory"
-    text = "Writes a HuggingFace directory from a checkpoint, in one process and in bounded memory.\n"
+    text = "Writes a HuggingFace directory from a checkpoint, in one process and bounded memory.\n"
     parser = add_command(actions, "to-hf", run_to_hf, about, text + SCOPE)
     parser.epilog = VERIFY_TO_HF + CODES
     checkpoint = "a checkpoint, a run (its newest one), or Megatron's save directory"
@@ -125,7 +125,7 @@ def _add_to_hf(actions: Commands) -> None:
 def _add_to_megatron(actions: Commands) -> None:
     about = "HuggingFace directory to Megatron checkpoint"
     text = """
-        Writes a Megatron checkpoint of a HuggingFace directory, in one process and in bounded memory:
+        Writes a Megatron checkpoint of a HuggingFace directory, in one process and bounded memory:
         OUT/release and the tracker file that makes Megatron load it as weights to start from.
         """
     parser = add_command(actions, "to-megatron", run_to_megatron, about, text)
@@ -165,7 +165,8 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     """Adds what both directions take."""
     _add_choice(parser, "dtype", ("keep", "bf16", "fp16", "fp32"), "default: keep")
     _add_choice(parser, "verify", ("fast", "full", "logits", "none"), "default: fast; see below")
-    option(parser, "--shard-size", "SIZE", "bytes of tensors per file", "4GB", dest="shard_bytes", type=parse_size)
+    size = {"dest": "shard_bytes", "type": parse_size}
+    option(parser, "--shard-size", "SIZE", "bytes of tensors per file", "4GB", **size)
     option(parser, "--workers", "N", "files written at a time", 4, type=parse_positive)
     flag(parser, "--overwrite", "replace OUT once the new one is verified")
     flag(parser, "--dry-run", "check everything, write nothing")

@@ -71,8 +71,8 @@ class HttpRetriever(AsyncRetriever):
     ) -> None:
         """Waits until a server is ready.
 
-        urls, or url: one server or several, `http://host:port` or `host:port`. discovery: a folder of
-        `Host{ip}_IP{port}.txt` files, read again whenever a server fails. timeout_s: of a search,
+        urls, or url: one server or several, `http://host:port` or `host:port`. discovery: a folder
+        of `Host{ip}_IP{port}.txt` files, read again after each failure. timeout_s: of a search,
         all attempts and pauses together; tries: attempts, the first included (None: until
         timeout_s), each of at most attempt_timeout_s. connections: open at the same time; further
         searches wait, within their deadline. wait_s: for a first server to be ready. cache:

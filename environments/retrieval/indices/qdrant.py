@@ -95,8 +95,8 @@ class Collection:
         distance = getattr(vectors, "distance", None)
         if not hasattr(vectors, "size") or getattr(distance, "value", distance) != "Cosine":
             raise DataError(
-                f"{self._where}, collection '{name}': expected one unnamed vector with cosine distance, "
-                f"found {vectors}."
+                f"{self._where}, collection '{name}': expected one unnamed vector with cosine "
+                f"distance, found {vectors}."
             )
         self.dimensions = int(vectors.size)
 

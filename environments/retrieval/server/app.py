@@ -106,7 +106,7 @@ class SearchApp:
             body = await read_body(receive) if method == "POST" else b""
             client = (scope.get("client") or ("",))[0].encode()
             return await handler(body, {**dict(scope["headers"]), _CLIENT: client})
-        except wire.Refused as problem:
+        except wire.NotServed as problem:
             return _refusal(problem.status, str(problem), problem.retry_after_s)
         except TimeoutError:
             return _refusal(503, "no answer in time: the server is overloaded.", 1)
@@ -178,7 +178,7 @@ def _seconds(header: bytes | None) -> float | None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body of a request. Raises Refused for one that is too large, Gone where its
+    """The whole body of a request. Raises NotServed for one that is too large, Gone where its
     client left."""
     parts: list[bytes] = []
     size = 0
@@ -190,6 +190,6 @@ async def read_body(receive: Receive) -> bytes:
         parts.append(part)
         size += len(part)
         if size > MAX_BODY_BYTES:
-            raise wire.Refused(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+            raise wire.NotServed(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
         if not message.get("more_body"):
             return b"".join(parts)

@@ -36,7 +36,7 @@ from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.statistics import QueryLog
-from rlflow_environments.retrieval.server.wire import Refused
+from rlflow_environments.retrieval.server.wire import NotServed
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Life:
             self._stop()
 
     async def _reload(self) -> None:
-        with contextlib.suppress(RLFlowError, OSError, Refused):  # logged and counted
+        with contextlib.suppress(RLFlowError, OSError, NotServed):  # logged and counted
             await self._service.reload({})
 
     async def _watch(self, app: SearchApp) -> None:

@@ -17,7 +17,7 @@ from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.statistics import QueryLog, ServerStatistics
-from rlflow_environments.retrieval.server.wire import Refused, RetrieveRequest
+from rlflow_environments.retrieval.server.wire import NotServed, RetrieveRequest
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,10 @@ class SearchService:
         """Loads the index anew while the present one goes on answering, and exchanges it in one
         step; of several processes, each for one that has loaded it.
 
-        Raises RLFlowError: nothing changes then. Raises Refused while another reload is under
+        Raises RLFlowError: nothing changes then. Raises NotServed while another reload is under
         way."""
         if self._reloading or self.state == "loading":
-            raise Refused("an index is being loaded already.", 409, 1)
+            raise NotServed("an index is being loaded already.", 409, 1)
         self._reloading = True
         try:
             index = await self._read(changes)
@@ -151,7 +151,7 @@ class SearchService:
     ) -> Answer:
         """The answer to a search request. wait_s: how long its client waits. client: its address.
 
-        Raises Refused, TimeoutError, and what the retriever raises."""
+        Raises NotServed, TimeoutError, and what the retriever raises."""
         index = self._ready()
         top_k = self._top_k(request.top_k, index)
         start = time.perf_counter()
@@ -160,7 +160,7 @@ class SearchService:
             answer = await index.answer(request.queries, top_k, wait_s, client)
         except QueueFullError as problem:
             seconds = index.coalesced.seconds_to_empty
-            raise Refused(str(problem), 429, max(1, min(30, round(seconds)))) from None
+            raise NotServed(str(problem), 429, max(1, min(30, round(seconds)))) from None
         seconds = time.perf_counter() - start
         self.statistics.answered(answer, seconds)
         if self.query_log is not None:
@@ -169,14 +169,14 @@ class SearchService:
 
     def access(self, urls: list[str]) -> tuple[list[bytes | None], str]:
         """The page of each URL, None for an unknown one; all None where no pages are loaded; and
-        the index's identity. Raises Refused."""
+        the index's identity. Raises NotServed."""
         index = self._ready()
         pages = index.pages
         return [None if pages is None else pages.page(url) for url in urls], index.identity
 
     def _ready(self) -> ServedIndex:
         if self.index is None:
-            raise Refused(f"not ready: {self.stage}, {self.share:.0%} done.", 503, 1)
+            raise NotServed(f"not ready: {self.stage}, {self.share:.0%} done.", 503, 1)
         return self.index
 
     def _top_k(self, asked: int | None, index: ServedIndex) -> int:
@@ -184,7 +184,7 @@ class SearchService:
         if index.size is not None:
             top_k = min(top_k, index.size)
         if top_k > self.limits.max_top_k:
-            raise Refused(f"topk: at most {self.limits.max_top_k}, found {top_k}.")
+            raise NotServed(f"topk: at most {self.limits.max_top_k}, found {top_k}.")
         return top_k
 
     # ------------------------------------------------------------ reports

@@ -28,7 +28,7 @@ MAX_TEXTS = 1 << 22
 """Characters of all queries or URLs of a request together."""
 
 
-class Refused(Exception):
+class NotServed(Exception):
     """Why a request is not served, with the status that says so, and after how many seconds it may
     be."""
 
@@ -47,27 +47,27 @@ class RetrieveRequest:
 
 
 def read_retrieve(body: bytes) -> RetrieveRequest:
-    """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises Refused for
+    """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises NotServed for
     wrong types and values."""
     message = read_object(body)
     queries, query = message.get("queries"), message.get("query")
     if queries is None and query is None:
-        raise Refused("expected 'queries', a list of texts, or 'query', a text; found neither.")
+        raise NotServed("expected 'queries', a list of texts, or 'query', a text; found neither.")
     if queries is None and not isinstance(query, str):
-        raise Refused(f"query: expected a text, found {_shown(query)}.")
+        raise NotServed(f"query: expected a text, found {_shown(query)}.")
     queries = [query] if queries is None else queries  # SkyRL's form
     _check_texts("queries", queries)
     scores = message.get("return_scores")
     if scores is not None and not isinstance(scores, bool):
-        raise Refused(f"return_scores: expected true or false, found {_shown(scores)}.")
+        raise NotServed(f"return_scores: expected true or false, found {_shown(scores)}.")
     return RetrieveRequest(queries, _top_k(message.get("topk")), bool(scores))
 
 
 def read_access(body: bytes) -> list[str]:
-    """The URLs of a `POST /access`. Raises Refused."""
+    """The URLs of a `POST /access`. Raises NotServed."""
     urls = read_object(body).get("urls")
     if urls is None:
-        raise Refused("urls: expected a list of texts, found nothing.")
+        raise NotServed("urls: expected a list of texts, found nothing.")
     _check_texts("urls", urls)
     return urls
 
@@ -96,34 +96,34 @@ def _scored(hit: Hit) -> bytes:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises Refused."""
+    """The JSON object of a body. Raises NotServed."""
     try:  # a sampled query may hold half a surrogate pair, which orjson refuses
         message = load_record(body)
     except (ValueError, RecursionError) as problem:
-        raise Refused(f"the body is not JSON that is read here: {str(problem)[:200]}.") from None
+        raise NotServed(f"the body is not JSON that is read here: {str(problem)[:200]}.") from None
     if not isinstance(message, dict):
-        raise Refused(f"expected a JSON object, found {_shown(message)}.")
+        raise NotServed(f"expected a JSON object, found {_shown(message)}.")
     return message
 
 
 def _check_texts(key: str, values: Any) -> None:
     if not isinstance(values, list):
-        raise Refused(f"{key}: expected a list of texts, found {_shown(values)}.")
+        raise NotServed(f"{key}: expected a list of texts, found {_shown(values)}.")
     if len(values) > MAX_QUERIES:
-        raise Refused(
+        raise NotServed(
             f"{key}: at most {MAX_QUERIES} in one request, found {len(values)}.", status=413
         )
     total = 0
     for place, value in enumerate(values):
         if not isinstance(value, str):
-            raise Refused(f"{key}[{place}]: expected a text, found {_shown(value)}.")
+            raise NotServed(f"{key}[{place}]: expected a text, found {_shown(value)}.")
         if len(value) > MAX_TEXT:
-            raise Refused(
+            raise NotServed(
                 f"{key}[{place}]: at most {MAX_TEXT} characters, found {len(value)}.", status=413
             )
         total += len(value)
     if total > MAX_TEXTS:
-        raise Refused(
+        raise NotServed(
             f"{key}: at most {MAX_TEXTS} characters in one request, found {total}.", status=413
         )
 
@@ -133,12 +133,12 @@ def _top_k(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-        raise Refused(
+        raise NotServed(
             "topk: expected a whole number, 0 or null (the server's default), found "
             f"{_shown(value)}."
         )
     if value < 0:
-        raise Refused(f"topk: expected 0 or more, found {_shown(value)}.")
+        raise NotServed(f"topk: expected 0 or more, found {_shown(value)}.")
     return int(value) or None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.errors import RLFlowError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat, check_fields
+from rlflow.values import NonNegativeFloat, PositiveFloat, check_annotated
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class EntropyLoss(Loss):
     needs = frozenset({"entropy"})
 
     coefficient: float
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy")
@@ -46,7 +48,9 @@ class EntropyTargetLoss(Loss):
     coefficient: NonNegativeFloat = 0.0
     most: PositiveFloat = 1.0
     active = True
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         entropy = trained_entropy(output, batch, "loss entropy_target")

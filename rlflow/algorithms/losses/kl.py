@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlflow.algorithms.base import Anchor, anchor_logprobs, kl_estimate, log_ratio
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt, check_annotated
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class KLLoss(Loss):
     clamp: PositiveFloat = 10.0
     anchor: Anchor = "rollout"
     refresh_steps: PositiveInt | None = None
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     @property
     def _weighted(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlflow.types import SOURCES, Batch, Loss, LossResult, PolicyOutput, Source
-from rlflow.values import NonNegativeFloat, check_fields
+from rlflow.values import NonNegativeFloat, check_annotated
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class SFTLoss(Loss):
 
     coefficient: NonNegativeFloat = 1.0
     source: Source | None = None
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         mask = batch.loss_mask

@@ -8,7 +8,7 @@ import torch
 
 from rlflow.errors import RLFlowError
 from rlflow.types import TEACHER_TOP_LOGPROBS, Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import PositiveFloat, check_fields
+from rlflow.values import PositiveFloat, check_annotated
 
 LEAST_TAIL = 1e-6  # of a probability that is 1 less a float32 sum
 
@@ -31,7 +31,9 @@ class TeacherKLLoss(Loss):
 
     coefficient: PositiveFloat = 1.0
     tail: bool = True
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         if output.top_logprobs is None or TEACHER_TOP_LOGPROBS not in batch.extras:

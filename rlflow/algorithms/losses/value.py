@@ -8,7 +8,7 @@ import torch
 
 from rlflow.errors import RLFlowError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
-from rlflow.values import NonNegativeFloat, PositiveFloat, check_fields
+from rlflow.values import NonNegativeFloat, PositiveFloat, check_annotated
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class ValueLoss(Loss):
 
     clip: PositiveFloat | None = 0.5
     coefficient: NonNegativeFloat = 1.0
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_annotated(self)
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         who = "loss value"

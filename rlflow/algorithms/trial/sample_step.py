@@ -56,8 +56,9 @@ def sample_groups(seed: int = 0) -> list[Group]:
         if number == 0:
             attempts[3].stop = StopReason.MAX_TOKENS
             attempts[2].segments[-1].loss_mask[:] = False
-            aborted = {"stop": StopReason.ABORTED, "segments": [], "turns": []}
-            attempts.append(dataclasses.replace(attempts[0], attempt=4, **aborted))
+            stop = StopReason.ABORTED
+            aborted = dataclasses.replace(attempts[0], attempt=4, stop=stop, segments=[], turns=[])
+            attempts.append(aborted)
         stamp(attempts)
         groups.append(Group(f"0:task-{number}", sample_tasks()[number], attempts))
     return groups
