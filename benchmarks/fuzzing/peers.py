@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import signal
@@ -111,7 +110,7 @@ def _holding(place: tuple[str, int], count: int, beginning: bytes, trickle: bool
 
 def _search_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     """A retrieval server over the folder's corpus, when it is ready, and its address."""
-    flags = ["--retriever", "bm25", "--corpus", str(folder / "corpus.jsonl"), "--port", "0", "--parent", str(os.getpid())]
+    flags = ["--retriever", "bm25", "--corpus", str(folder / "corpus.jsonl"), "--port", "0"]
     said = folder / "search.out"
     with said.open("wb") as output:
         program = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags]

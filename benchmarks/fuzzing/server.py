@@ -55,8 +55,7 @@ class Server:
         self._port = _free_port()
         self._errors = folder / "server.stderr"
         flags = ["--index", str(self._served), "--corpus", str(self._corpus), "--port", str(self._port), "--cache-mb", "1"]
-        flags += ["--admin-token", str(token)]
-        flags += ["--query-log", str(folder / "queries.jsonl"), "--parent", str(os.getpid())]
+        flags += ["--admin-token", str(token), "--query-log", str(folder / "queries.jsonl")]
         program = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags]
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)

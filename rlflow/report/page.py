@@ -197,9 +197,10 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
 
 
 def picture(svg: str, what: str) -> str:
-    """HTML of an image. what: for those who do not see it."""
+    """HTML of an image, which a narrow screen moves sideways. what: for those who do not see it."""
     text = base64.b64encode(svg.encode("utf-8", "replace")).decode()
-    return f'<img alt="{markup(what)}" src="data:image/svg+xml;base64,{text}">'
+    image = f'<img alt="{markup(what)}" src="data:image/svg+xml;base64,{text}">'
+    return f'<div class="picture">{image}</div>'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
