@@ -101,7 +101,7 @@ def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: Megatron
     optimizer.zero_grad()
 
 
-def step(optimizer: MegatronOptimizer, lr: float, updates: int) -> float:
+def step(optimizer: MegatronOptimizer, lr: float, updates: int = 0) -> float:
     """Clips and applies the accumulated gradients; returns their norm before clipping, over all
     ranks.
 
