@@ -4,6 +4,7 @@ there.)"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -58,13 +59,14 @@ class EarlyScores:
     ) -> Batch:
         """The batch of these usable trajectories with the stages' columns. Who was not there when a
         group ended (an experience of another run, a row that was rewritten) is scored now."""
+        own = [_keys([one]) for one in trajectories]
         late = [
             (one, task)
-            for one, task in zip(trajectories, tasks, strict=True)
-            if not self._known.keys() >= set(_keys([one]))
+            for one, task, keys in zip(trajectories, tasks, own, strict=True)
+            if not self._known.keys() >= set(keys)
         ]
         self._score([one for one, _ in late], [task for _, task in late])
-        keys = _keys(trajectories)
+        keys = list(itertools.chain(*own))
         rows = [self._known[key] for key in keys]
         for key in keys:
             self._drop(key)
