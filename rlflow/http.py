@@ -297,7 +297,9 @@ class HttpClient:
     def submit(
         self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
     ) -> concurrent.futures.Future[T]:
-        """The result of a coroutine function, to come; not after `close`."""
+        """The result of a coroutine function, to come. Raises RuntimeError after `close`."""
+        if self.closed:
+            raise RuntimeError("this HTTP client is closed")
         return asyncio.run_coroutine_threadsafe(self._run(work, arguments), self._loop)
 
     def call(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:

@@ -13,7 +13,7 @@ from rlflow_environments.browser.chromium import BrowserError, Chromium
 logger = logging.getLogger(__name__)
 
 SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
-ALIVE_S = 5.0  # for a browser to say that it is
+ALIVE_S = 15.0  # for a browser to say that it is, on a machine that is busy too
 PICTURE = {"width": 160, "height": 210}  # pixels
 WINDOW = {"width": 340, "height": 210}  # what lies beside a task is not to be scrolled away
 

@@ -183,9 +183,9 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (
-        not isinstance(rank, int)
+        type(rank) is not int  # True is an int too
         or rank < 1
-        or not isinstance(alpha, int | float)
+        or type(alpha) not in (int, float)
         or not math.isfinite(alpha)
     ):
         raise ModelError(

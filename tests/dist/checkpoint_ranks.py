@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.dist.megatron_ranks import join
 
 TOKENS = torch.randint(0, 101, (2, 11), generator=torch.Generator().manual_seed(5))
 ITERATION = 7
@@ -65,14 +66,15 @@ class Job:
         return max(self.tensor, experts) * self.pipeline
 
 
-def launch(directory: Path, jobs: Sequence[Job], limit_s: float) -> None:
+def launch(jobs: Sequence[Job], limit_s: float) -> None:
     """Runs the jobs, those with as many ranks together. Raises what a rank raised, or TimeoutError."""
+    import torch.distributed as dist
     import torch.multiprocessing as mp
 
     for ranks in sorted({job.ranks for job in jobs}):
-        rendezvous = directory / f"rendezvous-{ranks}-{time.monotonic_ns()}"
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mine = [job for job in jobs if job.ranks == ranks]
-        context = mp.spawn(_rank_main, args=(str(rendezvous), ranks, mine), nprocs=ranks, join=False)
+        context = mp.spawn(_rank_main, args=(store.port, ranks, mine), nprocs=ranks, join=False)
         deadline = time.monotonic() + limit_s
         try:
             while not context.join(timeout=1.0):
@@ -96,12 +98,10 @@ def run_alone(jobs: Sequence[Job]) -> None:
         dist.destroy_process_group()
 
 
-def _rank_main(rank: int, rendezvous: str, ranks: int, jobs: Sequence[Job]) -> None:
+def _rank_main(rank: int, port: int, ranks: int, jobs: Sequence[Job]) -> None:
     import torch.distributed as dist
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    join(rank, port, ranks)
     for job in jobs:
         run(job)
     dist.destroy_process_group()

@@ -94,7 +94,7 @@ def gathered_gradients(trainer: Any) -> dict[str, Tensor]:
 def train(
     model: Path, batch: Batch, options: dict[str, Any], save_to: Path | None = None, load_from: Path | None = None
 ) -> dict[str, Any]:
-    """Everything that the tests compare: three updates with their gradients, adapters and merged weights before and after; then
+    """Everything that the tests compare: updates with their gradients, adapters and merged weights before and after; then
     of one update after a save, and of one after loading another layout's checkpoint."""
     from rlflow.trainer.base import Trainer
 

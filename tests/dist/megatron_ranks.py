@@ -16,7 +16,7 @@ from rlflow.models.huggingface import digest
 from rlflow.types import Batch, Loss, PolicyOutput
 
 RANKS = 4
-UPDATES = 3
+UPDATES = 2
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
     "schedule": {"name": "cosine", "decay_steps": 10},
@@ -99,7 +99,7 @@ def train(
     options: dict[str, Any] | None = None,
     load_from: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything that the tests compare, from one trainer: logits, scores, three updates, weights, and one update more; then
+    """Everything that the tests compare, from one trainer: logits, scores, updates, weights, and one update more; then
     one update after loading the checkpoint `load_from` (of another layout)."""
     from rlflow.trainer.base import Trainer
 
@@ -132,13 +132,21 @@ def train(
     return result
 
 
-def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
-    """One rank: joins the others over a file, runs the jobs in order, each by its `train`; rank 0 writes what came out."""
+def join(rank: int, port: int, ranks: int = RANKS) -> None:
+    """Meets the other ranks at the store of the process that launched them."""
     import torch.distributed as dist
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
+    """One rank: joins the others, runs the jobs in order, each by its `train`; rank 0 writes what came out."""
+    import torch.distributed as dist
+
+    join(rank, port)
     for job in jobs:
         arguments = {key: value for key, value in job.items() if key not in ("result", "train")}
         result = job.get("train", train)(**arguments)
@@ -150,23 +158,23 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
-def _run_saved(rank: int, main: Callable[..., None], rendezvous: str, jobs: Path) -> None:
-    main(rank, rendezvous, torch.load(jobs, weights_only=False))
+def _run_saved(rank: int, main: Callable[..., None], port: int, jobs: Path) -> None:
+    main(rank, port, torch.load(jobs, weights_only=False))
 
 
 def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
     """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
     import multiprocessing
 
+    import torch.distributed as dist
     import torch.multiprocessing as mp
 
-    rendezvous = directory / "rendezvous"
-    rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
     multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
     # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
     torch.save(jobs, directory / "jobs.pt")
-    arguments = (main, str(rendezvous), directory / "jobs.pt")
+    arguments = (main, store.port, directory / "jobs.pt")
     context = mp.start_processes(_run_saved, args=arguments, nprocs=RANKS, join=False, start_method="forkserver")
     deadline = time.monotonic() + limit_s
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlflow.errors import RLFlowError
-from tests.dist.megatron_ranks import OPTIONS, RANKS, PolicyGradientWithEntropy, make_batch
+from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, join, make_batch
 
 BEFORE, AFTER = 2, 2
 """Updates before and after the checkpoint."""
@@ -44,13 +44,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         trainer.close()
 
 
-def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
     """One rank of four; every rank writes what came out, as rank 0's file name with its number."""
     import torch.distributed as dist
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    join(rank, port)
     for job in jobs:
         if job.get("damage") and rank == 0:
             damage(Path(job["load"]))

@@ -78,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Job]]:
             Job(read_config(reference), place / f"{number}.pt", VOCAB, save_to=place / f"saved-{number}", **layout)
             for number, layout in enumerate(layouts(name))
         ]
-    launch(root, [job for jobs in found.values() for job in jobs], limit_s=1200)
+    launch([job for jobs in found.values() for job in jobs], limit_s=1200)
     return found
 
 
@@ -126,7 +126,7 @@ def test_imports_load_in_megatron_at_other_layouts(made: dict[str, list[Job]], t
             for saved in ("torch_dist", "torch"):
                 result = place / f"{saved}.pt"
                 jobs.append(Job(job.config, result, VOCAB, load_from=place / saved / "release", **loads, **rows))
-    launch(tmp_path, jobs, limit_s=1200)
+    launch(jobs, limit_s=1200)
     assert {
         str(job.load_from): torch.load(job.result)["wrong"] for job in jobs if torch.load(job.result)["wrong"]
     } == {}

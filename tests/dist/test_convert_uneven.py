@@ -36,7 +36,7 @@ def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> N
         Job(config, tmp_path / f"{number}.pt", VOCAB, save_to=tmp_path / str(number), **layout)
         for number, layout in enumerate(LAYOUTS)
     ]
-    launch(tmp_path, [plain, *(saved if direction == "to-hf" else [])], limit_s=600)
+    launch([plain, *(saved if direction == "to-hf" else [])], limit_s=600)
     to_huggingface(tmp_path / "plain" / "torch_dist", tmp_path / "model", reference, Options(verify="full"))
     if direction == "to-hf":
         for number in range(len(LAYOUTS)):
@@ -52,6 +52,6 @@ def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> N
             cut = CheckpointLayout(**layout, vocab_multiple=1, fused=False)
             to_megatron(tmp_path / "model", out, Options(layout=cut, format=kind, verify="full"))
             jobs.append(Job(config, tmp_path / f"{number}-{kind}.pt", VOCAB, load_from=out / "release", **layout))
-    launch(tmp_path, jobs, limit_s=600)
+    launch(jobs, limit_s=600)
     wrong = {str(job.load_from): torch.load(job.result)["wrong"] for job in jobs}
     assert not any(wrong.values()), wrong

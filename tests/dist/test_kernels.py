@@ -3,7 +3,6 @@ as in one process."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fixtures import tiny_model
 from rlflow.algorithms.algorithm import Algorithm, make_loss
 from rlflow.models.huggingface import digest
 from rlflow.types import Batch
-from tests.dist.megatron_ranks import OPTIONS, RANKS, launch, make_batch
+from tests.dist.megatron_ranks import OPTIONS, join, launch, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -97,12 +96,10 @@ def stale(batch: Batch) -> Batch:
     )
 
 
-def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
     import torch.distributed as dist
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    join(rank, port)
     for job in jobs:
         result = updates(job["model"], job["options"])
         if rank == 0:

@@ -21,7 +21,7 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 from tests import rounding
 from tests.dist import critic_ranks, lora_ranks
-from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, launch, make_batch, train
+from tests.dist.megatron_ranks import OPTIONS, UPDATES, PolicyGradientWithEntropy, launch, make_batch, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test
 
@@ -322,7 +322,7 @@ def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def check_continues(case: str, result: dict[str, Any], directory: Path) -> None:
     """A checkpoint of the ranks, read by one process: same weights and snapshot, and the next update is the same."""
     trainer = Trainer.from_pretrained(directory / case.split()[0], **OPTIONS)
-    assert trainer.load(directory / f"ranks-{case.replace(' ', '-')}") == 3
+    assert trainer.load(directory / f"ranks-{case.replace(' ', '-')}") == UPDATES
     assert digest(trainer.weights()) == digest(result["weights"].items())
     batch = batch_of(case)
     found, bound = trainer.score(batch, "reference")["logprobs"], 2 * score_bound(case, directory)

@@ -75,12 +75,16 @@ def seen_by_workers(count: int, each: int, share: float, placement: Placement | 
         workers.close()
 
 
-@pytest.mark.parametrize(("engines", "each"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
-def test_ranks_and_workers_share_gpus_as_the_table_says(four_gpus: None, engines: int, each: int) -> None:
-    placement = Placement(None, 4, cpus=2, gpus=True)
+@pytest.mark.parametrize(
+    ("ranks", "engines", "each"),
+    [pytest.param(4, 4, 1, marks=pytest.mark.slow), pytest.param(4, 2, 2, marks=pytest.mark.slow), (2, 1, 2)],
+)
+def test_ranks_and_workers_share_gpus_as_the_table_says(four_gpus: None, ranks: int, engines: int, each: int) -> None:
+    placement = Placement(None, ranks, cpus=2, gpus=True)
     try:
-        table = plan(placement.bundles, 4, engines, each, shared=True, again=False)
-        assert seen_by_ranks(placement, 4, 0.4) == [bundle.gpu for bundle in table.bundles] == ["0", "1", "2", "3"]
+        table = plan(placement.bundles, ranks, engines, each, shared=True, again=False)
+        found = [bundle.gpu for bundle in table.bundles]
+        assert seen_by_ranks(placement, ranks, 0.4) == found == [str(gpu) for gpu in range(ranks)]
         expected = {f"{i}: {','.join(one.gpu for one in found)}" for i, found in enumerate(table.engines)}
         assert seen_by_workers(engines, each, 0.4, placement) == expected
     finally:

@@ -14,7 +14,7 @@ from rlflow.algorithms.losses.teacher_kl import TeacherKLLoss
 from rlflow.trainer.base import Trainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tests import rounding
-from tests.dist.megatron_ranks import OPTIONS, RANKS, launch, make_batch
+from tests.dist.megatron_ranks import OPTIONS, join, launch, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,11 +46,10 @@ def distill(policy: Path, teacher: Path, **options: Any) -> dict[str, Any]:
     return result
 
 
-def distill_on_rank(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+def distill_on_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    join(rank, port)
     for job in jobs:
         result = distill(job["policy"], job["teacher"], **job["options"])
         if rank == 0:

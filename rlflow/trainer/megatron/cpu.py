@@ -1,5 +1,5 @@
 """Patches of megatron-core for machines without CUDA or without Transformer Engine's rotary
-kernels; the only place that patches anything.
+kernels; the only place that patches anything, once it is imported.
 
 Measured with megatron-core 0.16.1 to 0.19.2 and torch 2.13 over gloo: unpatched, RNG seeding, the
 pipeline schedules, DDP, the optimizer and tied embeddings over pipeline stages each stop at "Torch
