@@ -83,8 +83,8 @@ def test_ranks_and_workers_share_gpus_as_the_table_says(four_gpus: None, ranks: 
     placement = Placement(None, ranks, cpus=2, gpus=True)
     try:
         table = plan(placement.bundles, ranks, engines, each, shared=True, again=False)
-        found = [bundle.gpu for bundle in table.bundles]
-        assert seen_by_ranks(placement, ranks, 0.4) == found == [str(gpu) for gpu in range(ranks)]
+        gpus = [bundle.gpu for bundle in table.bundles]
+        assert seen_by_ranks(placement, ranks, 0.4) == gpus == [str(gpu) for gpu in range(ranks)]
         expected = {f"{i}: {','.join(one.gpu for one in found)}" for i, found in enumerate(table.engines)}
         assert seen_by_workers(engines, each, 0.4, placement) == expected
     finally:

@@ -218,6 +218,8 @@ def test_who_waits_for_a_client_that_is_closed_hears_of_it() -> None:
     client.close()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(5)
+    with pytest.raises(RuntimeError, match="this HTTP client is closed"):
+        client.submit(asyncio.sleep, 0)
 
 
 def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
         ("use_qalora", True),
         ("target_parameters", ["experts.gate_up_proj"]),
         ("r", 0),
+        ("r", True),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ModelError, match=rf"adapter_config\.json: (expected )?{key} "):
