@@ -32,16 +32,18 @@ from rlflow.trainer.megatron.context import (
 )
 
 varlen_attn: Callable[..., Any] | None = None
-"""torch's attention over rows of variable lengths, where it takes windows (from 2.11)."""
+"""torch's attention over rows of variable lengths, where it takes windows (from 2.11): for GPUs,
+and left out elsewhere, as it brings torch's compiler (a second of every process)."""
 varlen_options: frozenset[str] = frozenset()
 """What it can be told. Its kernel takes grouped queries as they are: 2.13 wants to be told of them
 (enable_gqa), 2.11 has no word for it."""
-with contextlib.suppress(ImportError):
-    from torch.nn.attention import varlen
+if torch.cuda.is_available():
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention import varlen
 
-    varlen_options = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-    if "window_size" in varlen_options:
-        varlen_attn = varlen.varlen_attn
+        varlen_options = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+        if "window_size" in varlen_options:
+            varlen_attn = varlen.varlen_attn
 
 
 class RMSNorm(torch.nn.RMSNorm):
