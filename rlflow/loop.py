@@ -102,11 +102,10 @@ def training_step(
         for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
             minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
             reported: dict[str, float] = {}
-            if algorithm.transforms:
-                with timer.phase("score"):
-                    minibatch, reported = algorithm.transform(
-                        score_minibatch(minibatch, trainer, algorithm.needs)
-                    )
+            with timer.phase("score"):
+                minibatch = score_minibatch(minibatch, trainer, algorithm.needs)
+                if algorithm.transforms:
+                    minibatch, reported = algorithm.transform(minibatch)
             with timer.phase("update"):
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
@@ -159,7 +158,7 @@ def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
 
 
 def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
-    """The minibatch with what some transform needs of the policy just before its update."""
+    """The minibatch with what some component needs of the policy just before its update."""
     fields = {"current": "logprobs", "current_entropy": "entropy"}
     want = [name for need, name in fields.items() if need in needs]
     if not want:

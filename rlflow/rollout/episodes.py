@@ -186,8 +186,9 @@ class EpisodePlayer:
         state.prompt = _as_text(step.observation)
         prompt = functools.partial(self._prompt, step.observation, step.tools)
         tokens, state.here = await self._beside(len(state.prompt), prompt)
-        state.spans = [TokenSpan(tokens)]
-        return len(tokens) < self.limits.max_total_tokens
+        most = self.limits.max_total_tokens
+        state.spans = [TokenSpan(tokens[:most])]  # what is scored has no longer rows
+        return len(tokens) < most
 
     async def _beside(self, characters: int, work: Callable[[], T]) -> T:
         """What the work on so many characters returns: out of a thread where they are many, as

@@ -188,7 +188,8 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # Those of Python: a template may take arguments of a call apart, which are any text
             roles = ", ".join(str(message.get("role")) for message in messages[:8])
             raise RolloutError(
                 f"tokenizer: the chat template refuses messages of the roles {roles}: "

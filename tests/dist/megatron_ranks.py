@@ -170,8 +170,8 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Ca
     import torch.multiprocessing as mp
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
-    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
+    # One process imports megatron-core and what an optimizer imports (seconds); every rank of every launch is forked from it.
+    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron", "torch._dynamo"])
     # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
     torch.save(jobs, directory / "jobs.pt")
     arguments = (main, store.port, directory / "jobs.pt")

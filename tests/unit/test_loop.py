@@ -18,7 +18,7 @@ from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.errors import RolloutError
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
-from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
+from rlflow.types import Batch, Group, Loss, PolicyOutput, Segment, StopReason, Task, Trajectory
 
 
 class RememberingTrainer:
@@ -80,6 +80,19 @@ def test_the_current_policy_is_that_just_before_each_update():
     negative = as_part(lambda batch: batch.replace(advantages=-batch.advantages))
     _, metrics = step([-1.05, -1.05], "rollout", [negative, SequenceMask(0.1)])
     assert metrics["train/kept"] == pytest.approx(0.5)
+
+
+def test_a_loss_may_need_the_current_policy_too():
+    class Looking(Loss):
+        needs = frozenset({"current"})
+
+        def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            raise NotImplementedError
+
+    advantage, trainer = as_part(lambda batch: batch.rewards), RememberingTrainer()
+    algorithm = Algorithm(advantage, Looking(), token_weights, minibatches_per_step=2)
+    training_step(7, [group([-1.0, -1.0])], trainer, algorithm, PhaseTimer())
+    assert [float(batch.current_logprobs[0, 1]) for batch in trainer.batches] == pytest.approx([-1.0, -1.1])
 
 
 def test_an_interpolated_policy_takes_the_versions_of_both():

@@ -71,7 +71,8 @@ class Greso(Screened):
             if not group.usable:
                 continue
             segments = (segment for one in group.usable for segment in one.segments)
-            version = max(int(segment.versions.max()) for segment in segments)
+            versions = (int(segment.versions.max()) for segment in segments)
+            version = max(versions, default=self._version)
             if version > self._version:
                 self._version = version
                 self._adjust_bases()

@@ -325,9 +325,9 @@ class EmbeddedEngine(Engine):
             await settle()
 
     def _has_work(self) -> bool:
-        if self._loading or self._asleep:
+        if self._loading or self._asleep or self._state in ("paused", "closed"):
             return False
-        admits = self._state == "open"  # nothing runs where it is paused or closed
+        admits = self._state == "open"
         return bool(self._scheduler.running or (admits and self._scheduler.waiting))
 
     def _fail_if_driver_did(self, driver: asyncio.Task[None]) -> None:

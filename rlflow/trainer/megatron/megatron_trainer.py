@@ -144,10 +144,11 @@ class MegatronTrainer(Trainer):
         tokens = int(batch.lengths.sum())
         microbatches = step.plan(batch, self._limits, self._world)
         rate = self._learning_rate(self._updates)
-        with cpu.adapted():
+        gradients: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._release_gradients:
+            gradients = offload.gradients_allocated(self._model)
+        with cpu.adapted(), gradients:
             self._set_training(True)
-            if self._release_gradients:
-                offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
             routing: router_replay.ExpertChoice | None = None
             if self._replays:
@@ -165,8 +166,6 @@ class MegatronTrainer(Trainer):
             check_finite("loss", metrics["loss"], self._updates)
             norm = optimizer.step(self._optimizer, rate, self._updates)
             balance = {} if balancing is None else balancing.finish(moved=norm > 0)
-            if self._release_gradients:
-                offload.release_gradients(self._model)
         self._updates += norm > 0
         return {
             **finish_metrics(metrics, loss.reductions, batch),

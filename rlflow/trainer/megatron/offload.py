@@ -178,11 +178,16 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:
-    """Allocates again what `release_gradients` freed; the content is undefined."""
-    for buffer in _buffers(model):
-        data = buffer.grad_data
-        data.untyped_storage().resize_(data.numel() * data.element_size())
+@contextlib.contextmanager
+def gradients_allocated(model: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, what `release_gradients` freed is there; its content is undefined."""
+    try:
+        for buffer in _buffers(model):
+            data = buffer.grad_data
+            data.untyped_storage().resize_(data.numel() * data.element_size())
+        yield
+    finally:
+        release_gradients(model)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ def trajectory(task: str, reward: float, attempt: int = 0, version: int = 0, tok
     )
     turn = Turn(0, 1, tokens, reward, 0.5, f"said {attempt}", "seen")
     values = {"metrics": {"turns": 1.0}, "attempt": attempt, "id": f"{task}/{attempt}/{version}", "prompt": task, **changes}
-    return Trajectory(task, f"0:{task}", [segment], [turn], reward, values.pop("stop", StopReason.TERMINATED), **values)
+    segments, stop = values.pop("segments", [segment]), values.pop("stop", StopReason.TERMINATED)
+    return Trajectory(task, f"0:{task}", segments, [turn], reward, stop, **values)
 
 
 def group(task: str, rewards: Sequence[float | None], version: int = 0, **changes: Any) -> Group:

@@ -68,6 +68,8 @@ def test_a_streak_without_variance_makes_a_task_rarer_down_to_its_floor() -> Non
     assert curator.probability("0") == 1
     curator.observe([group("1", [None])])
     assert curator.probability("1") == 0.40  # says nothing
+    curator.observe([group("2", HARD, segments=[])])  # agents whose first request was refused
+    assert curator.probability("2") == 0.5
 
 
 def test_the_base_probabilities_follow_the_observed_shares_once_the_first_pass_is_over() -> None:

@@ -245,6 +245,20 @@ def test_an_episode_never_exceeds_its_total_budget(qwen: Path, tokenizer: Tokeni
             assert bool(trajectory.segments[0].loss_mask[-1])
 
 
+def test_a_prompt_beyond_the_budget_makes_no_longer_row(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Growing(Asking):
+        async def reset(self, task: Task) -> Episode:
+            return Episode(dataclasses.replace(task, prompt=task.prompt * 50))
+
+    environment = Growing()
+    with make(qwen, tokenizer, environment, max_total_tokens=64) as rollout:
+        trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
+    whole = tokenizer.encode(environment.tasks("train")[0].prompt * 50)
+    for one in trajectories:
+        assert one.stop is StopReason.MAX_TOKENS and not one.turns
+        assert len(one.segments[0]) == 64 and one.segments[0].tokens[0] == whole[0]
+
+
 def test_long_observations_are_cut_and_counted(qwen: Path, tokenizer: Tokenizer) -> None:
     environment = Asking(turns=2)
     with make(qwen, tokenizer, environment, max_observation_tokens=5) as rollout:

@@ -214,3 +214,14 @@ def test_a_template_that_refuses_messages_is_told_in_a_line() -> None:
     said = [tokenizer.encode("no")]
     one, _ = played(tokenizer, [USER], said, Talk([[{"role": "tool", "content": "5"}]]), max_turns=2)
     assert one.stop is StopReason.ABORTED and "refuses messages of the roles user, assistant, tool" in one.error
+
+
+def test_so_is_one_that_cannot_take_the_arguments_of_a_call_apart() -> None:
+    tokenizer = Tokenizer(metaspace())
+    tokenizer.inner.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for key, _ in c.function.arguments | items %}{{ key }}"
+        "{% endfor %}{% endfor %}{% endfor %}"
+    )
+    called = {"type": "function", "function": {"name": "search", "arguments": "{"}}
+    with pytest.raises(RolloutError, match=r"refuses messages of the roles user, assistant: Can only get item pairs"):
+        tokenizer.render([USER, {"role": "assistant", "content": "", "tool_calls": [called]}])

@@ -16,6 +16,7 @@ from rlflow.trainer.megatron.cpu import adapted
 from rlflow.trainer.megatron.offload import HostAdamW
 from rlflow.trainer.megatron.optimizer import make_optimizer
 from rlflow.trainer.optimizers import AdamW
+from rlflow.types import Batch, PolicyOutput
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 
@@ -77,8 +78,15 @@ def test_page_locked_buffers_waste_little_by_powers_of_two() -> None:
 def test_releasing_gradients_changes_nothing_and_frees_them(make: Any, options: dict[str, Any]) -> None:
     batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
     plain, released = make(**options), make(release_gradients=True, **options)
+
+    def fails(output: PolicyOutput, batch: Batch) -> Any:
+        raise ZeroDivisionError
+
     for step in range(4):  # before the first update too
-        if step:
+        if step == 2:
+            with pytest.raises(ZeroDivisionError):
+                released.update(batch, fails)
+        elif step:
             assert plain.update(batch, loss) == released.update(batch, loss)
         sizes = [
             sum(buffer.grad_data.untyped_storage().size() for chunk in trainer._model for buffer in chunk.buffers)
