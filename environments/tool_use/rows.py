@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from rlflow.calls import THREADS, CallThreads, call
 from rlflow.components import Kind
-from rlflow.environment import awaited
 from rlflow.errors import RolloutError, described
 from rlflow.types import Message, Task
 from rlflow_environments.common.blocks import blocks
@@ -31,14 +29,12 @@ Rule = Callable[[Task, Sequence[Message]], Awaitable[float]]
 
 def make_rule(component: Any) -> Rule:
     """A rule by name: `match`, `file.py:reward`, or a mapping with its options. A plain function
-    runs in a thread. Raises ConfigError."""
+    runs in a thread; the episode's deadlines are its own. Raises ConfigError."""
     made = TASK_REWARD.build(component, "environment.reward")
-    function = made.func if isinstance(made, functools.partial) else made
-    plain = not inspect.iscoroutinefunction(function)
+    threads = CallThreads(THREADS, "rlflow-reward")
 
     async def rule(task: Task, messages: Sequence[Message]) -> float:
-        answer = await asyncio.to_thread(made, task, messages) if plain else made(task, messages)
-        value = await awaited(answer)
+        value = await call(threads, made, (task, messages), math.inf, "environment.reward")
         try:
             return float(value)
         except (TypeError, ValueError) as problem:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import pickle
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ logger = logging.getLogger("rlflow.annotator")  # under `rlflow`, so that a run'
 
 SAVE_S = 30.0  # between two savings
 END_S = 10.0  # for the thread to end
+ALONE_S = 5.0  # for others to write the same file
 
 
 class Annotator:
@@ -147,27 +151,32 @@ class Annotator:
         if self._path is None or not wanted:
             return
         self._saved_at = time.monotonic()
-        labels = [[list(question), label] for question, label in self._labels.items()]
-        state = {
-            "labels": labels,
-            "model": self._model.state_dict(),
-            **self._identity(),
-        }
         try:
-            with replacing(self._path) as aside:
-                torch.save(state, aside)
-        except OSError as problem:
+            with _alone(self._path):  # rollout workers have annotators of their own
+                known = self._read(self._path)[0] if self._path.is_file() else {}
+                with self._changed:
+                    self._labels = {**known, **self._labels}
+                labels = [[list(question), label] for question, label in self._labels.items()]
+                state = {"labels": labels, "model": self._model.state_dict(), **self._identity()}
+                with replacing(self._path) as aside:
+                    torch.save(state, aside)
+        except (OSError, DataError) as problem:
             logger.warning(
                 "the annotator's state cannot be kept: %s: %s", self._path, problem
             )
 
     def _load(self, path: Path) -> None:
+        self._labels, model = self._read(path)
+        self._model.load_state_dict(model)
+        self._model.learn(self._labels)
+
+    def _read(self, path: Path) -> tuple[dict[Question, float], dict[str, Any]]:
+        """Labels and the model's state of a file. Raises DataError."""
         try:
             state = torch.load(path, weights_only=True)
             told = {key: state[key] for key in self._identity()}
-            self._labels = {
-                tuple(question): float(label) for question, label in state["labels"]
-            }
+            labels = {tuple(question): float(label) for question, label in state["labels"]}
+            model = state["model"]
         except (
             OSError,
             KeyError,
@@ -186,11 +195,30 @@ class Annotator:
                 f"{path}: expected labels for {self._identity()}, found those for {told}. Name "
                 "another file for this goal."
             )
-        self._model.load_state_dict(state["model"])
-        self._model.learn(self._labels)
+        return labels, model
 
     def _identity(self) -> dict[str, Any]:
         return {"goal": self._goal, "kind": type(self._model).__name__}
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Inside, no other process of this machine writes to the file's folder; after ALONE_S seconds
+    one goes in all the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder, end = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + ALONE_S
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(folder)
 
 
 def _answers(

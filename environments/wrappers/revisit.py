@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import math
 import random
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rlflow.environment import awaited
+from rlflow.calls import THREADS, CallThreads, call
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Share
@@ -43,6 +43,7 @@ class RevisitFailures(Wrapper):
         self._share, self._success = share, success
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
+        self._threads = CallThreads(THREADS, "rlflow-revisit")
         self._failed: dict[
             str, list[str]
         ] = {}  # the responses of the latest failure, by task
@@ -54,6 +55,9 @@ class RevisitFailures(Wrapper):
         """The base's step; an episode that ends as a failure is remembered, and what it began with
         too."""
         way: list[str] = seen.own.get("way", [])
+        if way and step.replace:  # of the prompt nothing can be rewritten
+            turns = {turn - len(way): text for turn, text in step.replace.items()}
+            step.replace = {turn: text for turn, text in turns.items() if turn >= 0} or None
         if over(episode, step) and episode.task.id not in self.held_out:
             with self._lock:
                 if seen.returned < self._success:
@@ -79,7 +83,7 @@ class RevisitFailures(Wrapper):
         try:
             for response in way:
                 episode.turns += 1
-                step = await _aside(self.base.step, episode, response)
+                step = await self._aside("step", self.base.step, episode, response)
                 if step.terminated or step.replace or not isinstance(step.observation, str):
                     break
                 text += response + step.observation
@@ -87,15 +91,23 @@ class RevisitFailures(Wrapper):
                 seen: Seen = episode.scratch[self._key]
                 seen.own["way"] = way
                 episode.task = dataclasses.replace(episode.task, prompt=text)
+                opening = episode.opening or Step()
+                episode.opening = dataclasses.replace(
+                    opening, stop=step.stop, max_tokens=step.max_tokens
+                )
                 return episode
         except BaseException:
-            await _aside(self.base.close, episode)
+            await self._aside("close", self.base.close, episode)
             raise
-        await _aside(self.base.close, episode)
-        again: Episode = await _aside(super().reset, task)
+        await self._aside("close", self.base.close, episode)
+        again: Episode = await self._aside("reset", super().reset, task)
         return again
 
+    async def _aside(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the base answers, within the reset's deadline: a plain one may take its
+        time."""
+        return await call(self._threads, method, arguments, math.inf, name, name)
 
-async def _aside(method: Callable[..., Any], *arguments: Any) -> Any:
-    """What a method of the base answers: a plain one may take its time."""
-    return await awaited(await asyncio.to_thread(method, *arguments))
+    def shutdown(self) -> None:
+        self._threads.close()
+        super().shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
@@ -71,6 +72,7 @@ class Wrapper(Environment):
                 f"environment.base: expected an environment, found {type(made).__name__}."
             )
         self.base: Environment = made
+        self._component = None if isinstance(base, Environment) else base
         self.stop = made.stop
         self.max_turns = made.max_turns
         self.tools = made.tools
@@ -118,8 +120,11 @@ class Wrapper(Environment):
 
     @functools.cached_property
     def held_out(self) -> frozenset[str]:
-        """Ids of the tasks of `val`, for wrappers that remember tasks."""
-        return frozenset(task.id for task in self.base.tasks("val"))
+        """Ids of the tasks of `val`, for wrappers that remember tasks; none where there is no such
+        split."""
+        with contextlib.suppress(ConfigError):
+            return frozenset(task.id for task in self.base.tasks("val"))
+        return frozenset()
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self.base.tasks(split)
@@ -150,6 +155,10 @@ class Wrapper(Environment):
 
     def report(self) -> dict[str, float]:
         return self.base.report()
+
+    def worker_options(self) -> dict[str, Any]:
+        own = self.base.worker_options()
+        return {"base": {**self._component, **own}} if own and self._component else {}
 
     def shutdown(self) -> None:
         self.base.shutdown()

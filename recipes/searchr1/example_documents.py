@@ -7,6 +7,7 @@ import argparse
 import html
 from pathlib import Path
 
+from rlflow.errors import ConfigError
 from rlflow_environments.search.world.world import make_world
 
 FORMS = {
@@ -23,14 +24,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--size", type=float, default=0.5, help="1.0: 2,420 articles")
     args = parser.parse_args()
-    world = make_world(
-        args.seed,
-        train_questions=1,
-        val_questions=1,
-        val_share=0.35,
-        prompt_template="short",
-        size=args.size,
-    )
+    try:
+        world = make_world(
+            args.seed,
+            train_questions=1,
+            val_questions=1,
+            val_share=0.35,
+            prompt_template="short",
+            size=args.size,
+        )
+    except ConfigError as problem:
+        parser.error(str(problem))
     args.folder.mkdir(parents=True, exist_ok=True)
     for number, passage in enumerate(world["corpus"]):
         suffix = list(FORMS)[number % len(FORMS)]

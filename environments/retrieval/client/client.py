@@ -209,7 +209,8 @@ class HttpRetriever(AsyncRetriever):
         not change."""
         seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
         headers = {DEADLINE_HEADER: f"{seconds:.3f}", **({TRACE_HEADER: trace} if trace else {})}
-        ask, failed = self._client.session.ask, True
+        ask = self._client.session.ask
+        failed: bool | None = True
         try:
             reply = await ask(
                 "POST", url + path, content, headers=headers, timeout_s=seconds, where=f"{url}: "
@@ -238,6 +239,9 @@ class HttpRetriever(AsyncRetriever):
             ) from None
         except RetrievalError:
             failed = False
+            raise
+        except asyncio.CancelledError:  # the rollout's doing
+            failed = None
             raise
         finally:
             self._pool.release(url, failed)
@@ -299,16 +303,20 @@ class HttpRetriever(AsyncRetriever):
 
     async def _get(self, path: str) -> tuple[int | None, bytes]:
         """(status, body) of a GET; (None, why) where there is no answer."""
-        url, failed = self._pool.take(), True
+        url = self._pool.take()
         if url is None:
             return None, b"none is listed"
         ask, where = self._client.session.ask, f"{url}{path}: "
+        failed: bool | None = True
         try:
             reply = await ask("GET", url + path, timeout_s=self._attempt_timeout_s, where=where)
             failed = reply.status == 503
             return reply.status, reply.content
         except Retryable as problem:
             return None, str(problem).encode()
+        except asyncio.CancelledError:
+            failed = None
+            raise
         finally:
             self._pool.release(url, failed)
 

@@ -68,12 +68,14 @@ class ServerPool:
         self._servers[chosen].in_flight += 1
         return chosen
 
-    def release(self, url: str, failed: bool) -> None:
-        """Records the end of a request."""
+    def release(self, url: str, failed: bool | None) -> None:
+        """Records the end of a request. failed: None where it was given up, which says nothing."""
         server = self._servers.get(url)
         if server is None:  # it left the list in the meantime
             return
         server.in_flight = max(0, server.in_flight - 1)  # it may have left and come back
+        if failed is None:
+            return
         if not failed:
             server.failures, server.rests_until = 0, 0.0
             return

@@ -91,6 +91,9 @@ def _one(read: Callable[[bytes, str], tuple[str, list[str]]]) -> Callable[[Path,
         except UnicodeDecodeError as problem:
             yield name, BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})")
             return
+        except BadRow as problem:
+            yield name, problem
+            return
         title = _clean(title)[:_LONGEST_TITLE]
         yield name, Document(name, title, _cleaned(paragraphs), f"doc://{name}")
 
@@ -128,7 +131,10 @@ def _html(
     """The first h1, else the title, is the title; a page may declare an encoding of its own."""
     with needing(".html documents", install_command("search")):
         import bs4
-    page = bs4.BeautifulSoup(content, "html.parser")
+    try:
+        page = bs4.BeautifulSoup(content, "html.parser")
+    except bs4.exceptions.ParserRejectedMarkup as problem:
+        raise BadRow(f"no HTML ({' '.join(str(problem.args[-1]).split())})") from None
     heading = page.find(headings)
     titles = [found.get_text(" ") for found in (heading, page.title) if found]
     for tag in [*page([*_NOT_TEXT, *left_out, "title"]), heading]:

@@ -185,11 +185,10 @@ def _row(candidate: Candidate, passages: Sequence[Passage], names: Sequence[str]
 
 def _pages(documents: Sequence[Document]) -> dict[str, str]:
     """{url: page}; documents of one URL are one page."""
-    pages: dict[str, str] = {}
+    pages: dict[str, list[str]] = {}
     for document in documents:
-        page = f"{document.title}\n\n{document.text}"
-        pages[document.url] = f"{pages[document.url]}\n\n{page}" if document.url in pages else page
-    return pages
+        pages.setdefault(document.url, []).append(f"{document.title}\n\n{document.text}")
+    return {url: "\n\n".join(texts) for url, texts in pages.items()}
 
 
 def _check_enough(report: QuestionReport, folder: Path) -> None:

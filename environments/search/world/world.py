@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from rlflow_environments.retrieval.corpus import (
     write_rows,
 )
 from rlflow_environments.search.protocols.text import render_prompt
-from rlflow_environments.search.world.articles import Entity, Half, article, make_half
+from rlflow_environments.search.world.articles import Entity, Half, article, make_half, titles
 from rlflow_environments.search.world.prose import COMPARISONS, RELATIONS
 
 logger = logging.getLogger(__name__)
@@ -231,8 +232,16 @@ def make_world(
 ) -> dict[str, Any]:
     """The contents of the files by name: passages, {url: page}, question rows. Equal arguments give
     equal contents."""
-    halves = {}
-    for pool, share in (("train", 1 - val_share), ("val", val_share)):
+    halves, shares = {}, {"train": 1 - val_share, "val": val_share}
+    known = {pool: len(titles(pool)) / COUNTS["work"] for pool in shares}  # names last longer
+    most = min(known[pool] / share for pool, share in shares.items() if share)
+    if size > most:
+        raise ConfigError(
+            f"environment.world: found size {size:g}, but titles of works last for "
+            f"{math.floor(100 * most) / 100:g} where val_share is {val_share:g}; lower size, or "
+            "change val_share."
+        )
+    for pool, share in shares.items():
         counts = {kind: max(2, round(count * size * share)) for kind, count in COUNTS.items()}
         halves[pool] = make_half(random.Random(f"{seed}/{pool}/entities"), pool, counts)
     entities = [entity for half in halves.values() for entity in half.values()]

@@ -264,6 +264,25 @@ def test_a_server_that_left_and_came_back_has_no_negative_load():
     assert all(server.in_flight >= 0 for server in pool._servers.values())
 
 
+def test_searches_that_are_cancelled_say_nothing_of_their_server():
+    """As the rollout cancels those of attempts that it no longer needs."""
+    server = Scripted(*[HANG] * 4)
+
+    async def cancelled() -> None:
+        searches = [asyncio.ensure_future(retriever.find(f"q{number}", 1)) for number in range(4)]
+        while len(server.requests) < 4:
+            await asyncio.sleep(0.01)
+        for search in searches:
+            search.cancel()
+        await asyncio.gather(*searches, return_exceptions=True)
+
+    with serving(server) as url:
+        retriever = client(url)
+        asyncio.run(cancelled())
+    (seen,) = retriever._pool._servers.values()
+    assert (seen.in_flight, seen.failures, seen.rests_until) == (0, 0, 0.0)
+
+
 def test_the_less_busy_server_is_asked():
     pool = ServerPool(lambda: ["a:1", "b:1"], random.Random(0))
     taken = [pool.take() for _ in range(10)]

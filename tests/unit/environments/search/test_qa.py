@@ -98,8 +98,9 @@ def test_a_document_without_a_heading_is_named_by_its_file(tmp_path):
 def test_documents_that_cannot_be_read_are_counted_and_skipped_only_when_allowed(tmp_path):
     (tmp_path / "good.txt").write_text("Title\n\nText.")
     (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
+    (tmp_path / "odd.html").write_text("<p>Text.</p><![foo]]><p>More.</p>")
     (tmp_path / "rows.jsonl").write_text('{"title": "x"}\n{"title": "T", "text": "fine"}\n')
-    with pytest.raises(DataError, match=r"2 of 4 rows of the documents are bad: latin\.txt: not UTF-8.*rows\.jsonl#1"):
+    with pytest.raises(DataError, match=r"3 of 5 rows .* bad: latin\.txt: not UTF-8.*odd\.html: no HTML.*rows\.jsonl#1"):
         read_documents(tmp_path)
     documents, _ = read_documents(tmp_path, skip_bad=True)
     assert [document.name for document in documents] == ["good.txt", "rows.jsonl#2"]

@@ -26,3 +26,11 @@ def test_more_questions_than_a_world_has_are_an_error_and_no_endless_search(kind
     assert len(questions(half, random.Random(0), 2, {kind: 1.0})) == 2
     with pytest.raises(ConfigError, match=f"11 entities do not give 500 different {kind} questions"):
         questions(half, random.Random(0), 500, {kind: 1.0})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("options", [{"size": 1.25}, {"size": 30.0}, {"val_share": 0.5}], ids=str)
+def test_a_world_larger_than_its_words_is_refused(tmp_path: Path, options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.world: found size .* works last for (1\.23|0\.86) where"):
+        SearchEnvironment(world={"directory": str(tmp_path), **options})
+    assert not [*tmp_path.iterdir()]

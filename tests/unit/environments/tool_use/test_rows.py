@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -84,3 +86,18 @@ def test_rules_are_functions_plain_or_not_and_match_compares_answers(tmp_path: P
         scored(f"{tmp_path}/rules.py:words")
     with pytest.raises(ConfigError, match="unknown name 'matches'"):
         make_rule("matches")
+
+
+def test_a_rule_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    rule = tmp_path / "hangs.py"
+    rule.write_text("import time\ndef reward(task, messages):\n    time.sleep(600)\n")
+    program = (
+        "import asyncio\nfrom rlflow.types import Task\nfrom rlflow_environments.tool_use.rows import make_rule\n"
+        f"rule = make_rule({f'{rule}:reward'!r})\n"
+        "async def main():\n"
+        "    try:\n        await asyncio.wait_for(rule(Task('a', 'p'), []), 0.5)\n"
+        "    except TimeoutError:\n        print('given up')\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr

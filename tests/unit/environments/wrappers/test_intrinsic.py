@@ -166,6 +166,20 @@ def test_labels_and_model_are_kept_for_the_next_run(tmp_path: Path, model: str) 
     assert not [path for path in kept.parent.iterdir() if path != kept], "nothing half written is left"
 
 
+def test_rollout_workers_keep_each_others_labels(tmp_path: Path) -> None:
+    kept = tmp_path / "labels.pt"
+    with serving(ChatServer(reply="FOO")) as url:
+        workers = [intrinsic(url, state=str(kept)) for _ in range(3)]
+        for number, worker in enumerate(workers):
+            worker._annotator.offer([(f"room {number}",), ("everywhere",)])
+            until(lambda worker=worker: worker.report()["intrinsic/labels"] >= 2)
+        for worker in workers:
+            worker.shutdown()
+    after = intrinsic(NOWHERE, state=str(kept))
+    assert after.report()["intrinsic/labels"] == 4
+    after.shutdown()
+
+
 def test_a_file_that_is_no_state_is_refused(tmp_path: Path) -> None:
     kept = tmp_path / "labels.pt"
     for content in (b"", b"{}", b"\x80\x02cposix\nsystem\n"):

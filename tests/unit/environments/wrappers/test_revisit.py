@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from rlflow.checks.environments import check_environment
-from rlflow.types import Episode, Task
+from rlflow.environment import check_step
+from rlflow.errors import ConfigError
+from rlflow.types import Episode, Step, Task
 from rlflow_environments.wrappers.revisit import RevisitFailures
 from tests.unit.environments.wrappers.small import Rooms, played
 
@@ -47,6 +50,46 @@ def test_where_the_base_does_not_go_that_way_twice_it_begins_from_scratch() -> N
     environment._failed["train0"] = ["out", "on"]  # the first response ends the episode now
     episode = begun(environment)
     assert episode.turns == 0 and episode.task.prompt == "Walk 0. " and environment.base.closed == 1
+
+
+class Reading(Rooms):
+    """Each observation takes the place of a shorter one before it; the next response may end with a word of its own."""
+
+    def step(self, episode: Episode, response: str) -> Step:
+        step = super().step(episode, response)
+        step.stop = (f"<{episode.turns}>",)
+        if "again" in response:
+            step.replace = {turn: "short" for turn in range(episode.turns - 1)}
+        return step
+
+
+def test_what_is_rewritten_is_counted_from_there_and_the_prompt_stays() -> None:
+    environment = RevisitFailures(Reading(), 1.0, success=5.0)
+    environment._failed["train0"] = ["on", "on"]
+
+    async def go() -> Episode:
+        episode = await environment.reset(environment.tasks("train")[0])
+        assert episode.turns == 1 and episode.opening is not None and episode.opening.stop == ("<1>",)
+        for number, expected in enumerate([None, {0: "short"}]):  # the first would rewrite the prompt alone
+            episode.turns += 1
+            step = await environment.step(episode, "again")
+            check_step(environment, step, number)
+            assert step.replace == expected
+        return episode
+
+    asyncio.run(go())
+
+
+def test_a_base_without_validation_tasks_holds_none_out() -> None:
+    class Training(Rooms):
+        def tasks(self, split: str) -> Sequence[Task]:
+            if split == "val":
+                raise ConfigError("no questions for the split 'val'")
+            return super().tasks(split)
+
+    environment = RevisitFailures(Training(), 1.0, success=5.0)
+    played(environment, "on", "out")
+    assert set(environment._failed) == {"train0"}
 
 
 class Slow(Rooms):

@@ -12,6 +12,7 @@ from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError
 from rlflow_environments.wrappers.rubric import RubricRewards
 from rlflow_environments.wrappers.wrapper import Wrapper
+from tests.unit.environments.wrappers import small
 from tests.unit.environments.wrappers.small import Rooms, play, played
 
 
@@ -33,6 +34,18 @@ def test_everything_but_the_rewards_is_the_bases() -> None:
     assert wrapper.report() == {"rooms/closed": 1.0}
     wrapper.shutdown()
     assert base.shut == 1
+
+
+class Started(Rooms):
+    def worker_options(self):
+        return {"size": 3}
+
+
+def test_copies_of_workers_use_what_the_base_has_started() -> None:
+    base = {"name": f"{__name__}:Started", "size": 1}
+    inner = {"name": f"{__name__}:Doubled", "base": base}
+    assert Doubled(inner).worker_options() == {"base": {**inner, "base": {**base, "size": 3}}}
+    assert Doubled({"name": f"{small.__name__}:Rooms"}).worker_options() == {}
 
 
 def test_wrappers_can_be_stacked_and_each_keeps_its_own_state() -> None:
