@@ -21,7 +21,7 @@ def own_address(towards: str = "") -> str:
     without a host ("auto"), the address towards the default route. Nothing is sent: the kernel only
     chooses the interface."""
     host, _, port = towards.removeprefix("ray://").rpartition(":")
-    host = (host if port.isdigit() else "").strip("[]") or ELSEWHERE
+    host = (host if port.isdecimal() else "").strip("[]") or ELSEWHERE
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[
             0

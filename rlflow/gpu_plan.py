@@ -33,7 +33,7 @@ class Bundle:
 
 
 def _number(text: str) -> tuple[int, str]:
-    return (int(text) if text.isdigit() else -1, text)
+    return (int(text) if text.isdecimal() else -1, text)
 
 
 @dataclass(frozen=True)

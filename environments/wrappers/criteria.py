@@ -122,7 +122,7 @@ class JudgeCriterion:
     def _read(self, reply: str) -> float:
         found = _POINTS.findall(reply)
         points = found[-1].removesuffix(".0") if found else ""
-        if not points.isdigit() or int(points) > self._points:
+        if not points.isdecimal() or int(points) > self._points:
             raise UnreadableReply(
                 f"expected points from 0 to {self._points} as JSON, found {reply[-200:]!r}"
             )

@@ -247,7 +247,7 @@ def _probe(address: str) -> None:
     An HTTP/2 server, as gRPC's, answers a client's preface with a SETTINGS frame (RFC 9113, section
     3.4)."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not (colon and port.isdigit()):
+    if not (colon and port.isdecimal()):
         return
     place = (host.strip("[]"), int(port))
     with socket.create_connection(place, timeout=PROBE_TIMEOUT_S) as connection:

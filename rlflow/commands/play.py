@@ -52,7 +52,7 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
         raise ConfigError(
             f"env play: tasks('{split}') is empty; try the other split with --split."
         )
-    if wanted.isdigit() and int(wanted) < len(tasks):
+    if wanted.isdecimal() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
     hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
     expected = f"expected a task id or a position below {len(tasks)}"

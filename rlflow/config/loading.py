@@ -199,7 +199,7 @@ class _Draft:
 
     def holds_component(self, path: tuple[str, ...]) -> bool:
         return path in self.components or (
-            path[:-1] in self.components and path[-1].isdigit()
+            path[:-1] in self.components and path[-1].isdecimal()
         )
 
     def chooses(self, override: str) -> bool:
@@ -294,7 +294,7 @@ def _place(node: Any, path: tuple[str, ...]) -> Any:
     where, told = ".".join(above), f"{COMMAND_LINE}: {'.'.join(path)}"
     if not isinstance(node, list):
         raise ConfigError(f"{told}: '{where}' is {show(node)}, it has no keys.")
-    if part.isdigit() and int(part) < len(node):
+    if part.isdecimal() and int(part) < len(node):
         return int(part)
     raise ConfigError(
         f"{told}: '{where}' is a list of {len(node)}; expected an index below {len(node)}, found "

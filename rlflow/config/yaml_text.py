@@ -57,6 +57,14 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _whole, _first)
 
 
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """In decimal, also with a leading 0, which meant octal in YAML 1.1."""
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
     """The sections of one YAML file without its `base`. aliases: allowed. Raises ConfigError."""
     try:

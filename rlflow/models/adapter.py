@@ -177,15 +177,17 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
     if other:
         key = other[0]
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not supported; "
+            f"{folder / ADAPTER_CONFIG}: {key} is {str(config.get(key))[:60]}, which is not supported; "
             "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
             ".merge_and_unload().save_pretrained(OUT)."
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (
-        type(rank) is not int  # True is an int too
+        not isinstance(rank, int)
+        or not isinstance(alpha, (int, float))
+        or isinstance(rank, bool)  # an int too
+        or isinstance(alpha, bool)
         or rank < 1
-        or type(alpha) not in (int, float)
         or not math.isfinite(alpha)
     ):
         raise ModelError(

@@ -42,9 +42,11 @@ STARTED = {
     "wandb",
 }
 """Files that a run may have written before its first metrics."""
+EPISODES = ("trajectories", "tokens", "evaluations")
+"""Folders of a file per step."""
 LAYOUT = (
-    *("summary.json", "checkpoints", "export", "adapter", "trajectories", "tokens", "evaluations"),
-    *("progress.png", "report.html", *sorted(STARTED - {"config.yaml"}), "config.yaml"),
+    *("summary.json", "checkpoints", "export", "adapter", *EPISODES),
+    *("progress.png", "report.html", "view.html", *sorted(STARTED - {"config.yaml"}), "config.yaml"),
 )
 """In the order of removal: what is left by a kill is a run, and none that finished."""
 
@@ -98,7 +100,7 @@ class RunDirectory:
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
-        for folder in ("", "trajectories", "tokens", "evaluations"):
+        for folder in ("", *EPISODES):
             clear_partials(run.path / folder)
         if resume and run.saved.latest() is None:
             logger.warning(
@@ -146,6 +148,14 @@ class RunDirectory:
         """Raises DirectoryLostError where this run may not write here any more."""
         if self._lock is not None:
             self._lock.confirm()
+
+    def drop_after(self, step: int) -> None:
+        """Removes the episodes of later steps, which are those of another continuation."""
+        self.confirm()
+        for file in (file for kind in EPISODES for file in (self.path / kind).glob("step_*.*")):
+            number = file.name.removeprefix("step_").partition(".")[0]
+            if number.isdecimal() and int(number) > step:
+                file.unlink()
 
     def close(self) -> None:
         """Lets other processes write here again."""

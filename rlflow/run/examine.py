@@ -19,6 +19,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import (
     ConfigError,
+    DataError,
     ModelError,
     Problems,
     RLFlowError,
@@ -204,9 +205,15 @@ def _check_stop(text: str, tokenizer: Tokenizer) -> None:
 def _count_tasks(
     rollout: Rollout, split: str, config: RunConfig, found: Readiness
 ) -> None:
-    kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
+    total = len(tasks_of(rollout.environment, split))
+    try:
+        kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
+    except DataError:
+        if total <= PROMPTS_READ:
+            raise
+        kept, dropped = fitting_tasks(rollout, split, config)
     longest = max(len(rollout.prompt_tokens(task)) for task in kept)
-    total, read = len(tasks_of(rollout.environment, split)), len(kept) + dropped
+    read = len(kept) + dropped
     of = f"the first {read:,}" if read < total else "them"
     found.notes.append(
         f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, "
@@ -303,7 +310,7 @@ def _check_cluster(config: RunConfig) -> None:
     if (
         (config.cluster.ranks or config.cluster.rollout_workers)
         and host
-        and port.isdigit()
+        and port.isdecimal()
     ):
         check_address("cluster.address", host, int(port))
 

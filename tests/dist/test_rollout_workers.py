@@ -167,7 +167,7 @@ def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trai
 
 @pytest.mark.slow
 def test_a_worker_that_can_never_start_is_one_error(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RLFlowError, match=r"^engine.kv_tokens: expected at least 32, found 1"):
+    with pytest.raises(RLFlowError, match=r"^rollout.engine.kv_tokens: expected a whole number from 32"):
         train(letters_config(model, tmp_path, "cluster.rollout_workers=2", "rollout.engine.kv_tokens=1"))
     assert not (tmp_path / "letters").exists()
 

@@ -75,7 +75,11 @@ def test_a_run_can_go_back_to_a_checkpoint_that_is_there(model: Path, run: RunDi
         train(letters_config(model, run.path.parent, *OPTIONS, "run.resume_step=4"))
     with pytest.raises(ConfigError, match=r"no checkpoint of step 77; there are: 1, 2,"):
         train(resumed(model, run, "run.resume_step=77"))
+    left = [run.path / "evaluations/step_000099.jsonl", run.path / "trajectories/step_000099.jsonl"]
+    for file in left:
+        file.write_text("of a longer continuation")
     train(resumed(model, run, "run.resume_step=4"))
+    assert not any(file.exists() for file in left)
     assert_equal_runs(run, whole, evaluations=False)
     assert load_config(run.config).run.resume_step is None  # the next start goes on from the newest
 

@@ -19,12 +19,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"common"},
     ),
     # Environments over any other environment: none of them knows which.
-    "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment"}, {"common"}),
+    "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment", "calls"}, {"common"}),
     # Programs of others, confined; and environments whose policies write some.
     "sandbox": ({"errors", "values"}, set()),
     "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox", "tool_use"}),
     # The turns of environments whose policies call tools.
-    "tool_use": ({"errors", "types", "components", "values", "report", "environment"}, {"common"}),
+    "tool_use": ({"errors", "types", "components", "values", "report", "environment", "calls"}, {"common"}),
     # Answers are compared in child processes.
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Web pages in a real browser.

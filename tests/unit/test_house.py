@@ -20,10 +20,10 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 267_247,
-    "environments": 126_990,
+    "rlflow": 267_507,
+    "environments": 127_536,
     "tools": 28_829,
-    "recipes": 5_861,
+    "recipes": 5_883,
 }
 MOST = {
     "tokens per 100 lines of rlflow/": 689,

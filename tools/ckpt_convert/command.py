@@ -183,7 +183,7 @@ def parse_size(text: str) -> int:
 
 def parse_positive(text: str) -> int:
     """A whole number from 1 on."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found '{text}'")
     return int(text)
 

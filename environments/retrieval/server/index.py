@@ -55,7 +55,7 @@ class DocumentSearch:
 def own_threads() -> int:
     """How many this process may use: OMP_NUM_THREADS, else a thread per core."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    return int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+    return int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))
 
 
 def use_threads(count: int) -> None:

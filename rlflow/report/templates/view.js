@@ -149,13 +149,13 @@ async function select(group) {
 }
 
 function firstOf(group) {
-  const start = Math.min(...steps());
-  if (group.step === start) return null;
   if (!index.first) {
-    const first = index.groups.filter((other) => other.kind === "eval" && other.step === start);
-    index.first = new Map(first.map((other) => [other.task, other]));
+    const evaluated = index.groups.filter((other) => other.kind === "eval");
+    const start = evaluated.reduce((least, other) => Math.min(least, other.step), Infinity);
+    index.first = new Map(evaluated.filter((other) => other.step === start).map((other) => [other.task, other]));
   }
-  return index.first.get(group.task) || null;
+  const first = index.first.get(group.task);
+  return first && first.step < group.step ? first : null;
 }
 
 function show(group, data, before) {

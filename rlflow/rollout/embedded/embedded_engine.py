@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -31,6 +31,7 @@ from rlflow.rollout.engine import (
 )
 from rlflow.rollout.event_loop import settle
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.values import PositiveInt, Range
 
 MOST_SEED = 2**63 - 1
 CLOSED = "it was closed; make a new one"
@@ -102,11 +103,11 @@ class EmbeddedEngine(Engine):
         path: str | Path,
         tokenizer: Tokenizer | None = None,
         *,
-        max_concurrency: int = 128,
-        max_tokens: int | None = None,
-        kv_tokens: int | None = None,
-        prefill_tokens: int = 8192,
-        dtype: str = "float32",
+        max_concurrency: PositiveInt = 128,
+        max_tokens: PositiveInt | None = None,
+        kv_tokens: Annotated[int, Range(BLOCK_SIZE)] | None = None,
+        prefill_tokens: PositiveInt = 8192,
+        dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | None = None,
         deterministic: bool = False,
         seed: int = 0,

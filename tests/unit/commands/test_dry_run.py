@@ -115,6 +115,17 @@ def test_a_configuration_that_works_is_ready(
     assert places == sorted(places), "what decides comes first"
 
 
+def test_long_prompts_before_fitting_ones_are_no_problem(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "PROMPTS_READ", 2)
+    questions = ["Who is it? " * 99] * 3 + ["Who?"] * 2
+    rows = [{"id": str(number), "question": question, "answer": "me"} for number, question in enumerate(questions)]
+    (tmp_path / "sorted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = dry(place, capsys, f"environment.train={tmp_path}/sorted.jsonl", "data.max_prompt_tokens=300")
+    assert code == 0 and "prompts of them take up to" in out and "3 are too long" in out
+
+
 def test_prompts_without_the_models_template_are_said(
     place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

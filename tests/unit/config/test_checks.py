@@ -89,8 +89,12 @@ def test_components_are_checked_against_their_constructors() -> None:
         check_config(load_config(None, ["environment.name=search", "environment.topk=3"]))
     with pytest.raises(ConfigError, match=r"rollout.engine 'embedded': unknown keyword"):
         check_config(load_config(None, ["rollout.engine.max_concurency=3"]))
-    with pytest.raises(ConfigError, match=r"rollout.engine.max_concurrency: expected a whole number, found 'lots' \(text\)"):
+    with pytest.raises(ConfigError, match=r"rollout.engine.max_concurrency: expected a whole number above 0, found 'lots' \(text\)"):
         check_config(load_config(None, ["rollout.engine.max_concurrency=lots"]))
+    for given in ("max_concurrency=0", "prefill_tokens=-1", "max_tokens=0", "kv_tokens=1", "dtype=float16"):
+        key = given.partition("=")[0]  # before the dry run estimates with it
+        with pytest.raises(ConfigError, match=rf"rollout.engine.{key}: expected"):
+            check_config(load_config(None, [f"rollout.engine.{given}", "environment.name=search"]))
     with pytest.raises(ConfigError, match=r"environment.top_k: expected a whole number above 0, found 'many' \(text\)"):
         check_config(load_config(None, ["environment.name=search", "environment.top_k=many"]))
 

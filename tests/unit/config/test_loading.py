@@ -84,6 +84,13 @@ def test_booleans_are_true_or_false_only(value: str) -> None:
     assert "run.resume: expected true or false" in error_of(f"run.resume={value}")
 
 
+def test_whole_numbers_are_decimal() -> None:
+    """As YAML 1.2 says; with a leading 0 they were octal in 1.1."""
+    config = load_run_config(None, ["run.steps=0100", "run.seed=08", "data.max_prompt_tokens=1_000"])
+    assert (config.run.steps, config.run.seed, config.data.max_prompt_tokens) == (100, 8, 1000)
+    assert "expected an index below 1, found '²'" in error_of("algorithm.losses.².clip=1")
+
+
 def test_a_boolean_is_not_a_number() -> None:
     assert "found true" in error_of("rollout.max_turns=true")
     assert "found true" in error_of("trainer.lr=true")

@@ -33,12 +33,25 @@ def make_run(path: Path, steps: tuple[int, ...] = ()) -> RunDirectory:
 
 def test_an_existing_run_needs_resume_overwrite_or_another_name(tmp_path: Path) -> None:
     make_run(tmp_path / "run", (1,)).close()
+    (tmp_path / "run" / "view.html").write_text("of the old run")
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite.*run\.name"):
         RunDirectory.create(tmp_path / "run")
     with RunDirectory.create(tmp_path / "run", resume=True) as run:
         assert run.saved.latest() == (1, tmp_path / "run/checkpoints/step_000001")
     with RunDirectory.create(tmp_path / "run", overwrite=True) as run:
         assert run.saved.latest() is None and not run.config.exists()
+        assert not (run.path / "view.html").exists()
+
+
+def test_going_back_drops_the_episodes_of_the_other_continuation(tmp_path: Path) -> None:
+    names = ("trajectories/step_000003.jsonl", "tokens/step_000003.npz", "evaluations/step_000003.jsonl")
+    with make_run(tmp_path / "run") as run:
+        for name in names:
+            for other in (name, name.replace("3", "4"), f"{name.partition('/')[0]}/notes.txt"):
+                write_text(run.path / other, "x")
+        run.drop_after(3)
+        left = {str(file.relative_to(run.path)) for name in names for file in (run.path / name).parent.iterdir()}
+    assert left == {*names, *(f"{name.partition('/')[0]}/notes.txt" for name in names)}
 
 
 def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_not_its_own(tmp_path: Path) -> None:

@@ -84,6 +84,10 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
         (adapter / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ModelError, match=rf"adapter_config\.json: (expected )?{key} "):
             read_adapter(adapter)
+    foreign = {"fine_tune_type": "lora", "r": 2, "lora_alpha": 4}  # another library's
+    (adapter / "adapter_config.json").write_text(json.dumps(foreign))
+    with pytest.raises(ModelError, match=r"adapter_config\.json: peft_type is None, which is not supported"):
+        read_adapter(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "some/hub-id"}))
     with pytest.raises(ModelError, match=r"names the base 'some/hub-id', and there is no model directory.*--base DIR"):
         merge_adapter(adapter, tmp_path / "merged")

@@ -59,7 +59,7 @@ class Reading(Rooms):
         step = super().step(episode, response)
         step.stop = (f"<{episode.turns}>",)
         if "again" in response:
-            step.replace = {turn: "short" for turn in range(episode.turns - 1)}
+            step.replace = dict.fromkeys(range(episode.turns - 1), "short")
         return step
 
 
