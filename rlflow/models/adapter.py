@@ -177,8 +177,8 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
     if other:
         key = other[0]
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG}: {key} is {str(config.get(key))[:60]}, which is not supported; "
-            "merge it with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
+            f"{folder / ADAPTER_CONFIG}: {key} is {str(config.get(key))[:60]}, which is not "
+            "supported; merge it with peft: AutoPeftModelForCausalLM.from_pretrained(FOLDER)"
             ".merge_and_unload().save_pretrained(OUT)."
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")

@@ -46,7 +46,8 @@ EPISODES = ("trajectories", "tokens", "evaluations")
 """Folders of a file per step."""
 LAYOUT = (
     *("summary.json", "checkpoints", "export", "adapter", *EPISODES),
-    *("progress.png", "report.html", "view.html", *sorted(STARTED - {"config.yaml"}), "config.yaml"),
+    *("progress.png", "report.html", "view.html"),
+    *(*sorted(STARTED - {"config.yaml"}), "config.yaml"),
 )
 """In the order of removal: what is left by a kill is a run, and none that finished."""
 

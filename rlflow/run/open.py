@@ -131,7 +131,6 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     )
     _accompany(run, stack)
     resume(run)
-    directory.drop_after(run.saved_step)
     note_start(config, directory, metrics)  # only now: a refused one leaves the old ones
     evaluations = run.evaluation.made(run.saved_step)
     log_of_run = make_metrics(config, directory, run.saved_step, evaluations)

@@ -110,6 +110,7 @@ def resume(run: Run) -> None:
         run.trainer.load(path / TRAINER)
     run.load_state_dict(state)
     run.sync_weights(version=step)
+    run.directory.drop_after(step)
     for aside in saved.set_aside_after(step):
         logger.warning(
             "resume: the newer checkpoint is set aside as %s; remove it at will", aside
