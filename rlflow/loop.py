@@ -34,6 +34,9 @@ from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
 
+CURRENT = {"current": "logprobs", "current_entropy": "entropy"}
+"""What is scored before each minibatch, by the need that asks for it."""
+
 
 def train(config: RunConfig) -> dict[str, Any]:
     """Runs a configured training from its start, or from its last checkpoint with `run.resume`;
@@ -102,10 +105,11 @@ def training_step(
         for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
             minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
             reported: dict[str, float] = {}
-            with timer.phase("score"):
-                minibatch = score_minibatch(minibatch, trainer, algorithm.needs)
-                if algorithm.transforms:
-                    minibatch, reported = algorithm.transform(minibatch)
+            if algorithm.transforms or algorithm.needs & CURRENT.keys():
+                with timer.phase("score"):
+                    minibatch, reported = algorithm.transform(
+                        score_minibatch(minibatch, trainer, algorithm.needs)
+                    )
             with timer.phase("update"):
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
@@ -159,8 +163,7 @@ def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
 
 def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
     """The minibatch with what some component needs of the policy just before its update."""
-    fields = {"current": "logprobs", "current_entropy": "entropy"}
-    want = [name for need, name in fields.items() if need in needs]
+    want = [name for need, name in CURRENT.items() if need in needs]
     if not want:
         return minibatch
     scores = trainer.score(minibatch.replace(wanted=minibatch.trained), want=want)

@@ -89,7 +89,7 @@ def test_components_are_checked_against_their_constructors() -> None:
         check_config(load_config(None, ["environment.name=search", "environment.topk=3"]))
     with pytest.raises(ConfigError, match=r"rollout.engine 'embedded': unknown keyword"):
         check_config(load_config(None, ["rollout.engine.max_concurency=3"]))
-    with pytest.raises(ConfigError, match=r"rollout.engine.max_concurrency: expected a whole number above 0, found 'lots' \(text\)"):
+    with pytest.raises(ConfigError, match=r"max_concurrency: expected a whole number above 0, found 'lots' \(text\)"):
         check_config(load_config(None, ["rollout.engine.max_concurrency=lots"]))
     for given in ("max_concurrency=0", "prefill_tokens=-1", "max_tokens=0", "kv_tokens=1", "dtype=float16"):
         key = given.partition("=")[0]  # before the dry run estimates with it
