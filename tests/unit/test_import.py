@@ -43,7 +43,7 @@ def test_a_command_line_is_read_without_torch() -> None:
 
 
 def test_on_cpus_megatron_loads_without_the_compiler() -> None:
-    """Which is a third of the time that every process of a run takes to start."""
+    """Which is a third of the import's time. An optimizer loads dynamo later, and no inductor."""
     program = "import sys, torch, rlflow.trainer.megatron; print([torch.cuda.is_available(), *sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ from rlflow.trainer.megatron.context import (
 
 varlen_attn: Callable[..., Any] | None = None
 """torch's attention over rows of variable lengths, where it takes windows (from 2.11): for GPUs,
-and left out elsewhere, as it brings torch's compiler (a second of every process)."""
+and left out elsewhere, as it brings torch's compiler (a second of the import)."""
 varlen_options: frozenset[str] = frozenset()
 """What it can be told. Its kernel takes grouped queries as they are: 2.13 wants to be told of them
 (enable_gqa), 2.11 has no word for it."""
