@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -43,6 +44,14 @@ MATRICES = (
     "unit/tools/test_convert_logits.py",
 )  # fmt: skip
 """Whose slow tests hold the claims of the fast ones in every layout, family, preset or version: `run.sh --matrix`."""
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: every collection would look through it, 0.4 s each time. So what a run of a test freezes
+    stays frozen, too."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from rlflow.components import (
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError
 from rlflow.storage.redaction import redacted_keys
-from rlflow.values import checked, section_of, show
+from rlflow.values import checked, section_hints, section_of, show
 
 MOST_TRAJECTORIES = 1_000_000
 _NAME = re.compile(r"[\w][\w.+=-]*")
@@ -72,7 +71,7 @@ def config_checks(
 
 def check_values(config: Any, path: str = "") -> None:
     """Raises ConfigError for a value that is not as its annotation says, however it came there."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
+    hints = section_hints(type(config))
     for name, hint in hints.items():
         value, here = getattr(config, name), f"{path}.{name}" if path else name
         section = section_of(hint)

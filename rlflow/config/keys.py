@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.components import Kind
-from rlflow.values import describe, is_component, section_of
+from rlflow.values import describe, is_component, section_hints, section_of
 
 KL_LOSS = "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.01}]"
 _OTHERS = {
@@ -70,7 +70,7 @@ class Key:
 
 def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
     """The keys of a schema and of its nested sections, in its order."""
-    hints = typing.get_type_hints(schema, include_extras=True)
+    hints = section_hints(schema)
     meanings = dict(_COMMENT.findall(inspect.getsource(schema)))
     for item in dataclasses.fields(schema):
         name, hint = f"{prefix}{item.name}", hints[item.name]

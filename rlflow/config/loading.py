@@ -19,7 +19,7 @@ from rlflow.config.yaml_text import parsed, problem_of, read_yaml
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
-from rlflow.values import checked, is_component, section_of, show
+from rlflow.values import checked, is_component, section_hints, section_of, show
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -234,7 +234,7 @@ class _Draft:
             raise ConfigError(
                 f"{self.where(path)}: expected a section with keys, found {show(raw)}."
             )
-        hints = typing.get_type_hints(cls, include_extras=True)
+        hints = section_hints(cls)
         fields = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
         for key in raw:
             if key not in fields:
@@ -269,7 +269,7 @@ class _Draft:
 
 def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     yield path
-    for name, hint in typing.get_type_hints(schema).items():
+    for name, hint in section_hints(schema).items():
         if section := section_of(hint):
             yield from _sections(section, (*path, name))
 
@@ -278,7 +278,7 @@ def _component_hints(
     schema: Any, path: tuple[str, ...]
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(annotation, key) of what holds a component or a list of them."""
-    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+    for name, hint in section_hints(schema).items():
         if section := section_of(hint):
             yield from _component_hints(section, (*path, name))
         elif is_component(hint) or any(map(is_component, typing.get_args(hint))):

@@ -21,12 +21,13 @@ from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.checkpoints import read_state
 from rlflow.run.directory import RunDirectory
-from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.letters import LEARNING, letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
 AHEAD = ("rollout.asynchronous.max_staleness=3", "rollout.asynchronous.run_ahead=2", "metrics.picture=false",
-         "checkpoint.export=false", "metrics.trajectories_per_step=1000000")  # fmt: skip
+         "checkpoint.export=false", "metrics.trajectories_per_step=1000000", "rollout.prompts_per_step=12",
+         "rollout.samples_per_prompt=2")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_trained_exactly_once(
-    run: RunDirectory, steps: int, groups: int = 12, samples: int = 8, tasks: int = 36
+    run: RunDirectory, steps: int, groups: int = 12, samples: int = 2, tasks: int = 36
 ) -> None:
     """By the trajectories that every step of the surviving timeline left behind, and by the state of the last checkpoint."""
     written = [record for step in range(1, steps + 1) for record in read_trajectories(run.trajectories(step))]
@@ -56,14 +57,14 @@ def assert_trained_exactly_once(
 
 @pytest.mark.slow
 def test_an_asynchronous_run_learns_and_says_how_old_its_tokens_were(model: Path, tmp_path: Path) -> None:
-    summary = train(letters_config(model, tmp_path, *AHEAD, "run.steps=40"))
+    summary = train(letters_config(model, tmp_path, *AHEAD, *LEARNING, "run.steps=40"))
     run = RunDirectory.open(tmp_path / "letters")
     assert summary["last_evaluation"]["eval/exact_match"] > 0.9
     records = [record for record in read_metrics(run.metrics) if record["step"] > 0]
     assert max(record["rollout/staleness_max"] for record in records) <= 3
     assert 0 < max(record["rollout/staleness"] for record in records) <= 3
     assert all(0 <= record["rollout/on_policy"] <= 1 for record in records)
-    assert_trained_exactly_once(run, 40)
+    assert_trained_exactly_once(run, 40, samples=8)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(
     steps = 60
     options = (f"run.steps={steps}", "checkpoint.every_steps=3", f"checkpoint.asynchronous={asynchronous}",
                "evaluation.every_steps=0", "evaluation.final_questions=4", "trainer.lr=1e-4")  # fmt: skip
-    config = write_config(letters_config(model, tmp_path, *AHEAD, *options), tmp_path / "config.yaml")
+    config = write_config(letters_config(model, tmp_path, *AHEAD, *LEARNING, *options), tmp_path / "config.yaml")
     run, draw, killed = RunDirectory(tmp_path / "letters"), random.Random(7), 0
     for _ in range(8):
         before = run.saved.latest()
@@ -229,4 +230,4 @@ def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(
         assert (after[0] if after else 0) >= (before[0] if before else 0)
     assert killed >= 6
     train(load_config(config, ["run.resume=true"]))
-    assert_trained_exactly_once(run, steps)
+    assert_trained_exactly_once(run, steps, samples=8)

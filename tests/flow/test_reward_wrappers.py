@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.loop import train
-from tests.flow.letters import REFERENCE, letters_config, write_letters_model
+from tests.flow.letters import LEARNING, REFERENCE, letters_config, write_letters_model
 
 
 def demanding(played) -> float:
@@ -21,8 +21,8 @@ def test_a_task_is_learned_from_the_named_rewards_of_a_rubric(tmp_path: Path) ->
     rules = {"right": "base_return", "demands": {"name": f"{Path(__file__).resolve()}:demanding", "weight": -0.01}}
     environment = {"name": "rubric", "base": {"name": REFERENCE}, "criteria": rules}
     advantage = "algorithm.advantage={name: gdpo, weights: {right: 1.0, demands: -0.5}}"
-    config = letters_config(write_letters_model(tmp_path / "m"), tmp_path, f"environment={json.dumps(environment)}", advantage)
-    train(config)
+    options = (*LEARNING, f"environment={json.dumps(environment)}", advantage)
+    train(letters_config(write_letters_model(tmp_path / "m"), tmp_path, *options))
     rows = [json.loads(line) for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = [row for row in rows if "train/reward/right" in row]
     assert last["train/reward/right"] > 0.9 > first["train/reward/right"] and last["train/reward/demands"] < 10

@@ -27,7 +27,7 @@ from rlflow.run.evaluate import evaluation_metrics
 from rlflow.storage.files import read_json
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
-from tests.flow.letters import Letters, letters_config
+from tests.flow.letters import LEARNING, Letters, letters_config
 
 STEPS = 60
 TOLERANCE = 1e-5
@@ -53,7 +53,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def solved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     kept = "metrics.trajectories_per_step=96"  # all of them
-    return Finished.of(letters_config(model, tmp_path_factory.mktemp("runs"), f"run.steps={STEPS}", kept))
+    return Finished.of(letters_config(model, tmp_path_factory.mktemp("runs"), f"run.steps={STEPS}", kept, *LEARNING))
 
 
 def test_a_random_policy_solves_the_task_from_reward_alone_within_a_minute(solved: Finished) -> None:

@@ -15,7 +15,7 @@ from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Step, Task
 from tests.fixtures import tiny_model
-from tests.flow.letters import letters_config
+from tests.flow.letters import LEARNING, letters_config
 
 LETTERS = "abcd"
 TURNS = 3
@@ -83,4 +83,4 @@ def thinking_config(model: Path, runs: Path, *overrides: str) -> RunConfig:
         f"environment={{name: '{REFERENCE}'}}", f"rollout.max_turns={TURNS}", "rollout.max_response_tokens=4",
         "rollout.max_total_tokens=32", "metrics.picture=false", "checkpoint.export=false",
     )  # fmt: skip
-    return letters_config(model, runs, *values, *overrides)
+    return letters_config(model, runs, *values, *LEARNING, *overrides)

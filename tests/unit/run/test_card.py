@@ -28,7 +28,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(export: Pat
     card = (export / "README.md").read_text()
     summary = json.loads((export.parent / "summary.json").read_text())
     assert f"{summary['last_evaluation']['eval/exact_match']:.3f}" in card
-    for told in ("Letters", "start", "12 steps", "12 prompts", "grpo", "rlflow eval --model"):
+    for told in ("Letters", "start", "12 steps", "4 prompts", "grpo", "rlflow eval --model"):
         assert told in card
     verify_export(export)  # the manifest vouches for the card too
     assert "README.md" in json.loads((export / "manifest.json").read_text())["files"]
