@@ -71,7 +71,8 @@ def config_checks(
 
 def check_values(config: Any, path: str = "") -> None:
     """Raises ConfigError for a value that is not as its annotation says, however it came there."""
-    hints = section_hints(type(config))
+    schema: Any = type(config)
+    hints = section_hints(schema)
     for name, hint in hints.items():
         value, here = getattr(config, name), f"{path}.{name}" if path else name
         section = section_of(hint)

@@ -47,20 +47,27 @@ def ray() -> Iterator[Any]:
 
 
 class ReaderActor:
-    """A rollout worker's reader, in a process of its own."""
+    """Rollout workers' readers, in a process of their own."""
 
     def __init__(self) -> None:
         sys.path.insert(0, str(ROOT))
-        self.reader, self.held = WeightReader(), []
+        self.readers: dict[str, WeightReader] = {}
+        self.held: list[Any] = []
 
-    def read(self, update: Update) -> tuple[str, int, bool]:
-        self.held = [self.reader.read(update.offer)]
+    def read(self, update: Update, name: str = "one") -> tuple[str, int, bool]:
+        self.held = [self.readers.setdefault(name, WeightReader()).read(update.offer)]
         (read,) = self.held
         return digest(read.weights), read.bytes, read.delta
 
 
 def reader(ray: Any) -> Any:
     return ray.remote(num_cpus=0, max_restarts=0)(ReaderActor).remote()
+
+
+@pytest.fixture(scope="module")
+def elsewhere(ray: Any) -> Any:
+    """One for the tests that do not kill theirs: it takes seconds to start."""
+    return reader(ray)
 
 
 def used(ray: Any) -> float:
@@ -73,21 +80,21 @@ def large(version: int) -> list[tuple[str, torch.Tensor]]:
     return [("a", torch.full((16 * MIB,), float(version), dtype=torch.bfloat16))]  # 32 MiB
 
 
-def test_other_processes_read_what_was_published_whole_or_as_what_changed(ray: Any) -> None:
-    publisher, (one, late) = WeightPublisher(put, delta=True), (reader(ray), reader(ray))
+def test_other_processes_read_what_was_published_whole_or_as_what_changed(ray: Any, elsewhere: Any) -> None:
+    publisher = WeightPublisher(put, delta=True)
     for version in (1, 2, 3):
         pairs = trained(version) if version < 3 else made(3)
         offer = publisher.publish(iter(pairs), version)
-        found, size, delta = ray.get(one.read.remote(Update(offer)), timeout=60)
+        found, size, delta = ray.get(elsewhere.read.remote(Update(offer)), timeout=60)
         assert found == offer.digest == digest(pairs) and delta == (version == 2)
         assert size < offer.bytes / 20 if delta else size == offer.bytes
-    assert ray.get(late.read.remote(Update(offer)), timeout=60) == (found, offer.bytes, False)
+    assert ray.get(elsewhere.read.remote(Update(offer), "late"), timeout=60) == (found, offer.bytes, False)
 
 
-def test_a_reader_goes_on_with_a_version_that_its_publisher_has_let_go(ray: Any) -> None:
-    publisher, slow = WeightPublisher(put), reader(ray)
+def test_a_reader_goes_on_with_a_version_that_its_publisher_has_let_go(ray: Any, elsewhere: Any) -> None:
+    publisher = WeightPublisher(put)
     offer = publisher.publish(large(1), 1)
-    expected, asked = offer.digest, slow.read.remote(Update(offer))
+    expected, asked = offer.digest, elsewhere.read.remote(Update(offer), "slow")
     del offer
     for version in (2, 3, 4):
         publisher.publish(large(version), version)

@@ -71,8 +71,8 @@ def test_forks_and_the_exact_history_sample_what_the_trainer_computes(model: Pat
 
 def test_a_deterministic_run_with_forks_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
     options = ("run.deterministic=true", "checkpoint.every_steps=2", "evaluation.at_start=false", "evaluation.every_steps=0",
-               "algorithm.filters=[{name: success_pool, success: 0.3}]", "rollout.prompts_per_step=64",
-               "rollout.samples_per_prompt=2", "metrics.trajectories_per_step=128")  # fmt: skip
+               "algorithm.filters=[{name: success_pool, success: 0.3}]", "rollout.prompts_per_step=24",
+               "rollout.samples_per_prompt=2", "metrics.trajectories_per_step=48", "evaluation.final_questions=4")  # fmt: skip
     train(thinking_config(model, tmp_path / "whole", "run.steps=4", *options))
     train(thinking_config(model, tmp_path / "cut", "run.steps=2", *options))
     train(thinking_config(model, tmp_path / "cut", "run.steps=4", "run.resume=true", *options))

@@ -29,7 +29,7 @@ from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
 from tests.flow.letters import LEARNING, Letters, letters_config
 
-STEPS = 60
+STEPS = 50
 TOLERANCE = 1e-5
 
 
