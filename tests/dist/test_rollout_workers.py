@@ -144,7 +144,8 @@ def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trai
 ) -> None:
     steps = 60
     options = (*AHEAD, *LEARNING, f"run.steps={steps}", "cluster.rollout_workers=2", "rollout.faults.call_s=4",
-               "evaluation.every_steps=0", "evaluation.final_questions=4", "trainer.lr=1e-4", "checkpoint.every_steps=3")  # fmt: skip
+               "evaluation.every_steps=0", "evaluation.final_questions=4", "trainer.lr=1e-4",
+               "checkpoint.every_steps=3")  # fmt: skip
     run, hurt = RunDirectory(tmp_path / "letters"), []
 
     def hurt_them() -> None:
