@@ -47,11 +47,11 @@ MATRICES = (
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: every collection would look through it, 0.4 s each time. So what a run of a test freezes
-    stays frozen, too."""
+    """What is imported by now stays: every collection would look through it, 0.4 s each time. A run of a test freezes nothing
+    beside it, nor gives it back."""
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
