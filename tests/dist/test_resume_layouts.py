@@ -48,7 +48,7 @@ OTHER_MEGATRON = list(filter(None, os.environ.get("RLFLOW_MEGATRON_PATHS", "").s
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resume")
-    tiny_model(path / "model", "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15)
+    tiny_model(path / "model", "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=2, scale=0.15)
     return path
 
 

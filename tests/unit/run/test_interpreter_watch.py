@@ -16,7 +16,7 @@ from rlflow.run.checkpoints import read_state
 from rlflow.run.directory import RunDirectory
 from rlflow.run.interrupt import InterpreterWatch
 from tests.flow.fallible import REFERENCE
-from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.letters import LEARNING, letters_config, write_config, write_letters_model
 
 PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -89,7 +89,7 @@ def test_a_run_whose_environment_holds_the_interpreter_is_named_ended_and_resume
                "evaluation.at_start=false", "evaluation.every_steps=0", "evaluation.final_questions=4",
                f"environment={{name: '{REFERENCE}', holds: '{holds}'}}", "rollout.faults={call_s: 5, episode_s: 20}")  # fmt: skip
     model = write_letters_model(tmp_path / "model")
-    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
     command = [sys.executable, "-c", IN_A_RUN, "train", "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **PATHS})
     assert done.returncode == -signal.SIGKILL, done.stderr
