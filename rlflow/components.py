@@ -175,19 +175,11 @@ class Kind(Named):
         """Name -> `module:Name` of the core's own."""
         return importlib.import_module(self.package).BUILT_IN if self.package else {}
 
-    def _installed(self) -> Mapping[str, str]:
-        changed = [os.stat(place).st_mtime_ns for place in sys.path if os.path.isdir(place)]
-        return _entry_points(self.group, *sys.path, *changed)
+    def _installed(self) -> dict[str, str]:
+        return {entry.name: entry.value for entry in metadata.entry_points(group=self.group)}
 
     def _known(self) -> str:
         return ", ".join(self.names()) or "none installed"
-
-
-@functools.cache
-def _entry_points(group: str, *places: object) -> Mapping[str, str]:
-    """Name -> `module:Name` of a group. Looking through what is installed takes 0.1 s: it is done
-    again where `places` differ, the folders of modules and when they changed."""
-    return {entry.name: entry.value for entry in metadata.entry_points(group=group)}
 
 
 ENVIRONMENT = Kind("environment")

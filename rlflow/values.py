@@ -112,18 +112,12 @@ def check_annotated(made: Any) -> None:
         checked(hints.get(item.name, Any), getattr(made, item.name), where)
 
 
-def hints_of(target: Callable[..., Any]) -> Mapping[str, Any]:
+def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
     """Parameter -> annotation of a function or of a class's constructor; Any for what cannot be
     evaluated, such as a name that is imported for type checking only."""
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    plain = isinstance(function, types.FunctionType)
-    return _evaluated_hints(function) if plain else _evaluated_hints.__wrapped__(function)
-
-
-@functools.lru_cache(1024)
-def _evaluated_hints(function: Callable[..., Any]) -> Mapping[str, Any]:
     scope = getattr(function, "__globals__", {})
     return {
         name: _evaluated(text, scope)

@@ -75,7 +75,7 @@ FAST = [
     "qwen3_moe-short TP2 PP2 SP EP2 packed",
     "mixtral-short EP2 DO",
 ]
-"""Every word once at least, and each with several others; more of their combinations are in SLOW."""
+"""Each of the sizes and of the trainer's options in float32, with several others; more combinations are in SLOW."""
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
 CONTINUED = [
     "qwen2-tied TP2 PP2 VPP2",

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlflow.config.schema import load_config
+from rlflow.config.schema import RunConfig, load_config
 from rlflow.loop import train
 from rlflow.models.huggingface import WeightFiles
 from rlflow.report.sinks import read_metrics
@@ -29,6 +29,11 @@ LIMIT_S = 240.0  # for Ray to start on a busy machine
 
 TP2_PP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2")
 TP2_DP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.distributed_optimizer=true")
+
+
+def busy_config(model: Path, runs: Path, *options: str) -> RunConfig:
+    """A run whose steps take long enough to be killed in."""
+    return letters_config(model, runs, *LEARNING, *options)
 
 
 def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: random.Random) -> bool:
@@ -74,8 +79,8 @@ def test_six_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing
 ) -> None:
     """Saved after every step; in the background a save becomes a checkpoint at the end of the next step at the latest."""
     options = (*DETERMINISTIC, "run.steps=150", "checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}")
-    train(letters_config(model, tmp_path, *LEARNING, *options, "run.name=whole"))
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    train(busy_config(model, tmp_path, *options, "run.name=whole"))
+    config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     assert kill_and_check(config, run, kills=6, lag=lag, seed=3) == 6
     assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
@@ -84,11 +89,11 @@ def test_six_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing
 
 def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path, tmp_path: Path) -> None:
     options = (*DETERMINISTIC, *TP2_PP2, "run.steps=100000", "checkpoint.every_steps=1", "checkpoint.asynchronous=true")
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     assert kill_and_check(config, run, kills=3, lag=2, seed=5) == 3
     done = run.saved.steps()[-1]
-    alone = letters_config(model, tmp_path, *LEARNING, *DETERMINISTIC, f"run.steps={done + 1}", "run.resume=true")
+    alone = busy_config(model, tmp_path, *DETERMINISTIC, f"run.steps={done + 1}", "run.resume=true")
     assert train(alone)["steps"] == done + 1
 
 
@@ -136,8 +141,8 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     the others."""
     options = (*DETERMINISTIC, *layout, "run.steps=18", "checkpoint.every_steps=1", "evaluation.every_steps=3")
     options += ("evaluation.questions=12", "evaluation.samples_per_prompt=8", "trainer.optimizer.eps=1e-5")
-    train(letters_config(model, tmp_path, *LEARNING, *options, "run.name=whole"))
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    train(busy_config(model, tmp_path, *options, "run.name=whole"))
+    config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     run.path.mkdir()  # so that the first start with --resume begins the run
     draw = random.Random(f"{kills} {layout}")
@@ -194,12 +199,12 @@ def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(model: Path, 
         "evaluation.at_start=false",
         "trainer.optimizer.eps=1e-5",
     )
-    train(letters_config(model, tmp_path, *LEARNING, *options, *TP2_PP2))
+    train(busy_config(model, tmp_path, *options, *TP2_PP2))
     whole = RunDirectory(tmp_path / "letters")
     for number, layout in enumerate((TP2_PP2, (), TP2_DP2)):
         runs = tmp_path / str(number)
         shutil.copytree(whole.path, runs / "letters")
-        train(letters_config(model, runs, *LEARNING, *options, *layout, "run.resume=true", "run.resume_step=3"))
+        train(busy_config(model, runs, *options, *layout, "run.resume=true", "run.resume_step=3"))
         assert_same_training(RunDirectory(runs / "letters"), whole, bound=1e-6)
 
 
@@ -210,7 +215,7 @@ def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, t
     """Two trainer ranks as Ray actors; after Ctrl-C no process is left, and the checkpoint fits another layout."""
     pytest.importorskip("ray")
     options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2", "checkpoint.every_steps=0")
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     process = start(config)
     wait_for(reached(run, 2), process, LIMIT_S)
@@ -221,7 +226,7 @@ def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, t
     assert process.returncode == 130
     assert psutil.wait_procs(started, timeout=10)[1] == []
     done = read_json(run.summary)["steps"]
-    summary = train(letters_config(model, tmp_path, *LEARNING, f"run.steps={done + 1}", "run.resume=true"))
+    summary = train(busy_config(model, tmp_path, f"run.steps={done + 1}", "run.resume=true"))
     assert summary["status"] == "finished" and summary["steps"] == done + 1
 
 
@@ -235,7 +240,7 @@ def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
     """Sent when so many processes of Ray are up: from the first of its servers to the last of the ranks."""
     pytest.importorskip("ray")
     options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2")
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     process = start(config)
     family: dict[int, psutil.Process] = {}
 

@@ -20,7 +20,7 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 267_644,
+    "rlflow": 267_532,
     "environments": 127_536,
     "tools": 28_829,
     "recipes": 5_883,

@@ -63,8 +63,8 @@ def adapted() -> Iterator[None]:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     log = logging.getLogger("megatron.core.models.gpt.gpt_model")
-    # From 0.19 on it warns that every GPTModel is deprecated; a level would cost 4 ms a call
-    disabled, log.disabled = log.disabled, True
+    level = log.level
+    log.setLevel(logging.ERROR)  # from 0.19 on it warns that every GPTModel is deprecated
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -80,7 +80,7 @@ def _quietly() -> Iterator[None]:
             )
             yield
     finally:
-        log.disabled = disabled
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
