@@ -3,8 +3,8 @@
 #
 #   bash tests/run.sh [--full | --matrix] [pytest arguments]
 #
-#   (none)    every claim at its smallest size; under 10 minutes on two cores
-#   --full    also kill tests, real engines, other packages' versions; under 60 minutes
+#   (none)    every claim at its smallest size; 9 minutes on two cores (15 where they are slow)
+#   --full    also kill tests, real engines, other packages' versions; 40 to 90 minutes
 #   --matrix  instead the same claims in every layout, family and preset, and with another megatron-core; under 60 minutes
 #
 # RLFLOW_TEST_PROCESSES=1 runs one test after another (2). Both make environments with vLLM, TRL, Transformer Engine's Python, what the
