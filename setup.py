@@ -42,7 +42,11 @@ EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
-    "agents": ["starlette>=0.46", *SERVER, "openai>=2.17"],  # agents that ask the policy through an endpoint
+    "agents": [
+        "starlette>=0.46",
+        *SERVER,
+        "openai>=2.17",
+    ],  # agents that ask the policy through an endpoint
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
@@ -57,7 +61,12 @@ EXTRAS = {
     "qdrant": ["qdrant-client>=1.12"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
-    "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4", "fastapi>=0.115"],  # of their rivals
+    "benchmarks": [
+        "trl>=1.16",
+        "datasets>=4.0",
+        "accelerate>=1.4",
+        "fastapi>=0.115",
+    ],  # of their rivals
     "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
     "nethack": ["nle>=1.3"],  # the game of `environment: nethack`
     "miniwob": ["miniwob>=1.0"],  # the pages of `environment: miniwob` (apt: chromium)
@@ -78,7 +87,10 @@ EXTRAS = {
 def packages() -> list[str]:
     """The import names of the source trees; environments/ is imported as rlflow_environments, tools/ as rlflow_tools."""
     core = ["rlflow", *(f"rlflow.{name}" for name in find_packages("rlflow"))]
-    plugins = ["rlflow_environments", *(f"rlflow_environments.{name}" for name in find_packages("environments"))]
+    plugins = [
+        "rlflow_environments",
+        *(f"rlflow_environments.{name}" for name in find_packages("environments")),
+    ]
     tools = ["rlflow_tools", *(f"rlflow_tools.{name}" for name in find_packages("tools"))]
     return [*core, *plugins, *tools]
 
@@ -92,9 +104,18 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=packages(),
-    package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
+    package_dir={
+        "rlflow": "rlflow",
+        "rlflow_environments": "environments",
+        "rlflow_tools": "tools",
+    },
     package_data={
-        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "report/templates/*"],
+        "rlflow": [
+            "py.typed",
+            "algorithms/presets/*.yaml",
+            "commands/templates/*",
+            "report/templates/*",
+        ],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
     },
     install_requires=BASE,

@@ -105,14 +105,19 @@ class Case:
 class SlowTools(Environment):
     """Answers each response with some words after a lognormal time; the reward is the share of even words."""
 
-    def __init__(self, median_s: float, sigma: float, cap_s: float, observation: int, seed: int = 0) -> None:
+    def __init__(
+        self, median_s: float, sigma: float, cap_s: float, observation: int, seed: int = 0
+    ) -> None:
         self._median_s, self._sigma, self._cap_s, self._seed = median_s, sigma, cap_s, seed
         self._observation = "".join(f" w{2 + 3 * word % 1000}" for word in range(observation))
         self._attempts: dict[str, int] = {}
 
     def tasks(self, split: str) -> Sequence[Task]:
         return [
-            Task(f"{split}{number}", " ".join(f"w{2 + (7 * number + word) % 1000}" for word in range(24)))
+            Task(
+                f"{split}{number}",
+                " ".join(f"w{2 + (7 * number + word) % 1000}" for word in range(24)),
+            )
             for number in range(512)
         ]
 
@@ -122,7 +127,11 @@ class SlowTools(Environment):
 
     async def step(self, episode: Episode, response: str) -> Step:
         words = response.split()
-        reward = sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in words) / max(1, len(words)) / TURNS
+        reward = (
+            sum(word[1:].isdigit() and int(word[1:]) % 2 == 0 for word in words)
+            / max(1, len(words))
+            / TURNS
+        )
         if episode.turns == TURNS:
             return Step(reward=reward, terminated=True)
         latency_s = self._median_s * episode.scratch["draw"].lognormvariate(0, self._sigma)
@@ -134,7 +143,13 @@ class TimedEngine(EmbeddedEngine):
     """Tells the processor seconds of its steps in a file of the folder `told`, from whatever process it is in."""
 
     def __init__(
-        self, path: str, tokenizer: Any = None, *, told: str, max_concurrency: int = 256, max_tokens: int | None = None
+        self,
+        path: str,
+        tokenizer: Any = None,
+        *,
+        told: str,
+        max_concurrency: int = 256,
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__(path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens)
         file, busy_s, step = (
@@ -165,32 +180,53 @@ def write_model(path: Path, model: str) -> int:
 
     shape = SHAPES[model]
     parameters = write_random_model(path, shape, pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    words = {word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(2, shape.vocab))])}
+    words = {
+        word: index
+        for index, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(2, shape.vocab))])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(str(path))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(str(path))
     return parameters
 
 
-def configured(folder: str, told: Path, case: Case, options: dict[str, Any], alone: bool) -> list[str]:
+def configured(
+    folder: str, told: Path, case: Case, options: dict[str, Any], alone: bool
+) -> list[str]:
     """The configuration of a side's run, as overrides."""
-    chosen = [f"rollout.asynchronous.{key}={str(value).lower()}" for key, value in options.items() if key != "workers"]
+    chosen = [
+        f"rollout.asynchronous.{key}={str(value).lower()}"
+        for key, value in options.items()
+        if key != "workers"
+    ]
     if "workers" in options:
         chosen.append(f"cluster.rollout_workers={options['workers']}")
     update_s = score_s = 0.0
     if case.fake_s is None:
-        chosen.append(f"rollout.engine={{name: '{HERE}:TimedEngine', max_concurrency: 256, told: '{told}'}}")
+        chosen.append(
+            f"rollout.engine={{name: '{HERE}:TimedEngine', max_concurrency: 256, told: '{told}'}}"
+        )
     else:
         token_s, update_s = case.fake_s
-        tokens = case.prompts * case.samples * (24 + TURNS * case.response + case.observation * (TURNS - 1))
+        tokens = (
+            case.prompts
+            * case.samples
+            * (24 + TURNS * case.response + case.observation * (TURNS - 1))
+        )
         score_s = update_s / 1.5 / tokens if case.reference else 0.0
         times = f"token_s: {token_s}, sigma: {case.spread}"
-        chosen.append(f"rollout.engine={{name: '{SLEEPING}:FakeEngine', {times}, max_concurrency: 256}}")
+        chosen.append(
+            f"rollout.engine={{name: '{SLEEPING}:FakeEngine', {times}, max_concurrency: 256}}"
+        )
     if alone or case.fake_s is not None:
         times = "" if alone else f", update_s: {update_s}, score_token_s: {score_s}"
         chosen.append(f"trainer.backend={SLEEPING}:FakeTrainer")
         chosen.append(f"trainer.optimizer={{name: '{SLEEPING}:Sleep'{times}}}")
-    losses = "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
+    losses = (
+        "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
+    )
     tools = f"median_s: {case.median_s}, sigma: {case.sigma}, cap_s: {case.cap_s}, observation: {case.observation}"
     environment = f"environment={{name: '{case.environment}', {tools}, seed: {case.seed}}}"
     return [
@@ -228,7 +264,9 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any], alone: 
                     run.sync_weights(run.step + 1)
                 if start:
                     trainer_s += time.perf_counter() - began
-                    tokens = [part for group in groups for one in group.usable for part in one.segments]
+                    tokens = [
+                        part for group in groups for one in group.usable for part in one.segments
+                    ]
                     lags += [run.step - int(part.versions[part.loss_mask].min()) for part in tokens]
                     trained += sum(len(group.usable) for group in groups)
                     played_s += sum(duration(one) for group in groups for one in group.usable)
@@ -249,7 +287,9 @@ def duration(one: Trajectory) -> float:
     return sum(turn.duration_s for turn in one.turns)
 
 
-def figures(case: Case, options: dict[str, Any], taken: dict[str, list[Figures]], name: str) -> dict[str, Any]:
+def figures(
+    case: Case, options: dict[str, Any], taken: dict[str, list[Figures]], name: str
+) -> dict[str, Any]:
     """Of one side, against what bounds it."""
 
     def per_step(key: str, of: str = name) -> float:
@@ -264,11 +304,17 @@ def figures(case: Case, options: dict[str, Any], taken: dict[str, list[Figures]]
         "stragglers": longest_s / (1 + options.get("max_staleness", 0)),
     }
     aim = max(bounds["generation"], bounds["training"])
-    if not options.get("overlap"):  # of what an engine that sleeps does meanwhile nothing can be said
-        bounds["turns"] = training + (per_step("engine_s", "synchronous") if "run_ahead" in options else longest_s)
+    if not options.get(
+        "overlap"
+    ):  # of what an engine that sleeps does meanwhile nothing can be said
+        bounds["turns"] = training + (
+            per_step("engine_s", "synchronous") if "run_ahead" in options else longest_s
+        )
     return {
         "trajectories_per_s": summary([one["trained"] / one["seconds"] for one in taken[name]]),
-        "engine_busy": engine_s / step_s if case.fake_s is None else None,  # places of a fake one sleep side by side
+        "engine_busy": engine_s / step_s
+        if case.fake_s is None
+        else None,  # places of a fake one sleep side by side
         "trainer_busy": per_step("trainer_s") / step_s,
         "step_s": step_s,
         "bounds_s": bounds,
@@ -284,34 +330,63 @@ def chosen_sides(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     known = {**SIDES, **(ABLATION if args.ablation else {})}
     if find_spec("ray") is None or args.fake:
         del known["separate"]
-    return {name: one for name, one in known.items() if not args.only or name in ("synchronous", ALONE, *args.only)}
+    return {
+        name: one
+        for name, one in known.items()
+        if not args.only or name in ("synchronous", ALONE, *args.only)
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute")
-    parser.add_argument("--fake", action="store_true", help="engine and trainer sleep: the schedule alone")
-    parser.add_argument(
-        "--ablation", action="store_true", help="barrier, streaming, streaming and delayed update besides"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", metavar="SIDE", help="this side, beside those that give the bounds")
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument(
+        "--fake", action="store_true", help="engine and trainer sleep: the schedule alone"
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="barrier, streaming, streaming and delayed update besides",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="SIDE",
+        help="this side, beside those that give the bounds",
+    )
     parser.add_argument("--median-s", type=float, default=0.3, help="of a tool call (default 0.3)")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of its logarithm (default 1.2; 0: all alike)")
-    parser.add_argument("--cap-s", type=float, default=3.0, help="the longest that a tool call takes (default 3)")
-    parser.add_argument("--update-s", type=float, default=0.75, help="of an update, with --fake (default 0.75)")
+    parser.add_argument(
+        "--sigma", type=float, default=1.2, help="of its logarithm (default 1.2; 0: all alike)"
+    )
+    parser.add_argument(
+        "--cap-s", type=float, default=3.0, help="the longest that a tool call takes (default 3)"
+    )
+    parser.add_argument(
+        "--update-s", type=float, default=0.75, help="of an update, with --fake (default 0.75)"
+    )
     parser.add_argument("--rounds", type=int, default=None)
     args = parser.parse_args()
-    case = Case(8, 4, 12, 16, 40, args.median_s, args.sigma, args.cap_s, "8M", reference=args.ablation)
+    case = Case(
+        8, 4, 12, 16, 40, args.median_s, args.sigma, args.cap_s, "8M", reference=args.ablation
+    )
     if args.quick:
-        case = replace(case, prompts=4, samples=2, steps=6, median_s=args.median_s / 2, cap_s=args.cap_s / 2)
+        case = replace(
+            case, prompts=4, samples=2, steps=6, median_s=args.median_s / 2, cap_s=args.cap_s / 2
+        )
     if args.fake:
         case = replace(case, fake_s=(0.005, args.update_s / (2 if args.quick else 1)))
     rounds = args.rounds or (1 if args.quick else 3)
     sides = chosen_sides(args)
     with tempfile.TemporaryDirectory(prefix="rlflow-asynchronous-") as folder:
         parameters = write_model(Path(folder) / "model", case.model)
-        played = {name: (side, folder, case, options, name == ALONE) for name, options in sides.items()}
-        taken = interleave(played, rounds, threads=1, warm_up=False)  # a turn's first steps are none of its figures
+        played = {
+            name: (side, folder, case, options, name == ALONE) for name, options in sides.items()
+        }
+        taken = interleave(
+            played, rounds, threads=1, warm_up=False
+        )  # a turn's first steps are none of its figures
     result = {name: figures(case, options, taken, name) for name, options in sides.items()}
     print(f"{parameters / 1e6:.1f}M parameters, {case.prompts} x {case.samples} episodes per step, {case.steps} steps, "
           f"tool calls {case.median_s:g} s x lognormal({case.sigma:g}) up to {case.cap_s:g} s; {rounds} rounds"
@@ -323,7 +398,11 @@ def main() -> None:
         "platform": platform.platform(),
         **versions("torch", "megatron-core"),
     }
-    print(json.dumps({"benchmark": "asynchronous", "case": asdict(case), "sides": result, "machine": machine}))
+    print(
+        json.dumps(
+            {"benchmark": "asynchronous", "case": asdict(case), "sides": result, "machine": machine}
+        )
+    )
 
 
 def report(result: dict[str, dict[str, Any]]) -> None:
@@ -342,7 +421,9 @@ def report(result: dict[str, dict[str, Any]]) -> None:
               f"{one['mean_lag']:>10.2f}")  # fmt: skip
     if "separate" in result and "overlapping" in result:
         ratio = result["separate"]["speedup"] / result["overlapping"]["speedup"]
-        print(f"separate placement is {'faster' if ratio > 1 else 'slower'} than one process: {ratio:.2f}x")
+        print(
+            f"separate placement is {'faster' if ratio > 1 else 'slower'} than one process: {ratio:.2f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -332,7 +332,9 @@ def play_in(folder: Path, task: str, minutes: float, args: argparse.Namespace) -
             told["problems"].append(
                 "nothing was hurt: the run ended too soon; give it more --steps"
             )
-        told["problems"] += [f"a process is left: {command}" for command in processes_left(chaos.drivers)]
+        told["problems"] += [
+            f"a process is left: {command}" for command in processes_left(chaos.drivers)
+        ]
         return told
 
 
@@ -368,7 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cuts", action="store_true", help="on two machines, whose cable is cut for up to 12 s"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=list(HARMS), metavar="HARM", help="these harms")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(HARMS), metavar="HARM", help="these harms"
+    )
     parser.add_argument("--quick", action="store_true", help="a quarter of a minute of the game")
     args = parser.parse_args(arguments)
     if args.quick:

@@ -96,7 +96,12 @@ class Turns(Environment):
     async def step(self, episode: Episode, response: str) -> Step:
         await take_time(episode)
         over = await self._pool.add(episode.turns, -episode.task.answer) >= 0
-        step = Step("" if over else "|b?", float("a" in response), terminated=over, metrics={"length": episode.task.answer})
+        step = Step(
+            "" if over else "|b?",
+            float("a" in response),
+            terminated=over,
+            metrics={"length": episode.task.answer},
+        )
         return chaos_witness.numbered(episode, step)
 
     async def close(self, episode: Episode) -> None:
@@ -119,7 +124,13 @@ class SlowSearch(SearchEnvironment):
 
 
 def write_run(
-    folder: Path, name: str, steps: int, workers: int, ranks: int, task: str = "game", engine: str = "embedded"
+    folder: Path,
+    name: str,
+    steps: int,
+    workers: int,
+    ranks: int,
+    task: str = "game",
+    engine: str = "embedded",
 ) -> tuple[Path, RunDirectory]:
     """(configuration, directory) of a run."""
     values = [
@@ -146,7 +157,11 @@ def write_run(
         model = folder / "model"
         if not model.is_dir():
             write_letters_model(
-                model, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1
+                model,
+                hidden_size=64,
+                intermediate_size=128,
+                num_attention_heads=2,
+                num_key_value_heads=1,
             )
         values += [
             f"environment={{name: '{Path(__file__).resolve()}:Turns'}}", f"model.path={model}", "rollout.prompts_per_step=6",
@@ -169,12 +184,20 @@ def witnesses(run: RunDirectory) -> Path:
 def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
     """What the last checkpoint and the steps' files do not prove."""
     config = load_config(run.config).rollout
-    written = [(step, one) for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
+    written = [
+        (step, one)
+        for step in range(1, steps + 1)
+        for one in read_trajectories(run.trajectories(step))
+    ]
     names = [one["id"] for _, one in written]
     expected = steps * config.prompts_per_step * config.samples_per_prompt
     if not len(names) == len(set(names)) == expected:
         yield f"expected {expected} attempts trained once, found {len(names)}, {len(set(names))} different"
-    ages = [record["rollout/staleness_max"] for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
+    ages = [
+        record["rollout/staleness_max"]
+        for record in read_metrics(run.metrics)
+        if "rollout/staleness_max" in record
+    ]
     if not all(0 <= age <= STALENESS for age in ages):
         yield f"a trained token was {max(ages):g} updates old, at most {STALENESS} are allowed"
     last = run.saved.latest()
@@ -190,25 +213,38 @@ def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
     counts = Counter([*trained.values(), *left.values()])
     if max(counts.values()) - (min(counts.values()) if len(counts) == TASKS else 0) > 1:
         yield "a pass over the tasks skipped some, or took some twice"
-    if any(number < state["issued"] - (AHEAD + 2) * config.prompts_per_step for number, *_ in state["groups"]):
+    if any(
+        number < state["issued"] - (AHEAD + 2) * config.prompts_per_step
+        for number, *_ in state["groups"]
+    ):
         yield "a group was left behind"
 
 
 def different(one: Sequence[int], other: Sequence[int]) -> float:
     """p of the two-sample Kolmogorov-Smirnov test, asymptotic (Smirnov 1948); for discrete values it errs towards 1."""
     values = sorted({*one, *other})
-    gap = max(abs(sum(x <= v for x in one) / len(one) - sum(x <= v for x in other) / len(other)) for v in values)
+    gap = max(
+        abs(sum(x <= v for x in one) / len(one) - sum(x <= v for x in other) / len(other))
+        for v in values
+    )
     size = sqrt(len(one) * len(other) / (len(one) + len(other))) * gap
     if size <= 0.2:
         return 1.0
-    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * size) ** 2) for k in range(1, 101))))
+    return min(
+        1.0, max(0.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * size) ** 2) for k in range(1, 101)))
+    )
 
 
-def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> Iterator[tuple[str, Any]]:
+def compared(
+    task: str, hurt: RunDirectory, calm: RunDirectory, steps: int
+) -> Iterator[tuple[str, Any]]:
     """(name, value) of what the run reached beside the calm one; under `problems` what that proves."""
     config, problems = load_config(hurt.config).rollout, list(problems_of(hurt, steps))
     found, before = (chaos_witness.read(witnesses(run)) for run in (hurt, calm))
-    attempts, samples = config.prompts_per_step * config.samples_per_prompt, config.samples_per_prompt
+    attempts, samples = (
+        config.prompts_per_step * config.samples_per_prompt,
+        config.samples_per_prompt,
+    )
     problems += chaos_witness.contradictions(found, hurt, steps, attempts, samples)
     turns, expected = found.turns, before.turns
     p = different(turns, expected)
@@ -217,16 +253,29 @@ def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> I
     records = read_metrics(hurt.metrics)
     lost = sum(record.get("workers/attempts_lost", 0) for record in records)
     oldest = max(record.get("rollout/staleness_max", 0) for record in records)
-    witnessed = {"played": len(found.played), "trained": len(turns), "trained_in_lost_history": found.forgotten}
+    witnessed = {
+        "played": len(found.played),
+        "trained": len(turns),
+        "trained_in_lost_history": found.forgotten,
+    }
     yield "witnesses", witnessed
-    yield from (("episodes", len(turns)), ("lost_and_played_again", lost), ("staleness_max", oldest), ("p", p))
+    yield from (
+        ("episodes", len(turns)),
+        ("lost_and_played_again", lost),
+        ("staleness_max", oldest),
+        ("p", p),
+    )
     yield from (("turns", sum(turns) / len(turns)), ("turns_calm", sum(expected) / len(expected)))
     if task == "search":
         scores = [read_json(run.summary)["last_evaluation"] for run in (hurt, calm)]
         reached, wanted = (one["eval/exact_match"] for one in scores)
         share = (reached + wanted) / 2
-        error = sqrt(2 * share * (1 - share) / scores[0]["eval/questions"])  # of a difference of two shares
+        error = sqrt(
+            2 * share * (1 - share) / scores[0]["eval/questions"]
+        )  # of a difference of two shares
         yield from (("exact_match", reached), ("exact_match_calm", wanted), ("error", error))
         if reached < wanted - SIGMAS * error:
-            problems.append(f"exact match {reached:.3f}, expected {wanted:.3f} of the calm run (+- {error:.3f})")
+            problems.append(
+                f"exact match {reached:.3f}, expected {wanted:.3f} of the calm run (+- {error:.3f})"
+            )
     yield "problems", problems

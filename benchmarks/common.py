@@ -40,8 +40,12 @@ SHAPES = {
     "8M": qwen2(hidden=384, layers=4, heads=6, groups=2, ffn=1024, vocab=4096),
     "18M": qwen2(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
     "93M": qwen2(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
-    "0.5B": qwen2(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
-    "1.5B": qwen2(hidden=1536, layers=28, heads=12, groups=2, ffn=8960, vocab=151936),  # Qwen2.5-1.5B
+    "0.5B": qwen2(
+        hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936
+    ),  # Qwen2.5-0.5B
+    "1.5B": qwen2(
+        hidden=1536, layers=28, heads=12, groups=2, ffn=8960, vocab=151936
+    ),  # Qwen2.5-1.5B
     "3B": qwen2(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocab=151936),  # Qwen2.5-3B
 }
 
@@ -58,7 +62,12 @@ SHAPES |= {
 
 
 def write_random_model(
-    path: Path, shape: Architecture, dtype: str = "float32", device: str = "cpu", family: str = "qwen2", **config: Any
+    path: Path,
+    shape: Architecture,
+    dtype: str = "float32",
+    device: str = "cpu",
+    family: str = "qwen2",
+    **config: Any,
 ) -> int:
     """A HuggingFace directory with random weights (seed 0), drawn on `device`; returns its number of parameters.
     config: of the family's."""
@@ -105,7 +114,9 @@ class Turns:
     def imported(self) -> None:
         """Memory counts from here on: everything is imported, no weights are loaded."""
         if self._device == "cpu":
-            Path("/proc/self/clear_refs").write_text("5")  # a peak of the imports is not one of the steps
+            Path("/proc/self/clear_refs").write_text(
+                "5"
+            )  # a peak of the imports is not one of the steps
             self._baseline = _resident_mib("VmRSS")
 
     def begin(self) -> bool:
@@ -152,21 +163,33 @@ Side = Callable[..., None]
 
 
 def interleave(
-    sides: Mapping[str, tuple[Any, ...]], rounds: int, *, threads: int, device: str = "cpu", warm_up: bool = True
+    sides: Mapping[str, tuple[Any, ...]],
+    rounds: int,
+    *,
+    threads: int,
+    device: str = "cpu",
+    warm_up: bool = True,
 ) -> dict[str, list[Figures]]:
     """{side: its figures, one for each of `rounds` steps, with warm_up after one more}. sides: {name: (Side, *arguments)}.
 
     The sides take steps in turn, the order changing each round, each in a process of its own."""
     taken: dict[str, list[Figures]] = {name: [] for name in sides}
     with ExitStack() as stack:
-        pipes = {name: stack.enter_context(_child(threads, device, *side)) for name, side in sides.items()}
+        pipes = {
+            name: stack.enter_context(_child(threads, device, *side))
+            for name, side in sides.items()
+        }
         for name, pipe in pipes.items():
             _answer(name, pipe)  # everything is imported
         for number in range(rounds + warm_up):
             for name in list(pipes) if number % 2 else reversed(pipes):
                 pipes[name].send(True)
                 taken[name].append(_answer(name, pipes[name]))
-                print(f"  round {number}: {name} {taken[name][-1]['wall_s']:.1f} s", file=sys.stderr, flush=True)
+                print(
+                    f"  round {number}: {name} {taken[name][-1]['wall_s']:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return taken
 
 
@@ -175,7 +198,9 @@ def _child(threads: int, device: str, side: Side, *arguments: Any) -> Iterator[C
     """The pipe to a process that plays a side; the process ends with the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, threads, device, side, arguments), daemon=True)
+    process = context.Process(
+        target=_serve, args=(there, threads, device, side, arguments), daemon=True
+    )
     process.start()
     there.close()
     try:
@@ -193,7 +218,9 @@ def _answer(name: str, pipe: Connection) -> Any:
         sys.exit(f"the side '{name}' ended before its turn; its error stands above")
 
 
-def _serve(pipe: Connection, threads: int, device: str, side: Side, arguments: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Connection, threads: int, device: str, side: Side, arguments: tuple[Any, ...]
+) -> None:
     """A child process's whole life."""
     import logging
 

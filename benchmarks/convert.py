@@ -56,7 +56,13 @@ QWEN = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-SMALL = {**QWEN, "hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 2816, "vocab_size": 32000}
+SMALL = {
+    **QWEN,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+}
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 MOST_RSS_MIB = 350
 
@@ -72,7 +78,9 @@ class Run:
     rss_mib: int
 
 
-def chunks(split: Split, shape: Sequence[int], parts: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def chunks(
+    split: Split, shape: Sequence[int], parts: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """(tensor-parallel rank, offsets, sizes) of a Megatron tensor's chunks; `parts`: 2 for gate and up, else 1."""
     if split is Split.REPLICATED:
         yield 0, (0,) * len(shape), tuple(shape)
@@ -97,29 +105,40 @@ def make_checkpoint(path: Path, config: dict[str, object], seed: int = 0) -> int
     path.mkdir(parents=True)
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    files = {rank: (path / f"__{rank}_0.distcp").open("wb") for rank in range(TENSOR_PARALLEL * PIPELINE_PARALLEL)}
+    files = {
+        rank: (path / f"__{rank}_0.distcp").open("wb")
+        for rank in range(TENSOR_PARALLEL * PIPELINE_PARALLEL)
+    }
     total = 0
     for rule, layer in placed_rules(model):
         name = (rule.fused or rule.megatron).replace("{i}.", "")
         shapes = rule.shapes(model)
         shape = (sum(one[0] for one in shapes), *shapes[0][1:])
         lead, full = ((layer,), (model.layers, *shape)) if rule.per_layer else ((), shape)
-        entry = tensors.setdefault(name, TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(full), []))
+        entry = tensors.setdefault(
+            name, TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(full), [])
+        )
         stage = layer * PIPELINE_PARALLEL // model.layers if rule.per_layer else 0
-        for rank, offsets, sizes in chunks(rule.split, shape, 2 if rule.split is Split.GATE_UP else 1):
+        for rank, offsets, sizes in chunks(
+            rule.split, shape, 2 if rule.split is Split.GATE_UP else 1
+        ):
             stream = files[stage * TENSOR_PARALLEL + rank]
             start = stream.tell()
             torch.save(random_bfloat16(draw, (*[1] * len(lead), *sizes)), stream)
             place = torch.Size((*lead, *offsets))
             entry.chunks.append(ChunkStorageMetadata(place, torch.Size((*[1] * len(lead), *sizes))))
-            places[MetadataIndex(name, place)] = _StorageInfo(Path(stream.name).name, start, stream.tell() - start)
+            places[MetadataIndex(name, place)] = _StorageInfo(
+                Path(stream.name).name, start, stream.tell() - start
+            )
             total += int(np.prod(sizes)) * 2
     for stream in files.values():
         stream.flush()
         os.fsync(stream.fileno())
         stream.close()
     (path / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, storage_data=places)))
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (path / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    )
     return total
 
 
@@ -152,7 +171,14 @@ def run(command: Sequence[str]) -> Run:
 
 
 def copy_command(source: Path, out: Path) -> list[str]:
-    return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +', "sh", str(source), str(out)]
+    return [
+        "sh",
+        "-c",
+        'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +',
+        "sh",
+        str(source),
+        str(out),
+    ]
 
 
 def tool(*arguments: object) -> list[str]:
@@ -163,7 +189,9 @@ def measure(
     folder: Path, config: dict[str, object], args: argparse.Namespace, pairs: int
 ) -> dict[str, dict[str, object]]:
     """Both directions for one shape; everything that it made is removed."""
-    checkpoint, reference, exported, out = (folder / name for name in ("checkpoint", "reference", "exported", "out"))
+    checkpoint, reference, exported, out = (
+        folder / name for name in ("checkpoint", "reference", "exported", "out")
+    )
     size = make_checkpoint(checkpoint, config)
     reference.mkdir()
     (reference / "config.json").write_text(json.dumps(config))
@@ -173,13 +201,20 @@ def measure(
     run(export)
     out.rename(exported)
     shutil.rmtree(checkpoint)
-    back = tool("to-megatron", exported, out, "--tp", TENSOR_PARALLEL, "--pp", PIPELINE_PARALLEL, *options)
-    result = {"to-hf": there, "to-megatron": compare("to-megatron", exported, out, back, size, pairs)}
+    back = tool(
+        "to-megatron", exported, out, "--tp", TENSOR_PARALLEL, "--pp", PIPELINE_PARALLEL, *options
+    )
+    result = {
+        "to-hf": there,
+        "to-megatron": compare("to-megatron", exported, out, back, size, pairs),
+    }
     shutil.rmtree(folder)
     return result
 
 
-def compare(name: str, source: Path, out: Path, command: Sequence[str], size: int, pairs: int) -> dict[str, object]:
+def compare(
+    name: str, source: Path, out: Path, command: Sequence[str], size: int, pairs: int
+) -> dict[str, object]:
     """The medians of interleaved pairs of `cp` + fsync and a conversion, both of a source that is not in the cache."""
     commands = {"cp": copy_command(source, out), name: command}
     found: dict[str, list[Run]] = {one: [] for one in commands}
@@ -195,7 +230,11 @@ def compare(name: str, source: Path, out: Path, command: Sequence[str], size: in
     base, ours = found["cp"], found[name]
     cp_s, own_s, work_s = (
         statistics.median(times)
-        for times in ([one.seconds for one in base], [one.seconds for one in ours], [one.work for one in ours])
+        for times in (
+            [one.seconds for one in base],
+            [one.seconds for one in ours],
+            [one.work for one in ours],
+        )
     )
     return {
         "gb": round(size / 1e9, 3),
@@ -214,18 +253,31 @@ def compare(name: str, source: Path, out: Path, command: Sequence[str], size: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a small shape and three pairs")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--verify", choices=("fast", "full", "none"), default="fast")
-    parser.add_argument("--directory", type=Path, default=None, help="where to work (default: the temporary directory)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=None,
+        help="where to work (default: the temporary directory)",
+    )
     args = parser.parse_args()
-    shapes = {"small": SMALL} if args.quick else {"half of 3B": {**QWEN, "num_hidden_layers": 18}, "Qwen2.5-3B": QWEN}
+    shapes = (
+        {"small": SMALL}
+        if args.quick
+        else {"half of 3B": {**QWEN, "num_hidden_layers": 18}, "Qwen2.5-3B": QWEN}
+    )
     with tempfile.TemporaryDirectory(prefix="rlflow-convert-", dir=args.directory) as place:
         needed, free = 0.8e9 if args.quick else 3.2 * 6.2e9, shutil.disk_usage(place).free
         if free < needed:
-            sys.exit(f"{place}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; pass --directory.")
+            sys.exit(
+                f"{place}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free; pass --directory."
+            )
         results = {}
         for name, config in shapes.items():
             pairs = 3 if args.quick else args.pairs if config is QWEN else 2
@@ -233,13 +285,33 @@ def main() -> None:
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
-    columns = ("gb", "median_cp_s", "median_s", "gb_per_s", "of_cp", "of_cp_work", "cpu_s", "cpu_cp_s", "peak_rss_mib")
+    columns = (
+        "gb",
+        "median_cp_s",
+        "median_s",
+        "gb_per_s",
+        "of_cp",
+        "of_cp_work",
+        "cpu_s",
+        "cpu_cp_s",
+        "peak_rss_mib",
+    )
     print(f"{'shape':<11} {'direction':<11} " + " ".join(f"{name:>12}" for name in columns))
     for shape, directions in results.items():
         for direction, one in directions.items():
-            print(f"{shape:<11} {direction:<11} " + " ".join(f"{one[name]:>12.2f}" for name in columns))
+            print(
+                f"{shape:<11} {direction:<11} "
+                + " ".join(f"{one[name]:>12.2f}" for name in columns)
+            )
     print(
-        json.dumps({"workers": args.workers, "verify": args.verify, "rss_limit_mib": MOST_RSS_MIB, "shapes": results})
+        json.dumps(
+            {
+                "workers": args.workers,
+                "verify": args.verify,
+                "rss_limit_mib": MOST_RSS_MIB,
+                "shapes": results,
+            }
+        )
     )
 
 

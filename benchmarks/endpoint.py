@@ -44,7 +44,9 @@ SIDES = {"native": None, "openai": RECIPE / "agent.py", "raw": Path(__file__).re
 
 def main() -> None:
     """Plays the sides in turns, prints the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds, under a minute")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -65,7 +67,9 @@ def side(turns: Turns, folder: str, agent: Path | None) -> None:
     os.environ["CORPUS"] = str(files["corpus"])
     environment = native(files) if agent is None else through_endpoint(files, agent)
     engine = {"max_concurrency": EPISODES}
-    with Rollout.from_pretrained(POLICY, environment, engine=engine, samples_per_prompt=SAMPLES, **LIMITS) as rollout:
+    with Rollout.from_pretrained(
+        POLICY, environment, engine=engine, samples_per_prompt=SAMPLES, **LIMITS
+    ) as rollout:
         tasks = environment.tasks("train")[: EPISODES // SAMPLES]
         generated = watched(rollout.engines[0])
         turns.imported()
@@ -130,10 +134,14 @@ async def agent(task: dict[str, Any], client: Any) -> None:
 
     from recipes.searchr1.agent import agent
 
-    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {client.api_key}"}) as session:
+    async with aiohttp.ClientSession(
+        headers={"authorization": f"Bearer {client.api_key}"}
+    ) as session:
 
         async def create(extra_body: dict[str, Any], **body: Any) -> Any:
-            async with session.post(f"{client.base_url}chat/completions", json={**body, **extra_body}) as answer:
+            async with session.post(
+                f"{client.base_url}chat/completions", json={**body, **extra_body}
+            ) as answer:
                 choice = (await answer.json())["choices"][0]
             return Named(choices=[Named(message=Named(**choice["message"]))])
 
@@ -161,8 +169,15 @@ def report(taken: dict[str, list[Figures]], args: argparse.Namespace) -> None:
             f"{at['overhead_p50_ms']:>15.1f}{at['overhead_p99_ms']:>10.1f}{at['cpu_s']:>8.2f}"
         )
         figures[name] = own
-    told = {**versions("openai", "uvicorn", "starlette", "aiohttp", "torch"), "python": platform.python_version()}
-    print(json.dumps({"episodes": EPISODES, "threads": args.threads, "sides": figures, "versions": told}))
+    told = {
+        **versions("openai", "uvicorn", "starlette", "aiohttp", "torch"),
+        "python": platform.python_version(),
+    }
+    print(
+        json.dumps(
+            {"episodes": EPISODES, "threads": args.threads, "sides": figures, "versions": told}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+os.environ.update(
+    OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1"
+)
 
 SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, "configurations": 0.15, "environments": 0.2,
           "peers": 0.05, "faults": 0.2}  # fmt: skip
@@ -41,12 +43,21 @@ SEARCH = (
     "rlflow_environments.retrieval.building",
     "rlflow_environments.retrieval.server.loading",
 )
-TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.embedded_engine", "rlflow.trainer.megatron")
+TRAINING = (
+    "transformers",
+    "rlflow.loop",
+    "rlflow.rollout.embedded.embedded_engine",
+    "rlflow.trainer.megatron",
+)
 IMPORTED = {
     "server": SEARCH,
     "indices": SEARCH,
     "corpora": ("rlflow_environments.retrieval.records",),
-    "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
+    "checkpoints": (
+        *TRAINING,
+        "rlflow_tools.ckpt_convert.export_model",
+        "rlflow_tools.ckpt_convert.import_model",
+    ),
     "configurations": TRAINING,
     "environments": TRAINING,
     "peers": ("rlflow.report.live", "rlflow.swarm.tcp"),
@@ -57,29 +68,45 @@ IMPORTED = {
 
 def make_target(name: str):
     modules = {"indices": "search_files", "corpora": "search_files"}
-    return getattr(importlib.import_module(f"fuzzing.{modules.get(name, name)}"), name.capitalize())()
+    return getattr(
+        importlib.import_module(f"fuzzing.{modules.get(name, name)}"), name.capitalize()
+    )()
 
 
 def fuzz(seconds: float, seed: int, targets: list[str], case: int | None = None) -> dict[str, dict]:
     """{target: its report}, of so many seconds in all."""
     from fuzzing.cases import play
 
-    for module in dict.fromkeys(module for name in targets for module in ("rlflow.commands.cli", *IMPORTED[name])):
+    for module in dict.fromkeys(
+        module for name in targets for module in ("rlflow.commands.cli", *IMPORTED[name])
+    ):
         importlib.import_module(module)
     shares = sum(SHARES[name] for name in targets)
     reports = {}
     with tempfile.TemporaryDirectory(prefix="rlflow-fuzz-") as folder:
         for name in targets:
-            found = play(name, make_target(name), seed, Path(folder) / name, seconds * SHARES[name] / shares, case)
+            found = play(
+                name,
+                make_target(name),
+                seed,
+                Path(folder) / name,
+                seconds * SHARES[name] / shares,
+                case,
+            )
             reports[name] = asdict(found)
             told = f"{name:>14}: {found.cases:>6,} cases, {found.accepted:,} accepted, {len(found.wrong)} wrong"
             figures = ", ".join(f"{key} {value:.3g}" for key, value in found.figures.items())
-            print(f"{told}, slowest {found.slowest_s:.1f} s{', ' if figures else ''}{figures}", flush=True)
+            print(
+                f"{told}, slowest {found.slowest_s:.1f} s{', ' if figures else ''}{figures}",
+                flush=True,
+            )
     return reports
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="half a minute")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -97,7 +124,10 @@ def main() -> int:
 
     result = {
         "benchmark": "fuzz",
-        "versions": {"python": platform.python_version(), **versions("rlflow", "torch", "megatron-core", "faiss-cpu")},
+        "versions": {
+            "python": platform.python_version(),
+            **versions("rlflow", "torch", "megatron-core", "faiss-cpu"),
+        },
         "processor": processor_name(),
         "seed": args.seed,
         "seconds": round(time.monotonic() - started, 1),

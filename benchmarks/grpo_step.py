@@ -90,7 +90,10 @@ def write_model(path: Path, case: Case, setting: Setting) -> int:
     ends = list(range(1, 1 + case.stop_ids))
     special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": ends}
     parameters = write_random_model(path, shape, setting.dtype, setting.device, **special)
-    words = {word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(2, shape.vocab))])}
+    words = {
+        word: index
+        for index, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(2, shape.vocab))])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
@@ -106,7 +109,10 @@ def prompt_texts(count: int, vocab: int) -> list[str]:
     draw = torch.Generator().manual_seed(0)
 
     def words(number: int) -> list[str]:
-        return [f"w{index}" for index in torch.randint(FIRST_WORD, vocab, (number,), generator=draw).tolist()]
+        return [
+            f"w{index}"
+            for index in torch.randint(FIRST_WORD, vocab, (number,), generator=draw).tolist()
+        ]
 
     instruction = words(64)
     lengths = torch.randint(12, 41, (count,), generator=draw).tolist()
@@ -155,7 +161,10 @@ def trl_side(turns: Turns, path: Path, case: Case, setting: Setting, steps: int)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             nonlocal fed_before
-            fed_before, seen["fed"] = state.num_input_tokens_seen, state.num_input_tokens_seen - fed_before
+            fed_before, seen["fed"] = (
+                state.num_input_tokens_seen,
+                state.num_input_tokens_seen - fed_before,
+            )
             turns.end(**seen)
 
     rows = case.prompts * case.group
@@ -249,7 +258,11 @@ def run_config(path: Path, case: Case, setting: Setting) -> Any:
     config.trainer = replace(
         config.trainer, lr=ADAM["lr"], optimizer=optimizer, packing=True, tokens_per_microbatch=4096
     )
-    config.metrics.progress, config.metrics.picture, config.metrics.trajectories_per_step = "none", False, 0
+    config.metrics.progress, config.metrics.picture, config.metrics.trajectories_per_step = (
+        "none",
+        False,
+        0,
+    )
     config.evaluation.at_start = False
     return config
 
@@ -285,14 +298,28 @@ def check_equal_work(case: Case, ours: list[Figures], rival: list[Figures]) -> N
     """Raises RuntimeError unless both sides read the same prompts and sampled about as many tokens."""
     prompts = {turn["fed"] - turn["generated"] for turn in [*ours, *rival]}
     if len(prompts) > 1:
-        raise RuntimeError(f"{case.name}: the prompts of a step differ, they have {sorted(prompts)} tokens")
+        raise RuntimeError(
+            f"{case.name}: the prompts of a step differ, they have {sorted(prompts)} tokens"
+        )
     sampled, other = (sum(turn["generated"] for turn in side) for side in (ours, rival))
     if abs(sampled - other) > 0.25 * other:
-        raise RuntimeError(f"{case.name}: rlflow sampled {sampled:.0f} tokens, TRL {other:.0f}; the work differs")
+        raise RuntimeError(
+            f"{case.name}: rlflow sampled {sampled:.0f} tokens, TRL {other:.0f}; the work differs"
+        )
 
 
 HEADER = "{:<8} {:<7} {:>8} {:>10} {:>12} {:>10} {:>9} {:>8} {:>9}"
-COLUMNS = ("case", "side", "tokens/s", "low..high", "tokens/CPU-s", "low..high", "sampled", "rollout", "peak MiB")
+COLUMNS = (
+    "case",
+    "side",
+    "tokens/s",
+    "low..high",
+    "tokens/CPU-s",
+    "low..high",
+    "sampled",
+    "rollout",
+    "peak MiB",
+)
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -305,32 +332,52 @@ def print_result(result: dict[str, Any]) -> None:
             f"{spread(processor):>10} {row['generated']['median']:>9.0f} {row['rollout_share']['median']:>8.0%} "
             f"{row['peak_mib']:>9.0f}"
         )
-    ratios = f"{'':<8} {'ratio':<7} {result['speedup']:>7.2f}x {'':>10} {result['speedup_cpu']:>11.2f}x"
+    ratios = (
+        f"{'':<8} {'ratio':<7} {result['speedup']:>7.2f}x {'':>10} {result['speedup_cpu']:>11.2f}x"
+    )
     print(ratios, flush=True)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter completions: under a minute")
-    parser.add_argument("--model", choices=[name for name in SHAPES if not name.endswith("B")], default="18M")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and shorter completions: under a minute"
+    )
+    parser.add_argument(
+        "--model", choices=[name for name in SHAPES if not name.endswith("B")], default="18M"
+    )
     parser.add_argument("--rounds", type=int, help="counted steps per side and case (5; quick: 2)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (1)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    parser.add_argument("--kl", action="store_true", help="with a reference model and a KL term, on both sides")
     parser.add_argument(
-        "--microbatch", type=int, default=16, help="rows of TRL's forward pass; the fastest is chosen (16)"
+        "--kl", action="store_true", help="with a reference model and a KL term, on both sides"
+    )
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        default=16,
+        help="rows of TRL's forward pass; the fastest is chosen (16)",
     )
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    missing = [name for name in ("trl", "datasets", "accelerate") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("trl", "datasets", "accelerate") if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        print(f"{sys.argv[0]}: not installed: {', '.join(missing)}: pip install -e '.[benchmarks]'", file=sys.stderr)
+        print(
+            f"{sys.argv[0]}: not installed: {', '.join(missing)}: pip install -e '.[benchmarks]'",
+            file=sys.stderr,
+        )
         sys.exit(2)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait busily cost most on shared cores
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # threads that wait busily cost most on shared cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     setting = Setting(options.threads, "cpu", "float32", options.kl, options.microbatch)
     rounds = options.rounds or (2 if options.quick else 5)

@@ -93,7 +93,9 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, problem: Exception | None) -> None:
         if self._leaving and not self.stopped:
-            again = asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
+            again = asyncio.get_running_loop().create_connection(
+                lambda: self, "127.0.0.1", self._port
+            )
             self._task = asyncio.ensure_future(again)
         else:
             self._figures.failed += not self.stopped

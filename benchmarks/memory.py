@@ -29,7 +29,10 @@ PARTS = ("trainer", "engine")
 
 def skewed_lengths(draw: random.Random, rows: int, longest: int) -> tuple[int, ...]:
     """Lengths as of agent episodes: most of them short, few long (log-normal, median a sixth of the longest)."""
-    return tuple(max(4, min(longest, round(longest / 6 * draw.lognormvariate(0.0, 0.9)))) for _ in range(rows))
+    return tuple(
+        max(4, min(longest, round(longest / 6 * draw.lognormvariate(0.0, 0.9))))
+        for _ in range(rows)
+    )
 
 
 def rss_mib() -> float:
@@ -38,7 +41,9 @@ def rss_mib() -> float:
     return psutil.Process().memory_info().rss / MIB
 
 
-async def measure(path: Path, model: str, steps: int, parts: tuple[str, ...], packed: bool, longest: int) -> list[float]:
+async def measure(
+    path: Path, model: str, steps: int, parts: tuple[str, ...], packed: bool, longest: int
+) -> list[float]:
     """The resident set in MiB after each step."""
     import rlflow.trainer.megatron  # noqa: F401
     from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
@@ -46,7 +51,9 @@ async def measure(path: Path, model: str, steps: int, parts: tuple[str, ...], pa
     from rlflow.trainer.base import Trainer
 
     vocab = SHAPES[model].vocab
-    trainer = Trainer.from_pretrained(path, lr=1e-5, packing=packed, tokens_per_microbatch=2 * longest)
+    trainer = Trainer.from_pretrained(
+        path, lr=1e-5, packing=packed, tokens_per_microbatch=2 * longest
+    )
     engine = EmbeddedEngine(path, max_tokens=2 * longest) if "engine" in parts else None
     draw = random.Random(0)
     taken = []
@@ -54,7 +61,11 @@ async def measure(path: Path, model: str, steps: int, parts: tuple[str, ...], pa
     async def sample(lengths: tuple[int, ...]) -> None:
         assert engine is not None
         calls = [
-            engine.generate([draw.randrange(1, vocab) for _ in range(length)], Sampling(max_tokens=1 + length % 16), f"{number}")
+            engine.generate(
+                [draw.randrange(1, vocab) for _ in range(length)],
+                Sampling(max_tokens=1 + length % 16),
+                f"{number}",
+            )
             for number, length in enumerate(lengths)
         ]
         await asyncio.gather(*calls)
@@ -79,11 +90,17 @@ async def measure(path: Path, model: str, steps: int, parts: tuple[str, ...], pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="150 steps: about a minute")
     parser.add_argument("--steps", type=int, help="500 (quick: 150)")
-    parser.add_argument("--only", choices=PARTS, help="leave the other part out, to see whose memory grows")
-    parser.add_argument("--padded", action="store_true", help="rows are padded, not laid end to end")
+    parser.add_argument(
+        "--only", choices=PARTS, help="leave the other part out, to see whose memory grows"
+    )
+    parser.add_argument(
+        "--padded", action="store_true", help="rows are padded, not laid end to end"
+    )
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest row (256)")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,13 +110,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         write_random_model(path, SHAPES["tiny"])
-        taken = asyncio.run(measure(path, "tiny", steps, parts, not options.padded, options.longest))
+        taken = asyncio.run(
+            measure(path, "tiny", steps, parts, not options.padded, options.longest)
+        )
     from rlflow.matmul import PRODUCTS, processor_name
 
     settled, highest = max(taken[:SETTLED]), max(taken)
     result: dict[str, Any] = {
         "benchmark": "memory",
-        "versions": {"python": platform.python_version(), **versions("rlflow", "torch", "megatron-core")},
+        "versions": {
+            "python": platform.python_version(),
+            **versions("rlflow", "torch", "megatron-core"),
+        },
         "processor": processor_name(),
         "products": dict(PRODUCTS.chosen()),
         "parts": parts,

@@ -51,21 +51,47 @@ CASES = (
     Case("18M packed", "18M", overrides=("trainer.packing=true",)),
     Case("18M long rows", "18M", rows=2, length=2048),
     Case("18M small chunks of logits", "18M", overrides=("trainer.logits_chunk_mib=16",)),
-    Case("93M reference", "93M", rows=2, overrides=("algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]",)),
+    Case(
+        "93M reference",
+        "93M",
+        rows=2,
+        overrides=("algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]",),
+    ),
     Case("93M selective", "93M", rows=2, overrides=("trainer.recompute=selective",)),
     Case("93M full recompute", "93M", rows=2, overrides=("trainer.recompute=full",)),
     Case("93M bfloat16", "93M", rows=2, overrides=("model.dtype=bfloat16",)),
     Case(
-        "18M critic", "18M", overrides=("algorithm={advantage: gae, losses: [ppo_clip, value], critic: {lr: 1.0e-5}}",)
+        "18M critic",
+        "18M",
+        overrides=("algorithm={advantage: gae, losses: [ppo_clip, value], critic: {lr: 1.0e-5}}",),
     ),
     Case("93M TP2", "93M", rows=2, overrides=("trainer.tensor_parallel=2",), ranks=2),
-    Case("93M PP2", "93M", rows=2, overrides=("trainer.pipeline_parallel=2", "trainer.tokens_per_microbatch=512"), ranks=2),
-    Case("93M DP2 distributed optimizer", "93M", rows=2, overrides=("trainer.distributed_optimizer=true",), ranks=2),
+    Case(
+        "93M PP2",
+        "93M",
+        rows=2,
+        overrides=("trainer.pipeline_parallel=2", "trainer.tokens_per_microbatch=512"),
+        ranks=2,
+    ),
+    Case(
+        "93M DP2 distributed optimizer",
+        "93M",
+        rows=2,
+        overrides=("trainer.distributed_optimizer=true",),
+        ranks=2,
+    ),
     Case("18M engine", "18M", "rollout", rows=32, length=512),
     Case("93M engine", "93M", "rollout", rows=16, length=512),
     Case("18M vLLM", "18M", "vllm", rows=32, length=512),
     Case("93M vLLM", "93M", "vllm", rows=16, length=512),
-    Case("93M vLLM, 2 GiB of keys and values", "93M", "vllm", ("rollout.engine.kv_gib=2",), rows=16, length=512),
+    Case(
+        "93M vLLM, 2 GiB of keys and values",
+        "93M",
+        "vllm",
+        ("rollout.engine.kv_gib=2",),
+        rows=16,
+        length=512,
+    ),
     Case("93M vLLM bfloat16", "93M", "vllm", ("model.dtype=bfloat16",), rows=16, length=512),
 )
 
@@ -78,7 +104,9 @@ def configuration(case: Case, path: Path) -> Any:
              f"rollout.max_response_tokens={case.length - 1}", f"data.max_prompt_tokens={case.length // 2}",
              f"rollout.engine={{name: {engine}, max_concurrency: {case.rows}}}", f"cluster.ranks={case.ranks}",
              f"trainer.tokens_per_microbatch={case.rows * case.length}", "algorithm.advantage=reinforce")  # fmt: skip
-    return load_config(None, [f"model.path={path}", "environment.name=none", *shape, *case.overrides])
+    return load_config(
+        None, [f"model.path={path}", "environment.name=none", *shape, *case.overrides]
+    )
 
 
 def estimated_mib(case: Case, path: Path) -> list[float]:
@@ -93,7 +121,10 @@ def estimated_mib(case: Case, path: Path) -> list[float]:
     if case.part == "vllm":
         return [vllm_memory(config, model)[0].total / MIB]
     stages = config.trainer.pipeline_parallel
-    parts = [{**rank_parts(config, model, stage), **update_parts(config, model, stage)} for stage in range(stages)]
+    parts = [
+        {**rank_parts(config, model, stage), **update_parts(config, model, stage)}
+        for stage in range(stages)
+    ]
     return [sum(part.values()) / MIB for part in parts for _ in range(max(case.ranks, 1) // stages)]
 
 
@@ -104,7 +135,9 @@ def measured_mib(case: Case, path: Path) -> list[float]:
         pipes, processes = [], []
         for rank in range(max(case.ranks, 1)):
             here, there = context.Pipe()
-            processes.append(context.Process(target=_child, args=(there, case, path, rank, meeting), daemon=True))
+            processes.append(
+                context.Process(target=_child, args=(there, case, path, rank, meeting), daemon=True)
+            )
             processes[-1].start()
             there.close()
             pipes.append(here)
@@ -130,7 +163,9 @@ def measured_vllm_mib(case: Case, path: Path, python: str) -> list[float]:
 
     def watch() -> None:
         while not done.wait(0.3):
-            peaks[0] = max(peaks[0], sum(proportional_mib(one.pid) for one in psutil.Process().children()))
+            peaks[0] = max(
+                peaks[0], sum(proportional_mib(one.pid) for one in psutil.Process().children())
+            )
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -181,7 +216,9 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if case.ranks:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=case.ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=case.ranks
+        )
     config = configuration(case, path)
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_mib("VmRSS")
@@ -211,7 +248,9 @@ def _update(case: Case, config: Any) -> None:
         from rlflow.algorithms.algorithm import make_loss
 
         loss = make_loss(config.algorithm.losses)
-        batch = batch.replace(values=batch.advantages, returns=batch.advantages, proximal_logprobs=batch.logprobs)
+        batch = batch.replace(
+            values=batch.advantages, returns=batch.advantages, proximal_logprobs=batch.logprobs
+        )
     for _ in range(2):
         if "reference" in needs:
             trainer.score(batch, model="reference")
@@ -223,7 +262,9 @@ async def _sample(case: Case, config: Any) -> None:
     from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 
     options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
-    engine = EmbeddedEngine(config.model.path, dtype=config.model.dtype, max_tokens=case.length, **options)
+    engine = EmbeddedEngine(
+        config.model.path, dtype=config.model.dtype, max_tokens=case.length, **options
+    )
     await _fill(case, engine)
     await engine.close()
 
@@ -234,7 +275,10 @@ async def _fill(case: Case, engine: Any) -> None:
 
     half = case.length // 2
     prompts = [[(7 * row + place) % 1000 for place in range(half)] for row in range(case.rows)]
-    calls = [engine.generate(prompt, Sampling(case.length - half), f"{row}") for row, prompt in enumerate(prompts)]
+    calls = [
+        engine.generate(prompt, Sampling(case.length - half), f"{row}")
+        for row, prompt in enumerate(prompts)
+    ]
     await asyncio.gather(*calls)
 
 
@@ -243,15 +287,23 @@ def compare(case: Case, folder: Path, vllm_python: str) -> dict[str, Any]:
     if not path.is_dir():
         write_random_model(path, SHAPES[case.model], eos_token_id=None)
     expected = estimated_mib(case, path)
-    found = measured_vllm_mib(case, path, vllm_python) if case.part == "vllm" else measured_mib(case, path)
+    found = (
+        measured_vllm_mib(case, path, vllm_python)
+        if case.part == "vllm"
+        else measured_mib(case, path)
+    )
     worst = max(zip(expected, found, strict=True), key=lambda pair: abs(pair[0] / pair[1] - 1))
     return {"case": case.name, "estimated_mib": expected, "measured_mib": found, "ratio": worst[0] / worst[1],
             "passed": abs(worst[0] / worst[1] - 1) <= AIM}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the two plain cases and an engine: half a minute")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the two plain cases and an engine: half a minute"
+    )
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument(
         "--vllm-python", default=os.environ.get("RLFLOW_VLLM_PYTHON", ""), metavar="PATH",
@@ -261,7 +313,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     python = "" if options.vllm_python == "none" else options.vllm_python
-    chosen = [case for case in CASES if options.only in case.name and (python or case.part != "vllm")]
+    chosen = [
+        case for case in CASES if options.only in case.name and (python or case.part != "vllm")
+    ]
     if options.quick:
         chosen = [case for case in chosen if case.name in ("18M", "93M", "18M engine")]
     results = []
@@ -269,10 +323,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             results.append(compare(case, Path(folder), python))
-            for expected, found in zip(results[-1]["estimated_mib"], results[-1]["measured_mib"], strict=True):
-                print(f"{case.name:<36}{expected:>16.0f}{found:>16.0f}{expected / found:>8.2f}", flush=True)
+            for expected, found in zip(
+                results[-1]["estimated_mib"], results[-1]["measured_mib"], strict=True
+            ):
+                print(
+                    f"{case.name:<36}{expected:>16.0f}{found:>16.0f}{expected / found:>8.2f}",
+                    flush=True,
+                )
     packages = {"python": platform.python_version(), **versions("rlflow", "torch", "megatron-core")}
-    print(json.dumps({"benchmark": "memory_estimate", "versions": packages, "aim": AIM, "results": results}))
+    print(
+        json.dumps(
+            {"benchmark": "memory_estimate", "versions": packages, "aim": AIM, "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

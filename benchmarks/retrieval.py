@@ -31,7 +31,9 @@ TOP_K = 10
 
 def main() -> None:
     """Builds, measures, prints the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a small corpus, under a minute")
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--dimensions", type=int, default=384)
@@ -94,14 +96,18 @@ def rows_of(index: DenseIndex, queries: np.ndarray) -> list[set[int]]:
 
 def overlap(found: list[set[int]], exact: list[set[int]]) -> float:
     """Recall@10: the share of the exact rows that was found."""
-    return statistics.fmean(len(one & other) / TOP_K for one, other in zip(found, exact, strict=True))
+    return statistics.fmean(
+        len(one & other) / TOP_K for one, other in zip(found, exact, strict=True)
+    )
 
 
 def measure(
     indices: dict[str, DenseIndex], queries: np.ndarray, vectors: np.ndarray, rounds: int
 ) -> tuple[dict[str, dict[int, list[float]]], list[float]]:
     """(seconds per search by index and batch, one per round; seconds of the fastest read of all vectors, one per round)."""
-    seconds: dict[str, dict[int, list[float]]] = {name: {batch: [] for batch in BATCHES} for name in indices}
+    seconds: dict[str, dict[int, list[float]]] = {
+        name: {batch: [] for batch in BATCHES} for name in indices
+    }
     tensor = torch.from_numpy(vectors)
     read: list[float] = []
     for turn in range(rounds + 1):  # the first one warms up
@@ -109,8 +115,14 @@ def measure(
         for name, index in indices.items():
             for batch in BATCHES:
                 took = min(
-                    timed(lambda index=index, batch=batch, at=at: index.rank_vectors(queries[at : at + batch], TOP_K))
-                    for at in range(len(indices) + 3 if batch == 1 else 1)  # as often as all is read
+                    timed(
+                        lambda index=index, batch=batch, at=at: index.rank_vectors(
+                            queries[at : at + batch], TOP_K
+                        )
+                    )
+                    for at in range(
+                        len(indices) + 3 if batch == 1 else 1
+                    )  # as often as all is read
                 )
                 if turn:
                     seconds[name][batch].append(took)
@@ -136,21 +148,34 @@ def report(
     size: int,
 ) -> None:
     """Prints the table, ratios against the baseline and the bound, and the figures as JSON."""
-    versions = {"torch": torch.__version__, "faiss": faiss.__version__, "python": platform.python_version()}
+    versions = {
+        "torch": torch.__version__,
+        "faiss": faiss.__version__,
+        "python": platform.python_version(),
+    }
     best_read = min(read)
     print(
         f"{args.passages:,} x {args.dimensions} float32, {args.threads} threads, {args.rounds} interleaved rounds, best of them"
     )
-    print(f"bound of a flat scan: {1 / best_read:.1f} passes/s ({size / best_read / 1e9:.1f} GB/s read)   {versions}")
+    print(
+        f"bound of a flat scan: {1 / best_read:.1f} passes/s ({size / best_read / 1e9:.1f} GB/s read)   {versions}"
+    )
     heads = "".join(f"{f'q/s at {batch}':>12}" for batch in BATCHES)
     print(f"\n{'index':42}{'recall@10':>10}{heads}{'of bound':>10}{f'x {BASELINE} at 64':>22}")
     rows = {}
     for name in indices:
         qps = {batch: batch / min(seconds[name][batch]) for batch in BATCHES}
         # Meaningful for indices that read all float32 vectors.
-        of_bound = statistics.median(bound / took for bound, took in zip(read, seconds[name][1], strict=True))
+        of_bound = statistics.median(
+            bound / took for bound, took in zip(read, seconds[name][1], strict=True)
+        )
         ratio = qps[64] / (64 / min(seconds[BASELINE][64]))
-        rows[name] = {"recall": recall[name], "qps": qps, "of_bound_alone": of_bound, "vs_baseline_at_64": ratio}
+        rows[name] = {
+            "recall": recall[name],
+            "qps": qps,
+            "of_bound_alone": of_bound,
+            "vs_baseline_at_64": ratio,
+        }
         shown = f"{of_bound:>10.0%}" if name == BASELINE else f"{'':>10}"
         numbers = "".join(f"{qps[batch]:>12.1f}" for batch in BATCHES)
         print(f"{name:42}{recall[name]:>10.3f}{numbers}{shown}{ratio:>21.1f}x")

@@ -40,7 +40,11 @@ WORDS_PER_QUERY = 8
 TOP_K = 3
 IN_FLIGHT = (1, 64, 512)
 KINDS = ("flat", "ivf")
-TARGETS = {("flat", 64): 3.0, ("ivf", 64): 3.0, ("ivf", 1): 1.0}  # (index, in flight) -> ours / usual
+TARGETS = {
+    ("flat", 64): 3.0,
+    ("ivf", 64): 3.0,
+    ("ivf", 1): 1.0,
+}  # (index, in flight) -> ours / usual
 NPROBE = 16
 
 
@@ -59,15 +63,29 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10,000 passages, one round of a second: under a minute")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="10,000 passages, one round of a second: under a minute",
+    )
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each server, interleaved")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measurements of each server, interleaved"
+    )
     parser.add_argument("--in-flight", type=int, nargs="+", default=list(IN_FLIGHT))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--processes", type=int, default=2, help="of the third server; 1 leaves it out")
-    parser.add_argument("--directory", type=Path, help="where corpus and indices are kept (default: the temporary folder)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="of the third server; 1 leaves it out"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where corpus and indices are kept (default: the temporary folder)",
+    )
     parser.add_argument("--usual", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -82,7 +100,9 @@ def _arguments() -> argparse.Namespace:
 def vocabulary() -> list[str]:
     """20,000 pronounceable words, most frequent first."""
     generator = random.Random(1)
-    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "or", "el")]
+    syllables = [
+        a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "or", "el")
+    ]
     words: dict[str, None] = {}
     while len(words) < 20_000:
         words["".join(generator.choices(syllables, k=generator.randint(2, 4)))] = None
@@ -98,7 +118,9 @@ def make_corpus(path: Path, size: int) -> Path:
             for row in range(size):
                 title, *body = generator.choices(words, weights, k=62)
                 contents = f'"{title} {row}"\n{" ".join(body)}.'
-                file.write(json.dumps({"id": str(row), "contents": contents, "url": f"doc://{row}"}) + "\n")
+                file.write(
+                    json.dumps({"id": str(row), "contents": contents, "url": f"doc://{row}"}) + "\n"
+                )
     return path
 
 
@@ -115,9 +137,18 @@ def make_indices(directory: Path, corpus: Path, size: int) -> dict[str, dict]:
     for name, kind in (("flat", "Flat"), ("ivf", f"IVF{lists},Flat")):
         folder = directory / name
         if not (folder / "meta.json").is_file():
-            command = [sys.executable, "-m", "rlflow_environments.retrieval", "build", "--corpus", str(corpus)]
+            command = [
+                sys.executable,
+                "-m",
+                "rlflow_environments.retrieval",
+                "build",
+                "--corpus",
+                str(corpus),
+            ]
             options = ["--out", str(folder), "--index", kind, "--set", f"dimensions={DIMENSIONS}"]
-            subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, env=child_environment())
+            subprocess.run(
+                [*command, *options], check=True, stdout=subprocess.DEVNULL, env=child_environment()
+            )
     return {
         "flat": {"name": "faiss", "path": str(directory / "flat")},
         "ivf": {"name": "faiss", "path": str(directory / "ivf"), "nprobe": NPROBE},
@@ -128,7 +159,12 @@ def child_environment() -> dict[str, str]:
     """The children import what this process does, installed or not, and may use every core."""
     threads = str(len(os.sched_getaffinity(0)))
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    return {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": path,
+    }
 
 
 # ---------------------------------------------------------------- the server of the usual design
@@ -161,14 +197,21 @@ def serve_usual(component: str, port: int) -> int:
         with lock:
             results = search(request.queries, request.topk or TOP_K)
         if request.return_scores:
-            return {"result": [[{"document": document, "score": score} for document, score in found] for found in results]}
+            return {
+                "result": [
+                    [{"document": document, "score": score} for document, score in found]
+                    for found in results
+                ]
+            }
         return {"result": [[document for document, _ in found] for found in results]}
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
     return 0
 
 
-def usual_search(retriever: dict, corpus: str) -> Callable[[list[str], int], list[list[tuple[dict, float]]]]:
+def usual_search(
+    retriever: dict, corpus: str
+) -> Callable[[list[str], int], list[list[tuple[dict, float]]]]:
     """(queries, top_k) -> for each query its documents and their scores."""
     from rlflow_environments.retrieval.corpus import Corpus
     from rlflow_environments.retrieval.encoders import NgramEncoder
@@ -185,13 +228,20 @@ def usual_search(retriever: dict, corpus: str) -> Callable[[list[str], int], lis
 
         def search(queries: list[str], top_k: int) -> list[list[tuple[dict, float]]]:
             scores, rows = index.search(encoder.encode_queries(queries), top_k)
-            pairs = [zip(*found, strict=True) for found in zip(rows.tolist(), scores.tolist(), strict=True)]
-            return [[(documents[row], score) for row, score in found if row >= 0] for found in pairs]
+            pairs = [
+                zip(*found, strict=True)
+                for found in zip(rows.tolist(), scores.tolist(), strict=True)
+            ]
+            return [
+                [(documents[row], score) for row, score in found if row >= 0] for found in pairs
+            ]
 
         return search
     made = make_retriever(retriever, passages)
     by_id = {document["id"]: document for document in documents}
-    return lambda queries, top_k: [[(by_id[p.id], p.score) for p in found] for found in made.search(queries, top_k)]
+    return lambda queries, top_k: [
+        [(by_id[p.id], p.score) for p in found] for found in made.search(queries, top_k)
+    ]
 
 
 # ---------------------------------------------------------------- measuring
@@ -202,10 +252,14 @@ class Server:
 
     def __init__(self, command: list[str], port: int) -> None:
         self.port = port
-        self.process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            command, env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         for _ in range(3000):
             if self.process.poll() is not None:
-                raise SystemExit((self.process.stderr.read() if self.process.stderr else b"").decode())
+                raise SystemExit(
+                    (self.process.stderr.read() if self.process.stderr else b"").decode()
+                )
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
                     return
@@ -222,7 +276,9 @@ class Server:
     def memory(self) -> int:
         """Bytes of memory, what is shared counted once (PSS)."""
         server = psutil.Process(self.process.pid)
-        return sum(process.memory_full_info().pss for process in (server, *server.children(recursive=True)))
+        return sum(
+            process.memory_full_info().pss for process in (server, *server.children(recursive=True))
+        )
 
     def stop(self) -> None:
         self.process.terminate()
@@ -265,14 +321,22 @@ def compare(name: str, component: dict, corpus: Path, args: argparse.Namespace) 
             rounds: dict[str, list[Figures]] = {server: [] for server in servers}
             for _ in range(args.rounds):
                 for server, process in servers.items():
-                    bodies = (json.dumps({"queries": [query], "topk": TOP_K}).encode() for query in source)
+                    bodies = (
+                        json.dumps({"queries": [query], "topk": TOP_K}).encode() for query in source
+                    )
                     before = process.cpu_s()
                     found = measure(process.port, bodies, in_flight, args.seconds)
                     found.cpu_s = process.cpu_s() - before
                     rounds[server].append(found)
             figures[in_flight] = {server: summary(found) for server, found in rounds.items()}
             show(name, in_flight, figures[in_flight])
-        print("memory: " + ", ".join(f"{server} {process.memory() / 2**20:,.0f} MiB" for server, process in servers.items()))
+        print(
+            "memory: "
+            + ", ".join(
+                f"{server} {process.memory() / 2**20:,.0f} MiB"
+                for server, process in servers.items()
+            )
+        )
     finally:
         for process in servers.values():
             process.stop()
@@ -285,13 +349,19 @@ def check_equal(servers: dict[str, Server], source) -> None:
     body = json.dumps({"queries": asked, "topk": TOP_K, "return_scores": True}).encode()
     answers = []
     for server in servers.values():
-        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/retrieve", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/retrieve", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             answers.append(json.load(reply)["result"])
     for found in zip(*answers, strict=True):
         documents = [[hit["document"] for hit in hits] for hits in found]
         scores = [[hit["score"] for hit in hits] for hits in found]
-        close = all(abs(a - b) <= 1e-5 for other in scores[1:] for a, b in zip(scores[0], other, strict=True))
+        close = all(
+            abs(a - b) <= 1e-5
+            for other in scores[1:]
+            for a, b in zip(scores[0], other, strict=True)
+        )
         if any(other != documents[0] for other in documents) or not close:
             raise SystemExit("the servers find different documents")
 
@@ -303,9 +373,13 @@ def summary(rounds: list[Figures]) -> dict:
         "queries_per_s": round(middle.per_second, 1),
         "p50_ms": round(middle.quantile(0.5) * 1000, 2),
         "p99_ms": round(middle.quantile(0.99) * 1000, 2),
-        "cpu_ms": round(sum(f.cpu_s for f in rounds) / max(1, sum(f.answered for f in rounds)) * 1000, 3),
+        "cpu_ms": round(
+            sum(f.cpu_s for f in rounds) / max(1, sum(f.answered for f in rounds)) * 1000, 3
+        ),
         "failed": sum(found.failed for found in rounds),
-        "spread": round(statistics.pstdev(f.per_second for f in rounds) / max(1e-9, middle.per_second), 3),
+        "spread": round(
+            statistics.pstdev(f.per_second for f in rounds) / max(1e-9, middle.per_second), 3
+        ),
     }
 
 
@@ -323,8 +397,12 @@ def show(name: str, in_flight: int, figures: dict[str, dict]) -> None:
 def ratios_of(figures: dict[str, dict]) -> dict[str, float]:
     """Each of ours by the usual one; infinite where that answered nothing in its time."""
     usual = figures["usual"]["queries_per_s"]
-    ours = {server: found["queries_per_s"] for server, found in figures.items() if server != "usual"}
-    return {server: round(rate / usual, 2) if usual else float("inf") for server, rate in ours.items()}
+    ours = {
+        server: found["queries_per_s"] for server, found in figures.items() if server != "usual"
+    }
+    return {
+        server: round(rate / usual, 2) if usual else float("inf") for server, rate in ours.items()
+    }
 
 
 def report(results: dict[str, dict], args: argparse.Namespace) -> None:
@@ -333,15 +411,37 @@ def report(results: dict[str, dict], args: argparse.Namespace) -> None:
         for name, by_load in results.items()
         for in_flight, found in by_load.items()
     }
-    versions = {name: metadata.version(name) for name in ("torch", "faiss-cpu", "uvicorn", "fastapi", "orjson", "numpy")}
-    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1)}
+    versions = {
+        name: metadata.version(name)
+        for name in ("torch", "faiss-cpu", "uvicorn", "fastapi", "orjson", "numpy")
+    }
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
     print(", ".join(f"{name} {version}" for name, version in {**versions, **machine}.items()))
     for (kind, in_flight), target in TARGETS.items():
         for server, found in ratios.get(f"{kind}_{in_flight}", {}).items():
             met = "met" if found >= target else "NOT met"
             print(f"{kind}, {server}: {found}x at {in_flight} in flight, target {target}x: {met}")
-    settings = {"passages": args.passages, "dimensions": DIMENSIONS, "seconds": args.seconds, "rounds": args.rounds}
-    print(json.dumps({"ratios": ratios, "figures": results, "settings": settings, "versions": versions, "machine": machine}))
+    settings = {
+        "passages": args.passages,
+        "dimensions": DIMENSIONS,
+        "seconds": args.seconds,
+        "rounds": args.rounds,
+    }
+    print(
+        json.dumps(
+            {
+                "ratios": ratios,
+                "figures": results,
+                "settings": settings,
+                "versions": versions,
+                "machine": machine,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

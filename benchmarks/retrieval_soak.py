@@ -54,7 +54,9 @@ class Report:
         return (sum(late) / len(late)) / (sum(early) / len(early)) - 1 if late else 0.0
 
 
-def soak(component: dict, corpus: Path, *, clients: int, seconds: float, known: int = KNOWN) -> Report:
+def soak(
+    component: dict, corpus: Path, *, clients: int, seconds: float, known: int = KNOWN
+) -> Report:
     """Starts two servers, keeps the clients busy for that long, and reports."""
     from rlflow_environments.retrieval.client.client import HttpRetriever
     from rlflow_environments.retrieval.corpus import Corpus
@@ -62,7 +64,9 @@ def soak(component: dict, corpus: Path, *, clients: int, seconds: float, known: 
 
     source = queries(seed=5)
     asked = [next(source) for _ in range(known)]
-    expected = dict(zip(asked, make_retriever(component, Corpus(corpus)).search(asked, TOP_K), strict=True))
+    expected = dict(
+        zip(asked, make_retriever(component, Corpus(corpus)).search(asked, TOP_K), strict=True)
+    )
     ports = [free_port(), free_port()]
     servers = [_start(component, corpus, port) for port in ports]
     report, stop = Report(), threading.Event()
@@ -72,7 +76,9 @@ def soak(component: dict, corpus: Path, *, clients: int, seconds: float, known: 
         threading.Thread(target=_trouble, args=(servers, component, corpus, seconds, stop)),
     ]
     try:
-        retriever = HttpRetriever([f"127.0.0.1:{port}" for port in ports], connections=clients, timeout_s=120, tries=12)
+        retriever = HttpRetriever(
+            [f"127.0.0.1:{port}" for port in ports], connections=clients, timeout_s=120, tries=12
+        )
         for watcher in watchers:
             watcher.start()
         asyncio.run(_clients(retriever, expected, clients, seconds, report))
@@ -126,21 +132,27 @@ def _watch(server: Server, report: Report, stop: threading.Event) -> None:
         report.memory_mb.append(process.memory_info().rss / 2**20)
 
 
-def _disconnect(ports: Sequence[int], asked: Sequence[str], report: Report, stop: threading.Event) -> None:
+def _disconnect(
+    ports: Sequence[int], asked: Sequence[str], report: Report, stop: threading.Event
+) -> None:
     """Clients that send a request, or half of one, and go away."""
     generator = random.Random(0)
     while not stop.wait(0.02):
         body = json.dumps({"queries": [generator.choice(asked)]}).encode()
         head = b"POST /retrieve HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body)
         try:
-            with socket.create_connection(("127.0.0.1", generator.choice(ports)), timeout=5) as connection:
+            with socket.create_connection(
+                ("127.0.0.1", generator.choice(ports)), timeout=5
+            ) as connection:
                 connection.sendall((head + body)[: generator.randint(1, len(head + body))])
         except OSError:  # the one that was killed
             continue
         report.disconnects += 1
 
 
-def _trouble(servers: list[Server], component: dict, corpus: Path, seconds: float, stop: threading.Event) -> None:
+def _trouble(
+    servers: list[Server], component: dict, corpus: Path, seconds: float, stop: threading.Event
+) -> None:
     """What happens to the second server: halted, killed, started again."""
     if stop.wait(seconds * 0.25):
         return
@@ -156,13 +168,21 @@ def _trouble(servers: list[Server], component: dict, corpus: Path, seconds: floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10,000 passages, 64 clients, 15 seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="10,000 passages, 64 clients, 15 seconds"
+    )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--clients", type=int, default=512)
     parser.add_argument("--kind", default="ivf", choices=("flat", "ivf"))
-    parser.add_argument("--directory", type=Path, help="where corpus and index are kept (default: the temporary folder)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="where corpus and index are kept (default: the temporary folder)",
+    )
     args = parser.parse_args()
     if args.quick:
         args.passages, args.clients, args.minutes = 10_000, 64, 0.25
@@ -170,13 +190,19 @@ def main() -> int:
     corpus = make_corpus(directory / "corpus.jsonl", args.passages)
     component = make_indices(directory, corpus, args.passages)[args.kind]
     report = soak(component, corpus, clients=args.clients, seconds=args.minutes * 60)
-    print(f"{report.answers:,} answers, {len(report.lost)} lost, {len(report.wrong)} wrong; {report.disconnects:,} disconnects")
-    print(f"slowest /health of {report.health_checks}: {report.slowest_health_s * 1000:.0f} ms (bound 1000 ms)")
+    print(
+        f"{report.answers:,} answers, {len(report.lost)} lost, {len(report.wrong)} wrong; {report.disconnects:,} disconnects"
+    )
+    print(
+        f"slowest /health of {report.health_checks}: {report.slowest_health_s * 1000:.0f} ms (bound 1000 ms)"
+    )
     print(f"memory {report.memory_mb[-1]:.0f} MB, growth {report.memory_growth:+.1%}")
     settings = {key: str(value) for key, value in vars(args).items()}
     found = asdict(report)
     found["memory_mb"] = [round(found["memory_mb"][0], 1), round(max(found["memory_mb"]), 1)]
-    print(json.dumps({**found, "memory_growth": round(report.memory_growth, 4), "settings": settings}))
+    print(
+        json.dumps({**found, "memory_growth": round(report.memory_growth, 4), "settings": settings})
+    )
     return 1 if report.lost or report.wrong else 0
 
 

@@ -29,15 +29,32 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait busily for each other cost most on shared cores
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # threads that wait busily for each other cost most on shared cores
 
 import torch
 
 VOCAB = 8192
 MODELS = {
-    "1M": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "18M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 6},
-    "93M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 13, "num_attention_heads": 12},
+    "1M": {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "18M": {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 6,
+    },
+    "93M": {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 13,
+        "num_attention_heads": 12,
+    },
 }
 
 
@@ -58,7 +75,9 @@ class Workload:
         """Tokens of the longest episode."""
         return max(
             len(prompt) + sum(responses) + sum(map(len, observations))
-            for prompt, responses, observations in zip(self.prompts, self.responses, self.observations)
+            for prompt, responses, observations in zip(
+                self.prompts, self.responses, self.observations
+            )
         )
 
 
@@ -68,7 +87,9 @@ def make_workload(episodes: int, group: int, turns: int, scale: float, seed: int
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
-        return torch.randint(3, VOCAB, (max(1, round(count * scale)),), generator=generator).tolist()
+        return torch.randint(
+            3, VOCAB, (max(1, round(count * scale)),), generator=generator
+        ).tolist()
 
     def uniform(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -129,12 +150,18 @@ def play_episodes(engine: Any, workload: Workload) -> None:
     asyncio.run(play())
 
 
-def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
+def rlflow_side(
+    path: Path, workload: Workload, dtype: str, device: str = "cpu"
+) -> Callable[[], int]:
     """The embedded engine."""
     from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 
     engine = EmbeddedEngine(
-        path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8, device=device
+        path,
+        max_concurrency=len(workload.prompts),
+        dtype=dtype,
+        max_tokens=workload.longest + 8,
+        device=device,
     )
 
     def run() -> int:
@@ -146,11 +173,15 @@ def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu")
     return run
 
 
-def transformers_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
+def transformers_side(
+    path: Path, workload: Workload, dtype: str, device: str = "cpu"
+) -> Callable[[], int]:
     """`generate`, a turn of all episodes that are left at a time, padded on the left. No log-probs are kept."""
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+    )
 
     class Lengths(StoppingCriteria):
         def __init__(self, width: int, lengths: list[int]) -> None:
@@ -163,12 +194,16 @@ def transformers_side(path: Path, workload: Workload, dtype: str, device: str = 
         histories = [list(prompt) for prompt in workload.prompts]
         computed = 0
         for turn in range(max(map(len, workload.responses))):
-            left = [index for index, lengths in enumerate(workload.responses) if turn < len(lengths)]
+            left = [
+                index for index, lengths in enumerate(workload.responses) if turn < len(lengths)
+            ]
             lengths = [workload.responses[index][turn] for index in left]
             width = max(len(histories[index]) for index in left)
             computed += width * len(left)
             ids = torch.tensor([[0] * (width - len(histories[i])) + histories[i] for i in left])
-            mask = torch.tensor([[0] * (width - len(histories[i])) + [1] * len(histories[i]) for i in left])
+            mask = torch.tensor(
+                [[0] * (width - len(histories[i])) + [1] * len(histories[i]) for i in left]
+            )
             output = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -203,12 +238,17 @@ class VllmSide:
         """{wall_s, cpu_s, prefilled} of one play; the CPU time is that of vLLM's processes too."""
         from rlflow.models.huggingface import iterate_weights
 
-        asyncio.run(self._engine.load_weights(iterate_weights(self._path), self._engine.version + 1))
+        asyncio.run(
+            self._engine.load_weights(iterate_weights(self._path), self._engine.version + 1)
+        )
         pid, counts = self._engine.server.served.child.pid, dataclasses.replace(self._engine.counts)
         before, start = cpu_s(pid), time.perf_counter()
         play_episodes(self._engine, self._workload)
         assert self._engine.counts.decoded - counts.decoded == self._workload.generated
-        wall_s, prefilled = time.perf_counter() - start, self._engine.counts.prefilled - counts.prefilled
+        wall_s, prefilled = (
+            time.perf_counter() - start,
+            self._engine.counts.prefilled - counts.prefilled,
+        )
         return {"wall_s": wall_s, "cpu_s": cpu_s(pid) - before, "prefilled": prefilled}
 
     def close(self) -> None:
@@ -230,10 +270,16 @@ def cpu_s(pid: int) -> float:
 def measured(play: Callable[[], int]) -> dict[str, float]:
     wall, processor = time.perf_counter(), time.process_time()
     prefilled = play()
-    return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - processor, "prefilled": prefilled}
+    return {
+        "wall_s": time.perf_counter() - wall,
+        "cpu_s": time.process_time() - processor,
+        "prefilled": prefilled,
+    }
 
 
-def interleave(sides: dict[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, list[dict[str, float]]]:
+def interleave(
+    sides: dict[str, Callable[[], dict[str, float]]], rounds: int
+) -> dict[str, list[dict[str, float]]]:
     """One warm-up of each side, then `rounds` of them in turn."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(rounds + 1):
@@ -253,7 +299,9 @@ def summary(runs: dict[str, list[dict[str, float]]], generated: int) -> dict[str
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_min": rates[0],
             "tokens_per_s_max": rates[-1],
-            "tokens_per_cpu_s": statistics.median(generated / result["cpu_s"] for result in results),
+            "tokens_per_cpu_s": statistics.median(
+                generated / result["cpu_s"] for result in results
+            ),
             "prompt_tokens_computed": results[0]["prefilled"],
         }
     return table
@@ -273,8 +321,12 @@ def print_table(table: dict[str, dict[str, float]], baseline: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute: lengths a sixth, one round")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="under a minute: lengths a sixth, one round"
+    )
     parser.add_argument("--model", choices=MODELS, default="18M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--episodes", type=int, default=64, help="all of them at once")
@@ -282,7 +334,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4, help="most turns of an episode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--vllm-python", help="python of an environment with vLLM, to measure beside the others")
+    parser.add_argument(
+        "--vllm-python", help="python of an environment with vLLM, to measure beside the others"
+    )
     return parser.parse_args()
 
 
@@ -304,7 +358,10 @@ def main() -> None:
         parameters = make_model(path, options.model)
         play = rlflow_side(path, workload, options.dtype)
         play_transformers = transformers_side(path, workload, options.dtype)
-        sides = {"transformers": lambda: measured(play_transformers), "rlflow": lambda: measured(play)}
+        sides = {
+            "transformers": lambda: measured(play_transformers),
+            "rlflow": lambda: measured(play),
+        }
         vllm = None
         if options.vllm_python:
             vllm = VllmSide(options.vllm_python, path, workload, options.dtype)
@@ -317,7 +374,8 @@ def main() -> None:
     print(
         f"\n{options.episodes} episodes in groups of {options.group}, {workload.generated} tokens generated, the longest episode "
         f"{workload.longest}; Qwen2 of {parameters / 1e6:.1f}M parameters in {options.dtype}, {options.threads} thread(s), "
-        f"{rounds} round(s); " + ", ".join(f"{name} {version}" for name, version in versions.items())
+        f"{rounds} round(s); "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
     )
     print_table(table, "transformers")
     if not options.vllm_python:

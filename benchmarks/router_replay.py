@@ -55,7 +55,11 @@ class Reversed(Environment):
         """Judges the only response."""
         wanted = episode.task.answer
         right = sum(said == want for said, want in zip(response, wanted, strict=False))
-        return Step(reward=right / 3, terminated=True, metrics={"exact_match": float(response[:3] == wanted)})
+        return Step(
+            reward=right / 3,
+            terminated=True,
+            metrics={"exact_match": float(response[:3] == wanted)},
+        )
 
 
 def write_policy(path: Path, seed: int, scale: float) -> Path:
@@ -67,7 +71,9 @@ def write_policy(path: Path, seed: int, scale: float) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", vocab_size=len(WORDS), **SIZES))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", vocab_size=len(WORDS), **SIZES)
+    )
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -98,13 +104,17 @@ def gaps(path: Path, engine_dtype: str, trainer_dtype: str, rows: int, tokens: i
     prompts = [[2 + (row + place) % len(LETTERS) for place in range(3)] for row in range(rows)]
 
     async def sample() -> list[Any]:
-        return await asyncio.gather(*(engine.generate(one, Sampling(tokens, seed=row)) for row, one in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(one, Sampling(tokens, seed=row)) for row, one in enumerate(prompts))
+        )
 
     segments = [
         make_segment([TokenSpan(prompt), TokenSpan(done.tokens, done)])
         for prompt, done in zip(prompts, asyncio.run(sample()), strict=True)
     ]
-    batch = make_batch([Trajectory("t", "g", [one], [], 0.0, StopReason.TERMINATED) for one in segments])
+    batch = make_batch(
+        [Trajectory("t", "g", [one], [], 0.0, StopReason.TERMINATED) for one in segments]
+    )
     trainer = Trainer.from_pretrained(path, dtype=trainer_dtype, router_replay="rollout")
     free, fixed = trainer.score(batch, want=("logprobs", ROUTES)), trainer.score(batch)
     trainer.close()
@@ -118,7 +128,9 @@ def gaps(path: Path, engine_dtype: str, trainer_dtype: str, rows: int, tokens: i
     }
 
 
-def learned(path: Path, runs: Path, seed: int, replay: str, steps: int, lr: float) -> dict[str, float]:
+def learned(
+    path: Path, runs: Path, seed: int, replay: str, steps: int, lr: float
+) -> dict[str, float]:
     """What a run with the engine in bfloat16 and the trainer in float32 comes to."""
     from rlflow.config.schema import load_config
     from rlflow.loop import train
@@ -135,7 +147,9 @@ def learned(path: Path, runs: Path, seed: int, replay: str, steps: int, lr: floa
         "checkpoint.every_steps=0", "checkpoint.export=false", "metrics.progress=none", "metrics.picture=false",
     ]  # fmt: skip
     train(load_config(None, values))
-    steps_done = [one for one in read_metrics(RunDirectory.open(runs / name).metrics) if "train/loss" in one]
+    steps_done = [
+        one for one in read_metrics(RunDirectory.open(runs / name).metrics) if "train/loss" in one
+    ]
     last = steps_done[-10:]
 
     def mean(key: str, of: list[dict[str, float]]) -> float:
@@ -155,7 +169,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few tokens, no learning")
     parser.add_argument("--steps", type=int, default=80, help="of each learning run; 0: none")
     parser.add_argument("--lr", type=float, default=3e-3, help="of learning")
-    parser.add_argument("--scale", type=float, default=0.15, help="standard deviation of the random weights")
+    parser.add_argument(
+        "--scale", type=float, default=0.15, help="standard deviation of the random weights"
+    )
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else 3)
     rows, tokens = (8, 24) if arguments.quick else (32, 64)

@@ -55,7 +55,10 @@ CORRECTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "none, anchor proximal": ("proximal", []),
     "tis": ("proximal", [{"name": "tis"}]),
     "mis": ("proximal", [{"name": "mis"}]),
-    "mis, geometric, 0.5 to 2": ("proximal", [{"name": "mis", "level": "geometric", "low": 0.5, "high": 2.0}]),
+    "mis, geometric, 0.5 to 2": (
+        "proximal",
+        [{"name": "mis", "level": "geometric", "low": 0.5, "high": 2.0}],
+    ),
     "icepop": ("proximal", [{"name": "icepop"}]),
     "decoupled": ("proximal", [{"name": "decoupled"}]),
     "decoupled, loglinear": ("proximal", [{"name": "decoupled", "proximal": "loglinear"}]),
@@ -65,7 +68,10 @@ CORRECTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "m2po, mask": ("rollout", [{"name": "m2po"}]),
     "m2po, winsor": ("rollout", [{"name": "m2po", "variant": "winsor"}]),
     "m2po, range 0.004": ("rollout", [{"name": "m2po", "variant": "range", "threshold": 0.004}]),
-    "m2po, mask_all, decoupled": ("proximal", [{"name": "m2po", "variant": "mask_all"}, {"name": "decoupled"}]),
+    "m2po, mask_all, decoupled": (
+        "proximal",
+        [{"name": "m2po", "variant": "mask_all"}, {"name": "decoupled"}],
+    ),
 }
 """Name -> (the anchor that it is made for, transforms)."""
 
@@ -76,7 +82,9 @@ def section(kernel: str, correction: str) -> dict[str, Any]:
     loss = dict(KERNELS[kernel])
     if kernel != "reinforce":
         loss["anchor"] = anchor
-    if kernel == "ppo_clip" and correction == "m2po, mask":  # as its paper has it: the mask in place of the clip
+    if (
+        kernel == "ppo_clip" and correction == "m2po, mask"
+    ):  # as its paper has it: the mask in place of the clip
         loss |= {"clip_low": None, "clip_high": None}
     return {"losses": [loss], "transforms": transforms, "minibatches_per_step": MINIBATCHES}
 
@@ -85,7 +93,11 @@ def refused(kernel: str, correction: str) -> str:
     """Why a combination makes no sense, as `rlflow train` says it; empty where it does."""
     from experiments.table_policy import make_algorithm
 
-    if kernel == "reinforce" and CORRECTIONS[correction][0] == "proximal" and not CORRECTIONS[correction][1]:
+    if (
+        kernel == "reinforce"
+        and CORRECTIONS[correction][0] == "proximal"
+        and not CORRECTIONS[correction][1]
+    ):
         return "it has no ratio, so no anchor"
     try:
         make_algorithm(section(kernel, correction), 0)
@@ -94,11 +106,16 @@ def refused(kernel: str, correction: str) -> str:
     return ""
 
 
-def measured(kernel: str, correction: str, lag: int, seed: int, steps: int = STEPS, lr: float = LR) -> Figures:
+def measured(
+    kernel: str, correction: str, lag: int, seed: int, steps: int = STEPS, lr: float = LR
+) -> Figures:
     """A cell: what becomes of the expected reward, and of the entropy."""
     from experiments import table_policy as table
 
-    algorithm, right = table.make_algorithm(section(kernel, correction), seed), table.right_answers(seed)
+    algorithm, right = (
+        table.make_algorithm(section(kernel, correction), seed),
+        table.right_answers(seed),
+    )
     trainer = table.TableTrainer(lr=lr)
     rewards, error = [table.expected_reward(trainer.logprobs(), right)], ""
     try:
@@ -108,14 +125,20 @@ def measured(kernel: str, correction: str, lag: int, seed: int, steps: int = STE
         error = str(failure)
     if error or not math.isfinite(rewards[-1]):
         return {"reward": None, "best": max(rewards), "entropy": None, "error": error}
-    return {"reward": rewards[-1], "best": max(rewards), "entropy": table.entropy(trainer.logprobs())}
+    return {
+        "reward": rewards[-1],
+        "best": max(rewards),
+        "entropy": table.entropy(trainer.logprobs()),
+    }
 
 
 def verdict(figures: list[Figures]) -> str:
     """What a combination does at a staleness, by the median seed."""
     if any(one["reward"] is None for one in figures):
         return "collapses"
-    reward, spread = (statistics.median(one[name] for one in figures) for name in ("reward", "entropy"))
+    reward, spread = (
+        statistics.median(one[name] for one in figures) for name in ("reward", "entropy")
+    )
     if reward >= REACHED:
         return "reaches"
     from experiments.table_policy import CHANCE
@@ -142,7 +165,10 @@ def make_cells(
             for seed in range(seeds):
                 cell = Cell(name, f"{kernel}; {correction}; {lag}", seed, quick, VERSION)
                 if log.get(cell) is None:
-                    log.append(cell, measured(kernel, correction, lag, seed, steps=8 if quick else STEPS, lr=lr))
+                    log.append(
+                        cell,
+                        measured(kernel, correction, lag, seed, steps=8 if quick else STEPS, lr=lr),
+                    )
                 found.setdefault(lag, []).append(log.get(cell) or {})
         told = " ".join(f"{lag}:{verdict(found[lag])}" for lag in found)
         print(
@@ -167,8 +193,14 @@ def tables(results: dict[tuple[str, str], dict[int, list[Figures]]]) -> str:
         row, numbers = [], []
         for kernel in KERNELS:
             found = results.get((kernel, correction))
-            row.append("`" + "".join(SIGNS[verdict(found[lag])] for lag in found) + "`" if found else "-")
-            numbers.append(" ".join(_median(found[lag]) for lag in (4, 16, 64) if lag in found) if found else "-")
+            row.append(
+                "`" + "".join(SIGNS[verdict(found[lag])] for lag in found) + "`" if found else "-"
+            )
+            numbers.append(
+                " ".join(_median(found[lag]) for lag in (4, 16, 64) if lag in found)
+                if found
+                else "-"
+            )
         signs.append(f"| {correction} | " + " | ".join(row) + " |\n")
         rewards.append(f"| {correction} | " + " | ".join(numbers) + " |\n")
     told = "Expected reward at the end for staleness 4, 16 and 64 (optimum 1, chance 0.125):"
@@ -188,12 +220,15 @@ def spread(results: dict[tuple[str, str], dict[int, list[Figures]]]) -> str:
     if seeds == 1:
         return "Of one seed."
     by_lag = [
-        f"at {lag}: {', '.join(who for at, who in several if at == lag)}" for lag in sorted({at for at, _ in several})
+        f"at {lag}: {', '.join(who for at, who in several if at == lag)}"
+        for lag in sorted({at for at, _ in several})
     ]
     told = f"The median of {seeds} seeds. From the worst to the best one the reward differs by {statistics.median(gaps):.3f} in "
     told += f"the median combination and by {max(gaps):.2f} at the most. "
     return told + (
-        f"Seeds come to different signs {'; '.join(by_lag)}." if several else "All seeds come to the same signs."
+        f"Seeds come to different signs {'; '.join(by_lag)}."
+        if several
+        else "All seeds come to the same signs."
     )
 
 
@@ -203,32 +238,50 @@ def _median(figures: list[Figures]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="eight steps at staleness 0 and 4: under a minute, says nothing"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3, help="0 to N - 1 (3); the median seed counts")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="eight steps at staleness 0 and 4: under a minute, says nothing",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="0 to N - 1 (3); the median seed counts"
+    )
     parser.add_argument("--lr", type=float, default=LR, help=f"of the table's AdamW ({LR})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the cells go (runs/safety)")
-    parser.add_argument("--docs", action="store_true", help="also write the table into docs/safety.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="also write the table into docs/safety.md"
+    )
     args = parser.parse_args(arguments)
     if args.seeds < 1 or not 0 < args.lr < math.inf:
         told = f"expected 1 or more seeds and a rate above 0, found {args.seeds} and {args.lr:g}"
         print(f"safety: --seeds, --lr: {told}.", file=sys.stderr)
         return 2
     started = time.monotonic()
-    logging.disable(logging.WARNING)  # that updates without any gradient were left out is no news here
+    logging.disable(
+        logging.WARNING
+    )  # that updates without any gradient were left out is no news here
     out = args.out or ROOT / "runs" / ("safety_quick" if args.quick else "safety")
     log = CellLog(out / "cells.jsonl")
     try:
         results, reasons = make_cells(log, 1 if args.quick else args.seeds, args.quick, args.lr)
     except KeyboardInterrupt:
-        print(f"safety: interrupted; what was made is in {log.path}, the same command goes on.", file=sys.stderr)
+        print(
+            f"safety: interrupted; what was made is in {log.path}, the same command goes on.",
+            file=sys.stderr,
+        )
         return 130
     table = tables(results)
-    print(f"{table}\n{', '.join(f'{sign} {name}' for name, sign in SIGNS.items())}, - refused; staleness {LAGS}\n")
+    print(
+        f"{table}\n{', '.join(f'{sign} {name}' for name, sign in SIGNS.items())}, - refused; staleness {LAGS}\n"
+    )
     if args.docs and not args.quick and args.lr == LR:
-        PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), "benchmarks/safety.py", table), encoding="utf-8")
+        PAGE.write_text(
+            with_block(PAGE.read_text(encoding="utf-8"), "benchmarks/safety.py", table),
+            encoding="utf-8",
+        )
     from common import versions
 
     from rlflow.matmul import processor_name

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from rlflow.errors import CheckpointError, ConfigError, RolloutError
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_weight, each_weight
+from rlflow.rollout.engine import (
+    Completion,
+    Engine,
+    PauseMode,
+    Sampling,
+    Stop,
+    Weights,
+    check_weight,
+    each_weight,
+)
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.storage.files import read_json, write_json
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
@@ -88,7 +97,9 @@ class FakeEngine(Engine):
         self.busy_s = 0.0  # of all places together
         self.released: list[str] = []
         self._vocab = vocab or (300 if path is None else int(read_config(path)["vocab_size"]))
-        self._responses = [[] if tokenizer is None else tokenizer.encode_text(text) for text in responses]
+        self._responses = [
+            [] if tokenizer is None else tokenizer.encode_text(text) for text in responses
+        ]
         self._state = "open"
         self._loading = False
         self._broken = False
@@ -96,13 +107,19 @@ class FakeEngine(Engine):
         self._running: list[FakeRequest] = []
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         self._check(tokens, request_id)
         request = self._request(request_id, priority, sampling.seed)
         completion = Completion([], [], [], "length")
         room = (
-            sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens - len(tokens))
+            sampling.max_tokens
+            if self.max_tokens is None
+            else min(sampling.max_tokens, self.max_tokens - len(tokens))
         )
         self._waiting.append(request)
         try:
@@ -112,7 +129,11 @@ class FakeEngine(Engine):
             while request.stop is None:
                 self._check_weights()
                 await asyncio.sleep(request.token_s)
-                if self._state in ("open", "draining") and not self._loading and request.stop is None:
+                if (
+                    self._state in ("open", "draining")
+                    and not self._loading
+                    and request.stop is None
+                ):
                     self._sample(request, completion, tokens, sampling, room)
         finally:
             self._waiting = [other for other in self._waiting if other is not request]
@@ -133,7 +154,9 @@ class FakeEngine(Engine):
                     check_weight(name, tensor, tuple(self.weights[name].shape))
                 loaded[name] = tensor.clone()
             if set(loaded) != set(self.weights):
-                raise RolloutError(f"fake engine: expected {sorted(self.weights)}, found {sorted(loaded)}.")
+                raise RolloutError(
+                    f"fake engine: expected {sorted(self.weights)}, found {sorted(loaded)}."
+                )
         except BaseException:
             self._broken = True
             raise
@@ -166,19 +189,27 @@ class FakeEngine(Engine):
         self.released.append(request_id)
 
     async def weights_digest(self) -> str:
-        return digest(self.weights.items()) if self.hashes_weights else await super().weights_digest()
+        return (
+            digest(self.weights.items()) if self.hashes_weights else await super().weights_digest()
+        )
 
     def _request(self, request_id: str | None, priority: int, seed: int | None) -> FakeRequest:
         draw = random.Random(f"{seed}/request")
         text = draw.choice(self._responses) if self._responses else None
-        return FakeRequest(request_id, priority, self.token_s * draw.lognormvariate(0, self.sigma), text)
+        return FakeRequest(
+            request_id, priority, self.token_s * draw.lognormvariate(0, self.sigma), text
+        )
 
     def _check(self, tokens: Sequence[int], request_id: str | None) -> None:
         if self._state == "closed" or self._broken:
             raise RolloutError("fake engine: it is closed, or its weights are half loaded.")
         if not tokens or (self.max_tokens is not None and len(tokens) >= self.max_tokens):
-            raise RolloutError(f"fake engine: a prompt of {len(tokens)} tokens; the limit is {self.max_tokens}.")
-        if request_id is not None and request_id in {other.id for other in (*self._waiting, *self._running)}:
+            raise RolloutError(
+                f"fake engine: a prompt of {len(tokens)} tokens; the limit is {self.max_tokens}."
+            )
+        if request_id is not None and request_id in {
+            other.id for other in (*self._waiting, *self._running)
+        }:
             raise RolloutError(f"fake engine: request id '{request_id}' is in flight already.")
 
     def _check_weights(self) -> None:
@@ -188,14 +219,24 @@ class FakeEngine(Engine):
     def _admit(self, request: FakeRequest) -> bool:
         """Whether it runs now: its turn came and there is a place."""
         first = min(self._waiting, key=lambda other: other.priority)  # the first of equals
-        if self._state != "open" or self._loading or first is not request or len(self._running) >= self.max_concurrency:
+        if (
+            self._state != "open"
+            or self._loading
+            or first is not request
+            or len(self._running) >= self.max_concurrency
+        ):
             return False
         self._waiting.remove(request)
         self._running.append(request)
         return True
 
     def _sample(
-        self, request: FakeRequest, completion: Completion, prompt: Sequence[int], sampling: Sampling, room: int
+        self,
+        request: FakeRequest,
+        completion: Completion,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        room: int,
     ) -> None:
         place = len(prompt) + len(completion.tokens)
         key = f"{prompt[0]}" if sampling.temperature == 0 else f"{sampling.seed}"
@@ -208,7 +249,11 @@ class FakeEngine(Engine):
         completion.versions.append(self.version)
         self.steps += 1
         self.busy_s += request.token_s
-        text = self.tokenizer.decode(completion.tokens) if self.tokenizer is not None and sampling.stop else ""
+        text = (
+            self.tokenizer.decode(completion.tokens)
+            if self.tokenizer is not None and sampling.stop
+            else ""
+        )
         if token in sampling.stop_token_ids or any(stop in text for stop in sampling.stop):
             request.stop = "stop"
         elif len(completion.tokens) >= room:
@@ -258,7 +303,9 @@ class FakeTrainer(Trainer):
     @classmethod
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
         if ranks:
-            raise ConfigError(f"cluster.ranks: the fake trainer sleeps in the run's own process; expected 0, found {ranks}.")
+            raise ConfigError(
+                f"cluster.ranks: the fake trainer sleeps in the run's own process; expected 0, found {ranks}."
+            )
         made = OPTIMIZER.build(options.optimizer, "trainer.optimizer")
         if not isinstance(made, Sleep):
             raise ConfigError(
@@ -267,14 +314,21 @@ class FakeTrainer(Trainer):
             )
 
     def score(
-        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+        self,
+        batch: Batch,
+        model: str = "policy",
+        want: Sequence[str] = ("logprobs",),
+        top_k: int = 0,
     ) -> dict[str, Tensor]:
         if top_k:
-            raise ConfigError("trainer.score: the fake trainer has no likeliest tokens; use trainer.backend=megatron.")
+            raise ConfigError(
+                "trainer.score: the fake trainer has no likeliest tokens; use trainer.backend=megatron."
+            )
         check_wanted(want, self.values)
         time.sleep(self.sleep.score_token_s * float(batch.lengths.sum()))
         return {
-            name: batch.logprobs.clone() if name == "logprobs" else torch.zeros_like(batch.logprobs) for name in want
+            name: batch.logprobs.clone() if name == "logprobs" else torch.zeros_like(batch.logprobs)
+            for name in want
         }
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
@@ -304,7 +358,9 @@ class FakeTrainer(Trainer):
 
     def load(self, path: str | Path) -> int:
         if not (Path(path) / STATE).is_file():
-            raise CheckpointError(f"{path}: not a checkpoint of the fake trainer; set trainer.backend as it was.")
+            raise CheckpointError(
+                f"{path}: not a checkpoint of the fake trainer; set trainer.backend as it was."
+            )
         state = read_json(Path(path) / STATE)
         self.updates = int(state["updates"])
         return int(state["step"])

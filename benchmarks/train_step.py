@@ -18,7 +18,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import EXPERTS, MIB, SHAPES, Turns, interleave, spread, summary, versions, write_random_model
+from common import (
+    EXPERTS,
+    MIB,
+    SHAPES,
+    Turns,
+    interleave,
+    spread,
+    summary,
+    versions,
+    write_random_model,
+)
 
 RIVAL, OURS, ADAPTERS = "transformers", "rlflow", "rlflow LoRA"
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -107,7 +117,10 @@ def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) ->
     model.train()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, **ADAM, fused=setting.fused)
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
     tokens = batch.tokens.to(setting.device)
@@ -116,7 +129,9 @@ def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) ->
     while turns.begin():
         with mixed:
             logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        logprobs = -F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        logprobs = -F.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+        )
         loss = -(share * logprobs).sum()
         adam.zero_grad()
         loss.backward()
@@ -149,21 +164,31 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
     while turns.begin():
         metrics = trainer.update(batch, policy_gradient)
-        turns.end(loss=metrics["loss"], gradient_norm=metrics["gradient_norm"], **state_mib(trainer))
+        turns.end(
+            loss=metrics["loss"], gradient_norm=metrics["gradient_norm"], **state_mib(trainer)
+        )
 
 
 def state_mib(trainer: Any) -> dict[str, float]:
     """MiB of the Megatron trainer's weights, gradient buffers, and Adam's moments. Experts have their own."""
     from rlflow.trainer.megatron.optimizer import chained
 
-    states = [state for one in chained(trainer._optimizer) for state in one.optimizer.state.values()]
-    buffers = [buffer for chunk in trainer._model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    states = [
+        state for one in chained(trainer._optimizer) for state in one.optimizer.state.values()
+    ]
+    buffers = [
+        buffer
+        for chunk in trainer._model
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     counted = {
         "weights": [parameter for chunk in trainer._chunks for parameter in chunk.parameters()],
         "gradients": [buffer.grad_data for buffer in buffers],
         "moments": [value for state in states for key, value in state.items() if key != "step"],
     }
-    return {f"{name}_mib": sum(tensor.nbytes for tensor in held) / MIB for name, held in counted.items()}
+    return {
+        f"{name}_mib": sum(tensor.nbytes for tensor in held) / MIB for name, held in counted.items()
+    }
 
 
 # ---------------------------------------------------------------- the comparison
@@ -184,7 +209,9 @@ def compare(case: Case, path: Path, rounds: int, setting: Setting) -> dict[str, 
     for one, other in zip(taken[first][:compared], taken[second][:compared], strict=True):
         for key in keys:
             if abs(one[key] - other[key]) > tolerance * max(abs(one[key]), tolerance):
-                raise RuntimeError(f"{case.name}: the sides differ in {key}: {one[key]} and {other[key]}")
+                raise RuntimeError(
+                    f"{case.name}: the sides differ in {key}: {one[key]} and {other[key]}"
+                )
     tokens = sum(case.lengths)
     result: dict[str, Any] = {"case": case.name, "tokens": tokens, "rows": len(case.lengths)}
     for side, steps in taken.items():
@@ -192,7 +219,11 @@ def compare(case: Case, path: Path, rounds: int, setting: Setting) -> dict[str, 
             "tokens_per_s": summary([tokens / step["wall_s"] for step in steps[1:]]),
             "tokens_per_cpu_s": summary([tokens / step["cpu_s"] for step in steps[1:]]),
             "peak_mib": max(step["peak_mib"] for step in steps),
-            **{key: steps[-1][key] for key in ("weights_mib", "gradients_mib", "moments_mib") if key in steps[-1]},
+            **{
+                key: steps[-1][key]
+                for key in ("weights_mib", "gradients_mib", "moments_mib")
+                if key in steps[-1]
+            },
         }
     for ratio, key in (("speedup", "tokens_per_s"), ("speedup_cpu", "tokens_per_cpu_s")):
         result[ratio] = result[second][key]["median"] / result[first][key]["median"]
@@ -209,7 +240,9 @@ def print_result(result: dict[str, Any]) -> None:
             f"{cpu['median']:>13.0f} {spread(cpu):>12} {row['peak_mib']:>9.0f}"
         )
         if ADAPTERS in result:
-            held = ", ".join(f"{name} {row[f'{name}_mib']:.1f}" for name in ("weights", "gradients", "moments"))
+            held = ", ".join(
+                f"{name} {row[f'{name}_mib']:.1f}" for name in ("weights", "gradients", "moments")
+            )
             print(f"{'':<12} {'':<13} MiB of {held}")
     print(
         f"{'':<12} {'ratio':<13} {result['speedup']:>8.2f}x {'':>12} {result['speedup_cpu']:>12.2f}x "
@@ -219,16 +252,34 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smaller model on small batches: under a minute")
-    parser.add_argument("--moe", action="store_true", help="mixtures of experts (Qwen3-MoE) in place of dense models")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the smaller model on small batches: under a minute"
+    )
+    parser.add_argument(
+        "--moe",
+        action="store_true",
+        help="mixtures of experts (Qwen3-MoE) in place of dense models",
+    )
     parser.add_argument("--rounds", type=int, help="counted steps per side and case (5; quick: 3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (1)")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this, e.g. '93M equal'")
     parser.add_argument(
-        "--plain-adam", action="store_true", help="give transformers torch's default AdamW, not the fused one"
+        "--only", default="", help="run the cases whose name contains this, e.g. '93M equal'"
     )
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="compare LoRA of this rank with all weights")
+    parser.add_argument(
+        "--plain-adam",
+        action="store_true",
+        help="give transformers torch's default AdamW, not the fused one",
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="compare LoRA of this rank with all weights",
+    )
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -237,16 +288,28 @@ def main() -> None:
 
     chosen = [case for case in cases(options.quick, options.moe) if options.only in case.name]
     packages = versions("rlflow", "torch", "transformers", "megatron-core")
-    print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
+    print(
+        ", ".join(f"{name} {number}" for name, number in packages.items()),
+        f"| {options.threads} thread(s) per side",
+    )
     columns = ("tokens/s", "low..high", "tokens/CPU-s", "low..high", "peak MiB")
-    print("{:<12} {:<13} {:>9} {:>12} {:>13} {:>12} {:>9}".format("case", "side", *columns), flush=True)
+    print(
+        "{:<12} {:<13} {:>9} {:>12} {:>13} {:>12} {:>9}".format("case", "side", *columns),
+        flush=True,
+    )
     results = []
     with tempfile.TemporaryDirectory() as directory:
         parameters = {}
         for model in dict.fromkeys(case.model for case in chosen):
-            experts = {"family": "qwen3_moe", "norm_topk_prob": True, **EXPERTS[model]} if options.moe else {}
+            experts = (
+                {"family": "qwen3_moe", "norm_topk_prob": True, **EXPERTS[model]}
+                if options.moe
+                else {}
+            )
             size = {"head_dim": SHAPES[model].head_dim} if options.moe else {}
-            parameters[model] = write_random_model(Path(directory) / model, SHAPES[model], **experts, **size)
+            parameters[model] = write_random_model(
+                Path(directory) / model, SHAPES[model], **experts, **size
+            )
         for case in chosen:
             path = Path(directory) / case.model
             results.append(compare(case, path, rounds, setting))

@@ -102,7 +102,9 @@ class Source:
     def __init__(self, shape: Architecture) -> None:
         self.shapes = tensor_shapes(shape)
         self.largest = 2 * max(math.prod(sizes) for _, sizes in self.shapes)
-        self._pool = np.random.default_rng(0).integers(0, 2**16, self.largest // 2 + 1024, np.uint16)
+        self._pool = np.random.default_rng(0).integers(
+            0, 2**16, self.largest // 2 + 1024, np.uint16
+        )
         self.size = 2 * sum(math.prod(sizes) for _, sizes in self.shapes)
         self.version = 0
 
@@ -131,8 +133,16 @@ def tensor_shapes(shape: Architecture) -> list[tuple[str, tuple[int, ...]]]:
         "mlp.up_proj.weight": (shape.ffn, hidden), "mlp.down_proj.weight": (hidden, shape.ffn),
         "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
     }  # fmt: skip
-    layers = [(f"model.layers.{i}.{name}", sizes) for i in range(shape.layers) for name, sizes in layer.items()]
-    return [("model.embed_tokens.weight", (shape.vocab, hidden)), *layers, ("model.norm.weight", (hidden,))]
+    layers = [
+        (f"model.layers.{i}.{name}", sizes)
+        for i in range(shape.layers)
+        for name, sizes in layer.items()
+    ]
+    return [
+        ("model.embed_tokens.weight", (shape.vocab, hidden)),
+        *layers,
+        ("model.norm.weight", (hidden,)),
+    ]
 
 
 class Reading:
@@ -328,7 +338,9 @@ def passed(figures: dict[str, Any]) -> dict[str, bool]:
         if label.endswith("read"):
             found[f"{label}: every bit"] = one["exact"]
         if label == "delta, read":
-            found[f"{label}: {AIM_BYTES}x fewer bytes"] = one["bytes"] * AIM_BYTES <= figures["size"]
+            found[f"{label}: {AIM_BYTES}x fewer bytes"] = (
+                one["bytes"] * AIM_BYTES <= figures["size"]
+            )
     return found
 
 

@@ -26,7 +26,9 @@ def metrics_table(plug_ins: Mapping[str, Metrics] | None = None) -> str:
             owners.setdefault(row, []).append(plug_in)
     text = _table(_rows(METRICS))
     for names in dict.fromkeys(map(", ".join, owners.values())):
-        text += f"\n## {names}\n\n" + _table([row for row in owners if ", ".join(owners[row]) == names])
+        text += f"\n## {names}\n\n" + _table(
+            [row for row in owners if ", ".join(owners[row]) == names]
+        )
     return text
 
 
@@ -35,7 +37,9 @@ def _rows(metrics: Metrics) -> list[str]:
     for name, metric in metrics.items():
         notes = "score" * metric.score, metric.reduction.removeprefix("mean")
         told = ", ".join(filter(None, notes))
-        rows.append(f"| `{name}` | {metric.unit} | {metric.meaning}{f' ({told})' if told else ''} |")
+        rows.append(
+            f"| `{name}` | {metric.unit} | {metric.meaning}{f' ({told})' if told else ''} |"
+        )
     return rows
 
 

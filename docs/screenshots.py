@@ -26,15 +26,21 @@ LIMIT_S = 120
 
 def main() -> None:
     """Makes them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="the directory of a finished run")
     run = RunFiles.open(parser.parse_args().run)
     shutil.copyfile(run.path / "progress.png", IMAGES / "searchr1_demo.png")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "view.html"
         write_page(run, page)
-        with page.open("a") as file:  # a group whose attempts differ: the policy is not sure of its words yet
-            file.write("<script>setTimeout(() => { setStep(2); $('outcome').value = 'mixed'; list(); }, 500)</script>\n")
+        with page.open(
+            "a"
+        ) as file:  # a group whose attempts differ: the policy is not sure of its words yet
+            file.write(
+                "<script>setTimeout(() => { setStep(2); $('outcome').value = 'mixed'; list(); }, 500)</script>\n"
+            )
         take(page.as_uri(), IMAGES / "view.png", 1400, 900)
 
 
@@ -45,8 +51,15 @@ def take(url: str, out: Path, width: int, height: int) -> None:
         raise SystemExit("docs/screenshots.py: chromium is not installed: apt install chromium")
     with tempfile.TemporaryDirectory() as profile:
         shot = Path(profile) / "shot.png"
-        arguments = [f"--user-data-dir={profile}", f"--screenshot={shot}", f"--window-size={width},{height}", url]
-        subprocess.run([program, *FLAGS, *arguments], check=True, timeout=LIMIT_S, capture_output=True)
+        arguments = [
+            f"--user-data-dir={profile}",
+            f"--screenshot={shot}",
+            f"--window-size={width},{height}",
+            url,
+        ]
+        subprocess.run(
+            [program, *FLAGS, *arguments], check=True, timeout=LIMIT_S, capture_output=True
+        )
         Image.open(shot).convert("RGB").quantize(COLORS).save(out, optimize=True)
     print(f"{out}: {out.stat().st_size / 1024:.0f} KiB")
 

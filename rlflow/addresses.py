@@ -23,9 +23,7 @@ def own_address(towards: str = "") -> str:
     host, _, port = towards.removeprefix("ray://").rpartition(":")
     host = (host if port.isdecimal() else "").strip("[]") or ELSEWHERE
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])

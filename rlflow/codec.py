@@ -33,9 +33,7 @@ PER_TOKEN = {
 }
 """The fields of a segment that have a row per token, or are None: types in bytes, in memory; None:
 as it is."""
-COLLECTIONS = {
-    kind.__name__: kind for kind in (list, tuple, dict, set, frozenset, bytes)
-}
+COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset, bytes)}
 
 
 def to_bytes(trajectories: Sequence[Trajectory], **about: Any) -> bytes:
@@ -59,9 +57,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
 
     An object in there that is no value of Python's own becomes its text, as a prompt shows it."""
     rows = [(group.id, vars(group.task), len(group.trajectories)) for group in groups]
-    return to_bytes(
-        [one for group in groups for one in group.trajectories], groups=rows
-    )
+    return to_bytes([one for group in groups for one in group.trajectories], groups=rows)
 
 
 def groups_from_bytes(payload: bytes, where: str = "groups") -> list[Group]:
@@ -114,9 +110,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _trajectory(
-    row: dict[str, Any], arrays: Iterator[dict[str, np.ndarray]]
-) -> Trajectory:
+def _trajectory(row: dict[str, Any], arrays: Iterator[dict[str, np.ndarray]]) -> Trajectory:
     segments = [_segment(next(arrays), others) for others in row["segments"]]
     turns = [Turn(**turn) for turn in row["turns"]]
     stop = StopReason(row["stop"])
@@ -172,14 +166,10 @@ class Transcripts:
 def transcribe(group: Group, eos_ids: Collection[int]) -> Transcripts:
     """The transcript of the group's usable attempts. eos_ids: end-of-sequence tokens of the
     tokenizer that they were sampled with."""
-    return Transcripts(
-        group.task, tuple(_responses(one, eos_ids) for one in group.usable)
-    )
+    return Transcripts(group.task, tuple(_responses(one, eos_ids) for one in group.usable))
 
 
-def _responses(
-    trajectory: Trajectory, eos_ids: Collection[int]
-) -> tuple[Response, ...]:
+def _responses(trajectory: Trajectory, eos_ids: Collection[int]) -> tuple[Response, ...]:
     said = []
     for turn in trajectory.turns:
         last = int(trajectory.segments[turn.segment].tokens[turn.stop - 1])

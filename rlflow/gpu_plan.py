@@ -49,13 +49,9 @@ class GpuPlan:
         rows = [("node", "GPU", "rank", "engine", "GiB")]
         for number, place in enumerate(self.bundles):
             rank = str(number) if number < self.ranks else "-"
-            engines = [
-                str(i) for i, places in enumerate(self.engines) if place in places
-            ]
+            engines = [str(i) for i, places in enumerate(self.engines) if place in places]
             planned = f"{bytes_[number] / 2**30:.1f}" if number < len(bytes_) else "?"
-            rows.append(
-                (place.node, place.gpu, rank, ", ".join(engines) or "-", planned)
-            )
+            rows.append((place.node, place.gpu, rank, ", ".join(engines) or "-", planned))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         line = "  ".join(f"{{:>{width}}}" for width in widths)
         return [line.format(*row) for row in rows]
@@ -77,9 +73,7 @@ def plan(
     free = bundles[0 if shared else ranks :]
     room = len(free) // each
     if ranks > len(bundles) or (engines and not room) or (engines > room and not again):
-        held = f"{ranks} ranks" + (
-            f" and {engines} engines of {each}" if engines else ""
-        )
+        held = f"{ranks} ranks" + (f" and {engines} engines of {each}" if engines else "")
         raise ConfigError(
             f"cluster.ranks: {held} on {len(bundles)} GPUs: expected one for each rank (NCCL "
             f"refuses two ranks on one) and {'' if shared else 'others '}for each engine. Lower "
@@ -108,9 +102,7 @@ def visible_gpus(
     if not count or named is None:
         return [Bundle(LOCAL, str(number), number) for number in range(count)]
     # As CUDA reads it: what comes behind is not seen
-    names = takewhile(
-        lambda name: name not in ("", "-1"), map(str.strip, named.split(","))
-    )
+    names = takewhile(lambda name: name not in ("", "-1"), map(str.strip, named.split(",")))
     return [Bundle(LOCAL, name, number) for number, name in enumerate(names)]
 
 

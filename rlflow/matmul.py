@@ -170,11 +170,7 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = (
-        line.partition(":")[2].strip()
-        for line in lines
-        if line.startswith("model name")
-    )
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
 
 
@@ -193,9 +189,7 @@ def _from_environment() -> dict[str, Library] | None:
 
 
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _is_for_onednn(left: Tensor, right: Tensor, of: str) -> bool:

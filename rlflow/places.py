@@ -21,9 +21,7 @@ class Places:
         held = list(self._held.items())
         if len(held) >= self._most:
             ((worst, _),) = Counter(address for _, (address, *_) in held).most_common(1)
-            self._hang_up(
-                next(client for client, (address, *_) in held if address == worst)
-            )
+            self._hang_up(next(client for client, (address, *_) in held if address == worst))
         self._held[client] = (address, time.monotonic(), hang_up)
 
     def leave(self, client: Hashable) -> None:

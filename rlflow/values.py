@@ -92,10 +92,7 @@ def checked(hint: Any, value: Any, where: str) -> Any:
             return value
         # Entries of different types are not looked into
         item = arguments[0] if len({*arguments} - {...}) == 1 else Any
-        items = [
-            checked(item, entry, f"{where}[{index}]")
-            for index, entry in enumerate(value)
-        ]
+        items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
         return tuple(items) if kind is tuple else items
     if hint is float and _is_number(value) and math.isfinite(value):
         return float(value)
@@ -139,11 +136,7 @@ def section_of(hint: Any) -> type | None:
     """The dataclass of a nested section, also of one that may be null; None for any other
     annotation."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
-    sections = (
-        kind
-        for kind in kinds
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    )
+    sections = (kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind))
     return next(sections, None)
 
 

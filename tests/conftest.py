@@ -17,7 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download is a mistake
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-if "XDG_STATE_HOME" not in os.environ:  # runs mark what they write with a key of the user's; not of who runs the tests
+if (
+    "XDG_STATE_HOME" not in os.environ
+):  # runs mark what they write with a key of the user's; not of who runs the tests
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rlflow-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 

@@ -62,7 +62,6 @@ class Gpu:
         return any(start == held.untyped_storage().data_ptr() for held in self.pinned)
 
 
-
 class CudaTensor(torch.Tensor):
     """A CPU tensor that says that it is on the GPU."""
 
@@ -241,7 +240,9 @@ def _refuse_numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if on_cuda(args[0]):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        raise RuntimeError(
+            "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
+        )
     return _GPU.pin(args[0].clone())
 
 
@@ -286,10 +287,20 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
         (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__), _number
     ),
     Tensor.__index__: _number,
-    torch.device: lambda func, args, kwargs: func("cuda", *args) if _is_number(args) else func(*args, **kwargs),
+    torch.device: lambda func, args, kwargs: (
+        func("cuda", *args) if _is_number(args) else func(*args, **kwargs)
+    ),
 }
 INDEXING = {"__getitem__", "__setitem__", "index_select", "gather", "take"}
-MIXING = {"_has_compatible_shallow_copy_type", "register_hook", "result_type", "__set__", "__delete__", "is_set_to", "set_"}
+MIXING = {
+    "_has_compatible_shallow_copy_type",
+    "register_hook",
+    "result_type",
+    "__set__",
+    "__delete__",
+    "is_set_to",
+    "set_",
+}
 WAITING = {"nonzero", "unique", "masked_select", "equal", "allclose", "bincount"}
 
 

@@ -143,7 +143,9 @@ def rows_apart(attend: Callable[..., Tensor], parts: list[Tensor], bounds: Tenso
     What a kernel does without the host is not counted as a wait."""
     edges = Tensor.tolist(bounds.as_subclass(Tensor))
     rows = [slice(*pair) for pair in itertools.pairwise(edges)]
-    return torch.cat([attend(*(part[row].unsqueeze(1) for part in parts)).squeeze(1) for row in rows])
+    return torch.cat(
+        [attend(*(part[row].unsqueeze(1) for part in parts)).squeeze(1) for row in rows]
+    )
 
 
 def _rope(calls: list[dict[str, Any]], *args: Any) -> Tensor:

@@ -54,12 +54,30 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 96, **_SPARSE},
     "qwen3_moe": {"num_experts": 4, "head_dim": 32, **_SPARSE},
     "glm4_moe": {
-        "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "head_dim": 32, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5, **_SPARSE,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+        **_SPARSE,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": None, **_LATENT, "norm_topk_prob": False},
-    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, **_LATENT},
+    "deepseek_v3": {
+        "n_shared_experts": 1,
+        "q_lora_rank": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        **_LATENT,
+    },
 }
 """What tiny models of a family have beside or instead of the common sizes."""
 
@@ -84,7 +102,9 @@ def tiny_tokenizer(path: str | Path, vocab_size: int = 384) -> Path:
         min_frequency=1,
     )
     tokenizer.train_from_iterator([TEXT] * 2, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(str(path))
     return Path(path)
@@ -123,7 +143,9 @@ def tiny_model(
         "pad_token_id": 0,
         "eos_token_id": 2,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**values, **_OF_FAMILY[family], **sizes}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**values, **_OF_FAMILY[family], **sizes})
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

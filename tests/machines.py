@@ -27,10 +27,17 @@ _NUMBERS = itertools.count()
 
 def refusal() -> str:
     """Why there can be no machines here; "" where there can."""
-    if not sys.platform.startswith("linux") or shutil.which("ip") is None or shutil.which("unshare") is None:
+    if (
+        not sys.platform.startswith("linux")
+        or shutil.which("ip") is None
+        or shutil.which("unshare") is None
+    ):
         return "needs Linux with iproute2 and util-linux"
     name = f"rlflow-try-{os.getpid()}"
-    for command in (["ip", "netns", "add", name], ["ip", "netns", "exec", name, "unshare", "--uts", "hostname", "x"]):
+    for command in (
+        ["ip", "netns", "add", name],
+        ["ip", "netns", "exec", name, "unshare", "--uts", "hostname", "x"],
+    ):
         tried = subprocess.run(command, capture_output=True, text=True, check=False)
         if tried.returncode:
             break
@@ -54,15 +61,44 @@ class Machines:
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
             one, other = self._names
-            _ip("link", "add", "cable", "netns", one, "type", "veth", "peer", "name", "cable", "netns", other)
+            _ip(
+                "link",
+                "add",
+                "cable",
+                "netns",
+                one,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                other,
+            )
             for name, address in zip(self._names, self.addresses, strict=True):
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
                 _ip("-n", name, "link", "set", "cable", "up")
                 _ip("-n", name, "route", "add", "default", "dev", "cable")
-                inside = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo && exec sleep infinity'
-                holder = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside, name]
+                inside = (
+                    'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo && exec sleep infinity'
+                )
+                holder = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    "unshare",
+                    "--uts",
+                    "--mount",
+                    "sh",
+                    "-c",
+                    inside,
+                    name,
+                ]
                 self._holders.append(subprocess.Popen(holder, stdout=subprocess.PIPE))
-                assert self._holders[-1].stdout is not None and self._holders[-1].stdout.readline(), "no machine"
+                assert (
+                    self._holders[-1].stdout is not None and self._holders[-1].stdout.readline()
+                ), "no machine"
         except BaseException:
             self.close()
             raise
@@ -96,7 +132,9 @@ class Machines:
     def start_ray(self, machine: int, cpus: int) -> subprocess.Popen[bytes]:
         """A node of Ray on the machine, the head on machine 0; returns when it is up. A second one may follow the first."""
         role = (
-            ["--head", f"--port={PORT}", "--include-dashboard=false"] if machine == 0 else [f"--address={self.cluster}"]
+            ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            if machine == 0
+            else [f"--address={self.cluster}"]
         )
         log = Path(self._folder) / f"{machine}.log"
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *role, "--block",
@@ -107,7 +145,9 @@ class Machines:
         while "Ray runtime started" not in said:
             time.sleep(0.1)
             said = log.read_text(errors="replace")
-            assert time.monotonic() < until, f"Ray did not start on machine {machine}: {said[-2000:]}"
+            assert time.monotonic() < until, (
+                f"Ray did not start on machine {machine}: {said[-2000:]}"
+            )
             if node.poll() is not None:  # it gives up after 30 s of its own, on a busy machine too
                 node = self._start(machine, ray, log)
         return node
@@ -143,7 +183,10 @@ class Machines:
     def processes(self, machine: int) -> list[psutil.Process]:
         """All that runs on the machine."""
         told = subprocess.run(
-            ["ip", "netns", "pids", self._names[machine]], capture_output=True, text=True, check=False
+            ["ip", "netns", "pids", self._names[machine]],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         found = []
         for pid in told.stdout.split():

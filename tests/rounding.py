@@ -47,13 +47,17 @@ def logits(path: Path, rows: list[list[int]]) -> tuple[list[Tensor], float]:
     return [exact for exact, _ in results], _bound(path, rows, results)
 
 
-def logprobs(path: Path, rows: list[list[int]], temperature: float = 1.0) -> tuple[list[Tensor], float]:
+def logprobs(
+    path: Path, rows: list[list[int]], temperature: float = 1.0
+) -> tuple[list[Tensor], float]:
     """As `logits`, of log-probs of the next token at the temperature (0: greedy, of temperature 1)."""
     results = [_logprobs(path, row, temperature) for row in rows]
     return [exact for exact, _ in results], _bound(path, rows, results)
 
 
-def cumulative(path: Path, rows: list[list[int]], temperature: float = 1.0) -> tuple[list[Tensor], float]:
+def cumulative(
+    path: Path, rows: list[list[int]], temperature: float = 1.0
+) -> tuple[list[Tensor], float]:
     """As `logits`, of the cumulative shares of the next token, in the order of the ids: what sampling looks its number up in."""
     results = [
         (exact.exp().cumsum(-1), moved.exp().cumsum(-1))
@@ -62,7 +66,9 @@ def cumulative(path: Path, rows: list[list[int]], temperature: float = 1.0) -> t
     return [exact for exact, _ in results], _bound(path, rows, results)
 
 
-def margin(path: Path, prompt: list[int], tokens: list[int], temperature: float, seed: int = 0) -> float:
+def margin(
+    path: Path, prompt: list[int], tokens: list[int], temperature: float, seed: int = 0
+) -> float:
     """How far the choice of each of the tokens was from another one, at the least, in the bounds of rounding: above 1, every
     engine that computes in float32 chooses the same.
 
@@ -78,12 +84,21 @@ def margin(path: Path, prompt: list[int], tokens: list[int], temperature: float,
     ends = torch.nn.functional.pad(shares[len(prompt) - 1 : -1], (1, 0))
     lengths = torch.arange(len(prompt), len(row))
     drawn = uniforms(torch.full_like(lengths, seed), lengths)[:, None]
-    return float(torch.minimum(drawn - ends.gather(-1, chosen), ends.gather(-1, chosen + 1) - drawn).min()) / bound
+    return (
+        float(
+            torch.minimum(
+                drawn - ends.gather(-1, chosen), ends.gather(-1, chosen + 1) - drawn
+            ).min()
+        )
+        / bound
+    )
 
 
 def rows_of(batch: Batch) -> list[list[int]]:
     """The tokens of a batch without padding."""
-    return [row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths.tolist()) if length]
+    return [
+        row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths.tolist()) if length
+    ]
 
 
 def moved(model: torch.nn.Module, seed: int = 0) -> None:
@@ -91,7 +106,9 @@ def moved(model: torch.nn.Module, seed: int = 0) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + MOVED * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
+            parameter.mul_(
+                1 + MOVED * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+            )
 
 
 @functools.lru_cache(maxsize=4)
@@ -100,7 +117,9 @@ def _models(path: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     # transformers' grouped products of experts know no float64.
-    exact = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float64, experts_implementation="eager")
+    exact = AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=torch.float64, experts_implementation="eager"
+    )
     other = copy.deepcopy(exact)
     moved(other)
     return exact, other
@@ -132,7 +151,9 @@ class Updates:
     nothing where the gradient is large, and much where it is as small as its own rounding: in biases of keys, which shift all
     scores of a query alike but for the rotary embedding, whose slow parts barely turn within a short row."""
 
-    def __init__(self, make: Callable[[], ReferenceTrainer], batch: Batch, loss: Loss, updates: int) -> None:
+    def __init__(
+        self, make: Callable[[], ReferenceTrainer], batch: Batch, loss: Loss, updates: int
+    ) -> None:
         exact, other = make(), make()
         for trainer in (exact, other):
             trainer.model.double()
@@ -142,7 +163,9 @@ class Updates:
         self.norm_bounds: list[float] = []
         self._gradients: dict[str, list[Tensor]] = {}
         self._bounds: dict[str, list[float]] = {}
-        off = accumulated(batch.tokens.numel()) / MOVED  # a gradient is a sum over tokens, the longest sum of all
+        off = (
+            accumulated(batch.tokens.numel()) / MOVED
+        )  # a gradient is a sum over tokens, the longest sum of all
         for _ in range(updates):
             norm, _ = (trainer.update(batch, loss)["gradient_norm"] for trainer in (exact, other))
             differences = []
@@ -151,8 +174,12 @@ class Updates:
                 self._gradients.setdefault(name, []).append(one.grad.clone())
                 differences.append((one.grad - two.grad).flatten())
                 self._bounds.setdefault(name, []).append(off * float(differences[-1].abs().max()))
-            difference = torch.cat(differences)  # of gradients that were clipped to 1 (or are shorter)
-            own = accumulated(len(difference)) / 2  # of a sum of squares, of which the norm is the root
+            difference = torch.cat(
+                differences
+            )  # of gradients that were clipped to 1 (or are shorter)
+            own = (
+                accumulated(len(difference)) / 2
+            )  # of a sum of squares, of which the norm is the root
             self.norm_bounds.append(max(norm, 1.0) * (off * float(difference.norm()) + own))
 
     def most_apart(self, name: str, weight: Tensor) -> Tensor:
@@ -162,7 +189,9 @@ class Updates:
         for done in range(1, len(bounds) + 1):
             first, second = (self._shares(beta, done) for beta in self.betas)
             most = float((first.square() / second).sum().sqrt())  # r
-            size = (second[:, None] * gradients[:done].flatten(1).square()).sum(0).sqrt().view_as(apart) + self.eps
+            size = (second[:, None] * gradients[:done].flatten(1).square()).sum(0).sqrt().view_as(
+                apart
+            ) + self.eps
             apart += (2 * (1 + most) * max(bounds[:done]) / size).clamp(max=2 * most)
         # Weight decay and the difference round the weight, half a dozen operations the step.
         rounded = 2 * len(bounds) * torch.finfo(torch.float32).eps * (weight.abs() + 6 * self.lr)

@@ -29,4 +29,8 @@ def load(names: Sequence[str] = ()) -> list[Experiment]:
         raise ConfigError(
             f"--only: there is no experiment '{unknown[0]}'.{did_you_mean(unknown[0], NAMES)} Known: {', '.join(NAMES)}."
         )
-    return [importlib.import_module(f"experiments.{name}").EXPERIMENT for name in NAMES if not names or name in names]
+    return [
+        importlib.import_module(f"experiments.{name}").EXPERIMENT
+        for name in NAMES
+        if not names or name in names
+    ]

@@ -19,7 +19,8 @@ class Actors:
         self._over = threading.Event()
         self._failure: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._play, name=f"actor {number}", daemon=True) for number in range(count)
+            threading.Thread(target=self._play, name=f"actor {number}", daemon=True)
+            for number in range(count)
         ]
 
     def finished(self) -> list[Any]:

@@ -24,7 +24,9 @@ def run(name: str, seed: int, quick: bool) -> Figures:
     from experiments.tiny import learned, tiny
 
     lag, kind = int(name.split()[1].rstrip(",")), name.split(", ")[1]
-    with tiny(seed, "trainer.lr=3e-3", preset="areal", algorithm=NAIVE if kind == "naive" else {}) as made:
+    with tiny(
+        seed, "trainer.lr=3e-3", preset="areal", algorithm=NAIVE if kind == "naive" else {}
+    ) as made:
         return learned(made, 3 if quick else STEPS, 1 if quick and lag else lag)
 
 

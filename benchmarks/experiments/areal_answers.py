@@ -25,7 +25,9 @@ def run(name: str, seed: int, quick: bool) -> Figures:
     rate = "trainer.lr=1e-3" if name.endswith(SLOWER) else RATE
     algorithm = GROUPS | (NAIVE if kind == "naive" else {})
     environment = {"name": SPELLING, "length": LENGTH}
-    with tiny(seed, rate, *USUAL, preset="areal", algorithm=algorithm, environment=environment) as made:
+    with tiny(
+        seed, rate, *USUAL, preset="areal", algorithm=algorithm, environment=environment
+    ) as made:
         return learned(made, 3 if quick else STEPS, 1 if quick and lag else lag)
 
 
@@ -44,10 +46,15 @@ EXPERIMENT = replace(
     "deviation. The rate was chosen on the fresh arms, with other seeds; half of it is not judged.",
     rule="Decoupled at lag 4 keeps 0.9 of its success at lag 0; naive at lag 4 is below decoupled in every seed, by 0.05 or "
     "more in the mean.",
-    arms=(*(arm(lag, kind) for lag in LAGS for kind in KINDS), *(arm(4, kind) + SLOWER for kind in KINDS)),
+    arms=(
+        *(arm(lag, kind) for lag in LAGS for kind in KINDS),
+        *(arm(4, kind) + SLOWER for kind in KINDS),
+    ),
     run=run,
     judge=judge,
     figure=lines(
-        "success", {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in KINDS}, "staleness, steps of 4 updates"
+        "success",
+        {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in KINDS},
+        "staleness, steps of 4 updates",
     ),
 )

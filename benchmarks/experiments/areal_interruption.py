@@ -19,7 +19,8 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 def judge(results: Results) -> Verdict:
     gain = average(results, "interrupts", "rate") / average(results, "waits", "rate")
     return all_of(
-        beats(results, "interrupts", "waits", "rate", by=0.0), (gain >= 1.05, f"{gain:.2f} times as many trajectories")
+        beats(results, "interrupts", "waits", "rate", by=0.0),
+        (gain >= 1.05, f"{gain:.2f} times as many trajectories"),
     )
 
 

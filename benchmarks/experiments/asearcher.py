@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, beats, values
+from experiments.base import (
+    TRAINING,
+    Experiment,
+    Figures,
+    Results,
+    Verdict,
+    all_of,
+    average,
+    beats,
+    values,
+)
 from experiments.curves import curves
 
 STEPS = 45
@@ -24,20 +34,34 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 
     turns, *most = (int(word) for word in arm.split() if word.isdecimal())
     task = Chains(turns, seed)
-    environment = {"name": REFERENCE, "turns": turns, "seed": seed, "hops": most[0] if most else MOST_HOPS}
+    environment = {
+        "name": REFERENCE,
+        "turns": turns,
+        "seed": seed,
+        "hops": most[0] if most else MOST_HOPS,
+    }
     overrides = (
         "rollout.max_response_tokens=2", "rollout.samples_per_prompt=8", "rollout.prompts_per_step=16", f"trainer.lr={LR}",
     )  # fmt: skip
     with small_run(seed, environment, task.characters, *overrides, preset="asearcher") as small:
         for part in range(1 if quick else ROUNDS):  # the same start for both arms
-            shown = some_demonstrations(small, task, task.follow, ROUNDS * seed + part, EVALUATED, DEMONSTRATIONS)
+            shown = some_demonstrations(
+                small, task, task.follow, ROUNDS * seed + part, EVALUATED, DEMONSTRATIONS
+            )
             small.warm_up(shown, 4 if quick else UPDATES)
         rows = [small.step() for _ in range(2 if quick else STEPS)]
-        with small_run(seed, {**environment, "turns": EVALUATED, "hops": MOST_HOPS}, task.characters, *overrides) as other:
+        with small_run(
+            seed,
+            {**environment, "turns": EVALUATED, "hops": MOST_HOPS},
+            task.characters,
+            *overrides,
+        ) as other:
             groups = evaluated(other, small, 8 if quick else 256)
     right: dict[int, list[float]] = {hops: [] for hops in range(1, MOST_HOPS + 1)}
     for group in groups:
-        right[group.task.metadata["hops"]] += [one.metrics.get("exact_match", 0.0) for one in group.usable]
+        right[group.task.metadata["hops"]] += [
+            one.metrics.get("exact_match", 0.0) for one in group.usable
+        ]
     by_hops = [sum(found) / len(found) for found in right.values()]
     played = [len(one.turns) for group in groups for one in group.usable]
     return {
@@ -54,7 +78,9 @@ def evaluated(other: Any, small: Any, questions: int) -> list[Any]:
     """Two attempts at questions that were not trained on, by the trained policy in the other run's environment."""
     other.rollout.load_weights(small.trainer.weights(), 1)
     return list(
-        other.rollout.collect(other.rollout.environment.tasks("val")[:questions], step=-1, samples_per_prompt=2)
+        other.rollout.collect(
+            other.rollout.environment.tasks("val")[:questions], step=-1, samples_per_prompt=2
+        )
     )
 
 
@@ -64,7 +90,9 @@ def judge(results: Results) -> Verdict:
     told = f"trained with 4 turns, {max(few):.2g} of the questions beyond {FAR} hops at the most"
     told_near = f"up to {FAR} hops {near[0]:.2g} and {near[1]:.2g}"
     learned = values(results, "12 turns", "learned")
-    told_learned = f"trained with 12 turns, at least {min(learned):.2g} of the training questions at the end"
+    told_learned = (
+        f"trained with 12 turns, at least {min(learned):.2g} of the training questions at the end"
+    )
     return all_of(
         (min(learned) >= LEARNED, told_learned),
         (max(few) <= 0.05, told),

@@ -18,8 +18,14 @@ def judge(results: Results) -> Verdict:
     few, learned = values(results, "4 turns", "far"), values(results, "12 turns", "learned")
     control = average(results, CONTROL, "far")
     return all_of(
-        (min(learned) >= LEARNED, f"12 turns: at least {min(learned):.2g} of the training questions at the end"),
-        (max(few) <= GUESSED + MARGIN, f"4 turns: at most {max(few):.2g} beyond {FAR} hops, a guess {GUESSED:.3f}"),
+        (
+            min(learned) >= LEARNED,
+            f"12 turns: at least {min(learned):.2g} of the training questions at the end",
+        ),
+        (
+            max(few) <= GUESSED + MARGIN,
+            f"4 turns: at most {max(few):.2g} beyond {FAR} hops, a guess {GUESSED:.3f}",
+        ),
         beats(results, "12 turns", "4 turns", "far", by=0.2),
         (True, f"the control has {control:.2g} there"),
     )

@@ -35,7 +35,9 @@ def run(name: str, seed: int, quick: bool, rate: float = 3e-3) -> Figures:
 
 
 def parts(results: Results) -> tuple[Verdict, Verdict]:
-    return keeps(results, arm(64, "M2PO"), arm(0, "M2PO")), beats(results, arm(64, "M2PO"), arm(64, "PPO clip"))
+    return keeps(results, arm(64, "M2PO"), arm(0, "M2PO")), beats(
+        results, arm(64, "M2PO"), arm(64, "PPO clip")
+    )
 
 
 def judge(results: Results) -> Verdict:

@@ -66,13 +66,17 @@ def average(results: Results, arm: str, name: str) -> float:
     return statistics.fmean(values(results, arm, name))
 
 
-def keeps(results: Results, arm: str, of: str, name: str = "success", share: float = 0.9) -> Verdict:
+def keeps(
+    results: Results, arm: str, of: str, name: str = "success", share: float = 0.9
+) -> Verdict:
     """Whether an arm has at least that share of what another has, in the mean over seeds."""
     kept, whole = average(results, arm, name), average(results, of, name)
     return kept >= share * whole, f"'{arm}' has {kept:.3g} where '{of}' has {whole:.3g}"
 
 
-def beats(results: Results, better: str, worse: str, name: str = "success", by: float = 0.05) -> Verdict:
+def beats(
+    results: Results, better: str, worse: str, name: str = "success", by: float = 0.05
+) -> Verdict:
     """Whether an arm has more than another in every seed, and by at least `by` in the mean."""
     pairs = list(zip(values(results, better, name), values(results, worse, name), strict=True))
     above = sum(one > other for one, other in pairs)
@@ -83,4 +87,6 @@ def beats(results: Results, better: str, worse: str, name: str = "success", by: 
 
 def all_of(*verdicts: Verdict) -> Verdict:
     """Whether every part of a rule holds, and the numbers of each; those that do not are marked."""
-    return all(holds for holds, _ in verdicts), "; ".join(told if holds else f"NOT {told}" for holds, told in verdicts)
+    return all(holds for holds, _ in verdicts), "; ".join(
+        told if holds else f"NOT {told}" for holds, told in verdicts
+    )

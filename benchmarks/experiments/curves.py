@@ -33,9 +33,16 @@ def curves(name: str, xlabel: str = "step", ylabel: str = "", window: int = 5) -
             columns = [[row[place] for row in rows] for place in range(count)]
             places = range(1, count + 1)
             axes.fill_between(
-                places, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.12, linewidth=0
+                places,
+                list(map(min, columns)),
+                list(map(max, columns)),
+                color=color,
+                alpha=0.12,
+                linewidth=0,
             )
-            axes.plot(places, [sum(column) / len(column) for column in columns], color=color, label=arm)
+            axes.plot(
+                places, [sum(column) / len(column) for column in columns], color=color, label=arm
+            )
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel or name.replace("_", " "))
         axes.legend(fontsize=8)

@@ -16,7 +16,9 @@ NOISE = 0.1  # of each tensor's deviation
 PARTS = {
     "step-wise GRPO": ("algorithm.filters=[]", "algorithm.transforms=[]"),
     "+ success pool": ("algorithm.transforms=[]",),
-    "+ entropy steps": ("algorithm.transforms=[{name: high_entropy_steps, drop: 0.2, over: group}]",),
+    "+ entropy steps": (
+        "algorithm.transforms=[{name: high_entropy_steps, drop: 0.2, over: group}]",
+    ),
     "+ correction": (),  # all of the preset
 }
 
@@ -30,11 +32,15 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     task = Keys(LENGTHS, KEYS, seed=seed)
     environment = {"name": REFERENCE, "lengths": LENGTHS, "keys": KEYS, "seed": seed}
     overrides = ("rollout.prompts_per_step=12", *PARTS[arm])
-    with small_run(seed, environment, task.characters, *overrides, preset="dart", as_sampled=disturbed(seed)) as small:
+    with small_run(
+        seed, environment, task.characters, *overrides, preset="dart", as_sampled=disturbed(seed)
+    ) as small:
         some = some_demonstrations(small, task, task.press_any, seed, max(LENGTHS))
         small.warm_up(some, 4 if quick else 30)
         for pool in small.algorithm.filters:
-            pool.load_state_dict({"draws": 0, "pool": to_bytes(collected_before(small.tokenizer, task))})
+            pool.load_state_dict(
+                {"draws": 0, "pool": to_bytes(collected_before(small.tokenizer, task))}
+            )
         rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
     return {
@@ -68,7 +74,12 @@ def collected_before(tokenizer: Any, task: Any) -> list[Any]:
     for problem in task.tasks("train")[SHORT:]:
         keys = iter(problem.answer)
         right = demonstration(
-            tokenizer, task, problem, lambda seen, draw, keys=keys: next(keys), random.Random(0), max(LENGTHS)
+            tokenizer,
+            task,
+            problem,
+            lambda seen, draw, keys=keys: next(keys),
+            random.Random(0),
+            max(LENGTHS),
         )
         found.append(right)
     return found

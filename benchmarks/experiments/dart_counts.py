@@ -15,7 +15,12 @@ PROMPTS, ATTEMPTS = 6, 8
 MEASURES, TURNS = 8, 24_000
 SLOWER, RATE = ", at 2e-3", "trainer.lr=2e-3"  # of 5e-3
 BARE = ("algorithm.filters=[]", "algorithm.transforms=[]")
-GRPO, COUNTS, BOTH, ALL = "step-wise GRPO", "+ counts by task", "+ lengths by task", "+ pool, entropy, correction"
+GRPO, COUNTS, BOTH, ALL = (
+    "step-wise GRPO",
+    "+ counts by task",
+    "+ lengths by task",
+    "+ pool, entropy, correction",
+)
 ARMS: dict[str, tuple[str, ...]] = {
     GRPO: BARE,
     COUNTS: (*BARE, "data.curator={name: adaptive, lengths: false}"),
@@ -37,22 +42,35 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     overrides = (f"rollout.prompts_per_step={PROMPTS}", *ARMS[arm])
     environment = {"name": REFERENCE, **options}
     noise = disturbed(seed)
-    with small_run(seed, environment, task.characters, *overrides, preset="dart", as_sampled=noise) as small:
-        small.warm_up(some_demonstrations(small, task, task.press_any, seed, max(LENGTHS)), 4 if quick else 30)
+    with small_run(
+        seed, environment, task.characters, *overrides, preset="dart", as_sampled=noise
+    ) as small:
+        small.warm_up(
+            some_demonstrations(small, task, task.press_any, seed, max(LENGTHS)), 4 if quick else 30
+        )
         curve, longest, played = [], 0.0, 0
         for measure in range(1, (1 if quick else MEASURES) + 1):
             until = 1 if quick else measure * TURNS // MEASURES
             while played < until:
                 small.step()
-                played += sum(len(one.turns) for group in small.sampled for one in group.trajectories)
+                played += sum(
+                    len(one.turns) for group in small.sampled for one in group.trajectories
+                )
             success, longest = measured(small)
             curve.append(success)
-        return {"success": sum(curve[-3:]) / len(curve[-3:]), "success_long": longest, "steps": small.steps, "curve": curve}
+        return {
+            "success": sum(curve[-3:]) / len(curve[-3:]),
+            "success_long": longest,
+            "steps": small.steps,
+            "curve": curve,
+        }
 
 
 def measured(small: Any) -> tuple[float, float]:
     """(success of all tasks, of the longest), attempts that nothing is trained on."""
-    groups = small.rollout.collect(small.rollout.environment.tasks("train"), step=-1, samples_per_prompt=ATTEMPTS)
+    groups = small.rollout.collect(
+        small.rollout.environment.tasks("train"), step=-1, samples_per_prompt=ATTEMPTS
+    )
     found = [[one.metrics.get("success", 0.0) for one in group.usable] for group in groups]
     means = [sum(one) / len(one) for one in found]
     return sum(means) / len(means), sum(means[-EACH:]) / EACH
@@ -87,7 +105,9 @@ EXPERIMENT = Experiment(
     columns=("success", "success_long", "steps"),
     run=run,
     judge=judge,
-    figure=curves("curve", f"turns of training, {TURNS // MEASURES:,} each", "success, all tasks", window=1),
+    figure=curves(
+        "curve", f"turns of training, {TURNS // MEASURES:,} each", "success, all tasks", window=1
+    ),
     imports=(*TRAINING, "experiments.small_run"),
     quick_arms=(GRPO, BOTH),
     deadline_s=900.0,  # for a machine that is busy; it takes a tenth of that

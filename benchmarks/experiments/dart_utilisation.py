@@ -10,14 +10,24 @@ from experiments.tasks.places import BY_EPISODE, BY_TASK, PLACES
 
 AHEAD = {"max_staleness": 4, "run_ahead": 3, "overlap": True}
 BATCH, TASK, EPISODE = "batch by batch", "task by task", "episode by episode"
-ARMS: dict[str, tuple[dict[str, Any], str]] = {BATCH: ({}, BY_EPISODE), TASK: (AHEAD, BY_TASK), EPISODE: (AHEAD, BY_EPISODE)}
+ARMS: dict[str, tuple[dict[str, Any], str]] = {
+    BATCH: ({}, BY_EPISODE),
+    TASK: (AHEAD, BY_TASK),
+    EPISODE: (AHEAD, BY_EPISODE),
+}
 TIMES = 1.5
 
 
 def run(arm: str, seed: int, quick: bool) -> Figures:
     """busy: the share of the places' time in which an episode is played; rate: trajectories per second."""
     options, environment = ARMS[arm]
-    changes = {"prompts": 4, "samples": PLACES, "steps": 16, "environment": environment, "fake_s": (0.005, 1.0)}
+    changes = {
+        "prompts": 4,
+        "samples": PLACES,
+        "steps": 16,
+        "environment": environment,
+        "fake_s": (0.005, 1.0),
+    }
     found = played(options, seed, quick, **changes)
     return {**found, "busy": found["played_s"] / found["seconds"] / PLACES}
 

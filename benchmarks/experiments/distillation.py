@@ -34,7 +34,9 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
         start, teacher = Path(name) / "start", Path(name) / "teacher"
         with small_run(seed, environment, task.characters, *OVERRIDES, preset="grpo") as small:
             for part in range(1 if quick else ROUNDS):
-                shown = some_demonstrations(small, task, task.follow, ROUNDS * seed + part, TURNS, DEMONSTRATIONS)
+                shown = some_demonstrations(
+                    small, task, task.follow, ROUNDS * seed + part, TURNS, DEMONSTRATIONS
+                )
                 small.warm_up(shown, 4 if quick else UPDATES)
             small.begin()
             found: Figures = {"start": exact_match(small, questions)}
@@ -50,7 +52,13 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 
         extra, preset = told(arm, teacher)
         with small_run(
-            seed + 100, environment, task.characters, *OVERRIDES, *extra, preset=preset, model=written
+            seed + 100,
+            environment,
+            task.characters,
+            *OVERRIDES,
+            *extra,
+            preset=preset,
+            model=written,
         ) as small:
             rows = [small.step() for _ in range(2 if quick else STEPS)]
             found["success"] = exact_match(small, questions)
@@ -63,7 +71,10 @@ def told(arm: str, teacher: Path) -> tuple[list[str], str]:
         return [], "grpo"
     if arm == REVERSE:
         return [f"algorithm.teacher.path={teacher}"], "opd"
-    return ["algorithm.losses=[teacher_kl]", f"algorithm.teacher={{name: model, path: '{teacher}', top_k: 8}}"], "grpo"
+    return [
+        "algorithm.losses=[teacher_kl]",
+        f"algorithm.teacher={{name: model, path: '{teacher}', top_k: 8}}",
+    ], "grpo"
 
 
 def exact_match(small: Any, questions: int) -> float:
@@ -77,9 +88,13 @@ def exact_match(small: Any, questions: int) -> float:
 def judge(results: Results) -> Verdict:
     kept = []
     for arm in (REVERSE, FORWARD):
-        pairs = list(zip(values(results, arm, "success"), values(results, arm, "teacher"), strict=True))
+        pairs = list(
+            zip(values(results, arm, "success"), values(results, arm, "teacher"), strict=True)
+        )
         least = min(student / max(teacher, 1e-6) for student, teacher in pairs)
-        kept.append((least >= OF_TEACHER, f"'{arm}' has at least {least:.2f} of its teacher's success"))
+        kept.append(
+            (least >= OF_TEACHER, f"'{arm}' has at least {least:.2f} of its teacher's success")
+        )
     return all_of(*kept, beats(results, REVERSE, REWARD), beats(results, FORWARD, REWARD))
 
 

@@ -16,11 +16,15 @@ def judge(results: Results) -> Verdict:
     reward = values(results, REWARD, "success")
     for arm in (REVERSE, FORWARD):
         share = average(results, arm, "success") / average(results, arm, "teacher")
-        more = [one - other for one, other in zip(values(results, arm, "success"), reward, strict=True)]
+        more = [
+            one - other for one, other in zip(values(results, arm, "success"), reward, strict=True)
+        ]
         above, gap = sum(one > 0 for one in more), sum(more) / len(more)
         found.append((share >= OF_TEACHER, f"'{arm}' has {share:.2f} of its teacher's success"))
         enough = gap >= BY and above >= len(more) - 1
-        found.append((enough, f"{gap:.2f} more than the reward alone (more in {above} of {len(more)} seeds)"))
+        found.append(
+            (enough, f"{gap:.2f} more than the reward alone (more in {above} of {len(more)} seeds)")
+        )
     return all_of((len(reward) >= SEEDS, f"{len(reward)} seeds"), *found)
 
 

@@ -25,13 +25,16 @@ def run(name: str, seed: int, quick: bool) -> Figures:
     from experiments.tiny import learned, tiny
 
     lag, kind = int(name.split()[1].rstrip(",")), name.split(", ")[1]
-    with tiny(seed, "trainer.lr=5e-3", preset="llamarl_aipo", algorithm={"losses": [LOSSES[kind]]}) as made:
+    with tiny(
+        seed, "trainer.lr=5e-3", preset="llamarl_aipo", algorithm={"losses": [LOSSES[kind]]}
+    ) as made:
         return learned(made, 3 if quick else STEPS, 1 if quick else lag)
 
 
 def judge(results: Results) -> Verdict:
     return all_of(
-        keeps(results, arm(8, "cap 2"), arm(1, "cap 2")), beats(results, arm(8, "cap 2"), arm(8, "no correction"))
+        keeps(results, arm(8, "cap 2"), arm(1, "cap 2")),
+        beats(results, arm(8, "cap 2"), arm(8, "no correction")),
     )
 
 
@@ -49,7 +52,9 @@ EXPERIMENT = Experiment(
     run=run,
     judge=judge,
     figure=lines(
-        "success", {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in LOSSES}, "staleness, steps of one update"
+        "success",
+        {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in LOSSES},
+        "staleness, steps of one update",
     ),
     quick_arms=(arm(4, "cap 2"), arm(4, "no correction")),
 )

@@ -14,7 +14,8 @@ LAGS, KINDS = (1, 8, 16), ("cap 2", "no correction")
 
 def judge(results: Results) -> Verdict:
     return all_of(
-        keeps(results, arm(8, "cap 2"), arm(1, "cap 2")), beats(results, arm(16, "cap 2"), arm(16, "no correction"))
+        keeps(results, arm(8, "cap 2"), arm(1, "cap 2")),
+        beats(results, arm(16, "cap 2"), arm(16, "no correction")),
     )
 
 
@@ -26,6 +27,10 @@ EXPERIMENT = replace(
     "more in the mean.",
     arms=tuple(arm(lag, kind) for lag in LAGS for kind in KINDS),
     judge=judge,
-    figure=lines("success", {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in KINDS}, "staleness, steps of one update"),
+    figure=lines(
+        "success",
+        {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in KINDS},
+        "staleness, steps of one update",
+    ),
     quick_arms=(arm(8, "cap 2"), arm(8, "no correction")),
 )

@@ -6,7 +6,16 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, values
+from experiments.base import (
+    TRAINING,
+    Experiment,
+    Figures,
+    Results,
+    Verdict,
+    all_of,
+    average,
+    values,
+)
 
 SIZES = ("tiny", "18M", "93M")
 ROUNDS = 5
@@ -28,28 +37,50 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     direct, through = [], []
     with (
         tempfile.TemporaryDirectory(prefix="rlflow-weights-") as folder,
-        tiny(seed, "trainer.backend=megatron", model=lambda path: write_model(path, arm) and None) as made,
+        tiny(
+            seed, "trainer.backend=megatron", model=lambda path: write_model(path, arm) and None
+        ) as made,
     ):
         for number in range(1, 2 if quick else 1 + ROUNDS):
             began = time.perf_counter()
             made.rollout.load_weights(made.trainer.weights(), 2 * number - 1)
             direct.append(time.perf_counter() - began)
             began = time.perf_counter()
-            export(Path(folder) / "saved", made.trainer.weights(), made.config.model.path, overwrite=True)
-            found = [pair for file in Path(folder, "saved").glob("*.safetensors") for pair in load_file(file).items()]
+            export(
+                Path(folder) / "saved",
+                made.trainer.weights(),
+                made.config.model.path,
+                overwrite=True,
+            )
+            found = [
+                pair
+                for file in Path(folder, "saved").glob("*.safetensors")
+                for pair in load_file(file).items()
+            ]
             made.rollout.load_weights(found, 2 * number)
             through.append(time.perf_counter() - began)
     direct_s, file_s = statistics.median(direct), statistics.median(through)
-    return {"direct_s": direct_s, "file_s": file_s, "saved_s": file_s - direct_s, "times": file_s / direct_s}
+    return {
+        "direct_s": direct_s,
+        "file_s": file_s,
+        "saved_s": file_s - direct_s,
+        "times": file_s / direct_s,
+    }
 
 
 def judge(results: Results) -> Verdict:
     saved = [values(results, arm, "saved_s") for arm in SIZES]
-    grows = all(less < more for one, other in pairwise(saved) for less, more in zip(one, other, strict=True))
+    grows = all(
+        less < more for one, other in pairwise(saved) for less, more in zip(one, other, strict=True)
+    )
     times = average(results, SIZES[-1], "times")
     return all_of(
         (min(map(min, saved)) > 0, "handed over they are there sooner at every size"),
-        (grows, "seconds saved: " + ", ".join(f"{average(results, arm, 'saved_s'):.3f} ({arm})" for arm in SIZES)),
+        (
+            grows,
+            "seconds saved: "
+            + ", ".join(f"{average(results, arm, 'saved_s'):.3f} ({arm})" for arm in SIZES),
+        ),
         (times >= AT_LARGEST, f"{times:.1f} times as fast with {SIZES[-1]}"),
     )
 

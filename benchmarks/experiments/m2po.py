@@ -13,7 +13,9 @@ RATE = 1e-3
 
 def judge(results: Results) -> Verdict:
     whole = keeps(results, astraflow.arm(0, "M2PO"), astraflow.arm(16, "M2PO"), share=1.0)
-    return all_of((whole[0], f"the fresh arm is at its best: {whole[1]}"), *astraflow.parts(results))
+    return all_of(
+        (whole[0], f"the fresh arm is at its best: {whole[1]}"), *astraflow.parts(results)
+    )
 
 
 EXPERIMENT = replace(

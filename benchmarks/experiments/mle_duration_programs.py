@@ -6,12 +6,24 @@ import math
 import time
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, values
+from experiments.base import (
+    TRAINING,
+    Experiment,
+    Figures,
+    Results,
+    Verdict,
+    all_of,
+    average,
+    values,
+)
 from experiments.curves import curves
 
 ACTORS = 4
 SECONDS_IN_ALL, WINDOW_S = 60.0, 1.0
-UNWEIGHTED, WEIGHTED = "algorithm.transforms=[]", "algorithm.transforms=[{name: duration_weight, floor_s: 0.001}]"
+UNWEIGHTED, WEIGHTED = (
+    "algorithm.transforms=[]",
+    "algorithm.transforms=[{name: duration_weight, floor_s: 0.001}]",
+)
 BARE = (
     "algorithm.advantage={name: reinforce, baseline: none}",
     "algorithm.losses=[{name: ppo_clip, anchor: rollout}]",
@@ -40,7 +52,14 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     overrides = (*ARMS[arm], "rollout.samples_per_prompt=1")
     with small_run(seed, environment, task.characters, *overrides, preset="mle_duration") as small:
         said = [
-            demonstration(small.tokenizer, task, problem, lambda seen, draw, place=place: (QUICK + SLOW)[place % 2], draw, 1)
+            demonstration(
+                small.tokenizer,
+                task,
+                problem,
+                lambda seen, draw, place=place: (QUICK + SLOW)[place % 2],
+                draw,
+                1,
+            )
             for place in range(120)
         ]
         small.warm_up(said, 4 if quick else 30)
@@ -76,7 +95,10 @@ def judge(results: Results) -> Verdict:
     unweighted, weighted = values(results, off, "slow"), values(results, on, "slow")
     told = ", ".join(f"{average(results, arm, 'slow'):.2f} ({arm})" for arm in critic)
     return all_of(
-        (max(unweighted) < 0.5, f"without a baseline the slow program's share is at most {max(unweighted):.2f} unweighted"),
+        (
+            max(unweighted) < 0.5,
+            f"without a baseline the slow program's share is at most {max(unweighted):.2f} unweighted",
+        ),
         (min(weighted) > 0.8, f"at least {min(weighted):.2f} by duration"),
         (True, f"with a critic {told}"),
     )

@@ -21,7 +21,9 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
                    "stages": {name: rf"\[stage {name}\]" for name in STAGES}, "per_stage": PER_STAGE[arm]}  # fmt: skip
     overrides = (CRITIC, f"rollout.max_response_tokens={len(RIGHT)}", "rollout.prompts_per_step=4")
     with small_run(seed, environment, task.characters, *overrides, preset="mle_duration") as small:
-        small.warm_up(some_demonstrations(small, task, task.write_anything, seed, 1), 4 if quick else 30)
+        small.warm_up(
+            some_demonstrations(small, task, task.write_anything, seed, 1), 4 if quick else 30
+        )
         rows = [small.step() for _ in range(1 if quick else STEPS)]
     stages = [row["rollout/stages"] for row in rows]
     first = stages[: max(1, len(stages) // 4)]
@@ -37,9 +39,14 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 def judge(results: Results) -> Verdict:
     bare, helped = (values(results, arm, "stages") for arm in PER_STAGE)
     gains = [with_it - without for with_it, without in zip(helped, bare, strict=True)]
-    rose = [last - first for last, first in zip(bare, values(results, "without", "first"), strict=True)]
+    rose = [
+        last - first for last, first in zip(bare, values(results, "without", "first"), strict=True)
+    ]
     told = f"instrumentation brings {min(gains):.2g} to {max(gains):.2g} stages more"
-    return all_of((min(gains) >= 1, told), (max(rose) < 0.5, f"without it the mean rises by {max(rose):.2g} at the most"))
+    return all_of(
+        (min(gains) >= 1, told),
+        (max(rose) < 0.5, f"without it the mean rises by {max(rose):.2g} at the most"),
+    )
 
 
 EXPERIMENT = Experiment(

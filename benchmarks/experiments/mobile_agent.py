@@ -23,9 +23,19 @@ def run(arm: str, seed: int, quick: bool, length: int = LENGTH, steps: int = STE
 
     lengths = [length] * TASKS
     task = Keys(lengths, KEYS, FLAKY, seed)
-    environment = {"name": REFERENCE, "lengths": lengths, "keys": KEYS, "flaky": FLAKY, "seed": seed}
-    with small_run(seed, environment, task.characters, *PARTS[arm], preset="mobile_agent_trpo") as small:
-        small.warm_up(some_demonstrations(small, task, task.press_any, seed, length + 2), 4 if quick else 30)
+    environment = {
+        "name": REFERENCE,
+        "lengths": lengths,
+        "keys": KEYS,
+        "flaky": FLAKY,
+        "seed": seed,
+    }
+    with small_run(
+        seed, environment, task.characters, *PARTS[arm], preset="mobile_agent_trpo"
+    ) as small:
+        small.warm_up(
+            some_demonstrations(small, task, task.press_any, seed, length + 2), 4 if quick else 30
+        )
         rows = [small.step() for _ in range(2 if quick else steps)]
     curve = [row["train/success"] for row in rows]
     first = curve[: max(1, len(curve) // 4)]

@@ -66,7 +66,8 @@ def summary(experiment: Experiment, results: Results) -> dict[str, Figures]:
     for arm in results:
         by_name = {name: values(results, arm, name) for name in experiment.columns}
         found[arm] = {
-            name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)} for name, one in by_name.items()
+            name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)}
+            for name, one in by_name.items()
         }
     return found
 
@@ -98,7 +99,12 @@ def draw(experiment: Experiment, results: Results, path: Path) -> None:
     }  # fmt: skip
     with matplotlib.rc_context(style):
         rows = len(results) if experiment.figure is None else 8
-        figure = Figure(figsize=(6.4, max(2.2, 1.0 + 0.3 * rows)), dpi=100, facecolor="white", layout="constrained")
+        figure = Figure(
+            figsize=(6.4, max(2.2, 1.0 + 0.3 * rows)),
+            dpi=100,
+            facecolor="white",
+            layout="constrained",
+        )
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         (experiment.figure or bars(experiment.columns[0]))(axes, results)
@@ -129,10 +135,26 @@ def lines(name: str, series: dict[str, dict[float, str]], xlabel: str) -> Any:
     def drawn(axes: Any, results: Results) -> None:
         ticks = sorted({x for arms in series.values() for x in arms})
         for color, marker, (label, arms) in zip(COLORS, MARKERS, series.items(), strict=False):
-            known = [(ticks.index(x), values(results, arm, name)) for x, arm in arms.items() if arm in results]
+            known = [
+                (ticks.index(x), values(results, arm, name))
+                for x, arm in arms.items()
+                if arm in results
+            ]
             places = [place for place, _ in known]
-            axes.fill_between(places, [min(v) for _, v in known], [max(v) for _, v in known], color=color, alpha=0.15)
-            axes.plot(places, [statistics.fmean(v) for _, v in known], marker=marker, color=color, label=label)
+            axes.fill_between(
+                places,
+                [min(v) for _, v in known],
+                [max(v) for _, v in known],
+                color=color,
+                alpha=0.15,
+            )
+            axes.plot(
+                places,
+                [statistics.fmean(v) for _, v in known],
+                marker=marker,
+                color=color,
+                label=label,
+            )
         axes.set_xticks(range(len(ticks)), [f"{x:g}" for x in ticks])
         axes.set_xlabel(xlabel)
         axes.set_ylabel(name.replace("_", " "))

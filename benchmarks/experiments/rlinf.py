@@ -6,7 +6,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, values
+from experiments.base import (
+    TRAINING,
+    Experiment,
+    Figures,
+    Results,
+    Verdict,
+    all_of,
+    average,
+    values,
+)
 
 STEPS, SETTLED = 20, 3
 LAST = 5  # steps of which the exact match is compared
@@ -54,9 +63,16 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
         )  # fmt: skip
         config = load_config(demo, [*usual, *own, *options[1:]])
         train(config)
-        rows = [row for row in read_metrics(Path(folder) / "run" / "metrics.jsonl") if "train/loss" in row]
+        rows = [
+            row
+            for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")
+            if "train/loss" in row
+        ]
     settled = rows[0 if quick else SETTLED :]
-    parts = {name: [row.get(f"time/{name}_s", 0.0) for row in settled] for name in ("step", "rollout", "score", "update")}
+    parts = {
+        name: [row.get(f"time/{name}_s", 0.0) for row in settled]
+        for name in ("step", "rollout", "score", "update")
+    }
     return {
         **{f"{name}_s": statistics.median(found) for name, found in parts.items()},
         "success": statistics.fmean(row["train/exact_match"] for row in rows[-LAST:]),

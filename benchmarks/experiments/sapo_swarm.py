@@ -16,7 +16,9 @@ KNOWN = 0.6  # chance of the right letter in a family that a node was warmed up 
 ARMS = ("8/0", "6/2", "4/4", "2/6", "4/4, one node lies")
 
 
-def run(arm: str, seed: int, quick: bool, count: int = NODES, rounds_in_all: int = ROUNDS) -> Figures:
+def run(
+    arm: str, seed: int, quick: bool, count: int = NODES, rounds_in_all: int = ROUNDS
+) -> Figures:
     """cumulative: the mean reward of a node's own samples, added up over rounds, the mean over nodes; weakest: of the node that
     has least; weak: the mean reward in the family that a node is weak in; external: groups of others per node and round."""
     import tempfile
@@ -68,7 +70,9 @@ def in_weak_family(small: Any, number: int) -> float:
     from experiments.tasks.ciphers import FAMILIES
 
     family = FAMILIES[number % len(FAMILIES)]
-    found = [one.reward for group in small.sampled if group.task.id[0] == family for one in group.usable]
+    found = [
+        one.reward for group in small.sampled if group.task.id[0] == family for one in group.usable
+    ]
     return fmean(found) if found else 0.0
 
 
@@ -85,7 +89,9 @@ def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
         for problem in task.tasks("train"):
             knows = problem.id[0] != FAMILIES[node % len(FAMILIES)] and draw.random() < KNOWN
             said = problem.answer if knows else draw.choice(LETTERS)
-            found.append(demonstration(tokenizer, task, problem, lambda seen, draw, said=said: said, draw, 1))
+            found.append(
+                demonstration(tokenizer, task, problem, lambda seen, draw, said=said: said, draw, 1)
+            )
     return found
 
 

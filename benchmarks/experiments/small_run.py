@@ -67,7 +67,9 @@ def write_policy(path: Path, characters: str, seed: int, width: int = 32) -> Non
     words = [*SPECIAL, *dict.fromkeys(characters)]
     inner = Fast(models.BPE({word: number for number, word in enumerate(words)}, []))
     inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>").save_pretrained(str(path))
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(str(path))
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(words), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
@@ -81,7 +83,9 @@ class SmallRun:
     """A run whose policy is warmed up before it begins. `sampled`: the groups of the last step, before any filter. as_sampled:
     what the engine gets in place of the trainer's weights, for a policy that differs from the one that is trained."""
 
-    def __init__(self, made: Tiny, as_sampled: Callable[[Weights, int], Weights] | None = None) -> None:
+    def __init__(
+        self, made: Tiny, as_sampled: Callable[[Weights, int], Weights] | None = None
+    ) -> None:
         self.rollout, self.trainer, self.algorithm, self.source = (
             made.rollout,
             made.trainer,
@@ -111,7 +115,9 @@ class SmallRun:
             self.trainer.snapshot("reference")
         self.sync()
         rounds = self.algorithm.max_rounds
-        self._stream = self.rollout.stream(self.source, self._prompts, admit=self._admit, max_rounds=rounds)
+        self._stream = self.rollout.stream(
+            self.source, self._prompts, admit=self._admit, max_rounds=rounds
+        )
 
     def sync(self) -> None:
         """Gives the engine the trainer's weights."""
@@ -163,7 +169,9 @@ def small_run(
     def written(path: Path) -> None:
         write_policy(path, characters, seed)
 
-    with tiny(seed, *values, preset=preset, environment=environment, model=model or written) as made:
+    with tiny(
+        seed, *values, preset=preset, environment=environment, model=model or written
+    ) as made:
         yield SmallRun(made, as_sampled)
 
 
@@ -180,17 +188,29 @@ def demonstration(
         episode.turns += 1
         step = task.answer(episode, response)
         seen = str(step.observation)
-        said.append(Turn(0, len(tokens), len(tokens) + len(words), step.reward, 0.0, response, seen))
+        said.append(
+            Turn(0, len(tokens), len(tokens) + len(words), step.reward, 0.0, response, seen)
+        )
         tokens, mask = tokens + words, mask + [True] * len(words)
         if step.terminated:
             stop = StopReason.TERMINATED
             break
         heard = tokenizer.encode_text(seen)
         tokens, mask = tokens + heard, mask + [False] * len(heard)
-    segment = Segment(torch.tensor(tokens), torch.tensor(mask), None, torch.full((len(tokens),), -1))
+    segment = Segment(
+        torch.tensor(tokens), torch.tensor(mask), None, torch.full((len(tokens),), -1)
+    )
     name, reward = f"demonstration:{problem.id}", sum(turn.reward for turn in said)
     return Trajectory(
-        problem.id, name, [segment], said, reward, stop, source="demonstration", prompt=str(problem.prompt), id=name
+        problem.id,
+        name,
+        [segment],
+        said,
+        reward,
+        stop,
+        source="demonstration",
+        prompt=str(problem.prompt),
+        id=name,
     )
 
 
@@ -199,4 +219,7 @@ def some_demonstrations(
 ) -> list[Trajectory]:
     """What `act` does in random training tasks."""
     draw, problems = random.Random(seed), task.tasks("train")
-    return [demonstration(small.tokenizer, task, draw.choice(problems), act, draw, turns) for _ in range(count)]
+    return [
+        demonstration(small.tokenizer, task, draw.choice(problems), act, draw, turns)
+        for _ in range(count)
+    ]

@@ -36,15 +36,26 @@ def run(name: str, seed: int, quick: bool, before: int = 0) -> Figures:
         for _ in made.train(3 if quick else STEPS):
             versions.append(_halves(made.weights()))
     begun = [key for key, value in versions[0].items() if bool(value.any())]
-    spread = float(torch.cat([value.float().flatten() for value in versions[0].values() if value.dim() > 1]).std())
+    spread = float(
+        torch.cat(
+            [value.float().flatten() for value in versions[0].values() if value.dim() > 1]
+        ).std()
+    )
     shares, ratios, of_begun = [], [], []
     for old, new in pairwise(versions):
-        differ = {key: int((new[key].view(torch.int16) != old[key].view(torch.int16)).sum()) for key in new}
+        differ = {
+            key: int((new[key].view(torch.int16) != old[key].view(torch.int16)).sum())
+            for key in new
+        }
         changed = list(differ.values())
-        of_begun.append(1 - sum(differ[key] for key in begun) / sum(new[key].numel() for key in begun))
+        of_begun.append(
+            1 - sum(differ[key] for key in begun) / sum(new[key].numel() for key in begun)
+        )
         count = sum(value.numel() for value in new.values())
         shares.append(1 - sum(changed) / count)
-        ratios.append(WEIGHT_BYTES * count / sum(HEADER_BYTES + DELTA_BYTES * one for one in changed))
+        ratios.append(
+            WEIGHT_BYTES * count / sum(HEADER_BYTES + DELTA_BYTES * one for one in changed)
+        )
     return {
         "unchanged": statistics.fmean(shares),
         "least": min(shares),
@@ -66,7 +77,9 @@ def judge(results: Results) -> Verdict:
     shares = [average(results, arm(rate), "unchanged") for rate in RATES]
     falls = all(one > other for one, other in pairwise(shares))
     sparse = least >= 0.98, f"at 1e-6 at least {least:.4f} is unchanged"
-    return all_of(sparse, (falls, "the shares by rate are " + ", ".join(f"{share:.4f}" for share in shares)))
+    return all_of(
+        sparse, (falls, "the shares by rate are " + ", ".join(f"{share:.4f}" for share in shares))
+    )
 
 
 EXPERIMENT = Experiment(

@@ -20,7 +20,10 @@ def judge(results: Results) -> Verdict:
     early, later = (values(results, arm, "unchanged_begun") for arm in ARMS)
     whole = average(results, ARMS[0], "unchanged")
     return all_of(
-        (min(early) >= LEAST, f"at least {min(early):.4f} is unchanged of what does not begin at 0, {whole:.4f} of all"),
+        (
+            min(early) >= LEAST,
+            f"at least {min(early):.4f} is unchanged of what does not begin at 0, {whole:.4f} of all",
+        ),
         (True, f"after {LATER} versions {min(later):.4f}"),
     )
 

@@ -53,10 +53,17 @@ class TableTrainer(ReferenceTrainer):
         adamw = given.adamw
         self.learning_rate = given.learning_rate()
         self.dtype, self.device, self.values = torch.float32, torch.device("cpu"), False
-        self.max_gradient_norm, self.tokens_per_microbatch = given.max_gradient_norm, given.tokens_per_microbatch
+        self.max_gradient_norm, self.tokens_per_microbatch = (
+            given.max_gradient_norm,
+            given.tokens_per_microbatch,
+        )
         self.model = TableModel()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=given.lr, betas=(adamw.beta1, adamw.beta2), eps=adamw.eps, weight_decay=0.0
+            self.model.parameters(),
+            lr=given.lr,
+            betas=(adamw.beta1, adamw.beta2),
+            eps=adamw.eps,
+            weight_decay=0.0,
         )
         self.updates = 0
         self.snapshots: dict[str, dict[str, Tensor]] = {}
@@ -92,10 +99,15 @@ def right_answers(seed: int) -> Tensor:
 def sampled(logprobs: Tensor, right: Tensor, version: int, draw: torch.Generator) -> list[Group]:
     """A group of attempts at every task, by the policy of that version with these log-probs."""
     chances = logprobs.exp().reshape(TASKS * PLACES, LETTERS)
-    letters = torch.multinomial(chances, ATTEMPTS, replacement=True, generator=draw).reshape(TASKS, PLACES, ATTEMPTS)
+    letters = torch.multinomial(chances, ATTEMPTS, replacement=True, generator=draw).reshape(
+        TASKS, PLACES, ATTEMPTS
+    )
     found = logprobs.gather(2, letters)
     rewards = (letters == right[:, :, None]).double().mean(dim=1)
-    mask, versions = torch.tensor([False, *[True] * PLACES]), torch.tensor([-1, *[version] * PLACES])
+    mask, versions = (
+        torch.tensor([False, *[True] * PLACES]),
+        torch.tensor([-1, *[version] * PLACES]),
+    )
     prompts = torch.arange(TASKS)[:, None, None].expand(TASKS, ATTEMPTS, 1)
     tokens = torch.cat([prompts, letters.transpose(1, 2)], dim=2)
     known = torch.nn.functional.pad(found.transpose(1, 2), (1, 0))
@@ -108,7 +120,13 @@ def sampled(logprobs: Tensor, right: Tensor, version: int, draw: torch.Generator
             turn = Turn(segment=0, start=1, stop=1 + PLACES, reward=reward, duration_s=1.0)
             trajectories.append(
                 Trajectory(
-                    f"{task}", f"{version}:{task}", [segment], [turn], reward, StopReason.TERMINATED, attempt=attempt
+                    f"{task}",
+                    f"{version}:{task}",
+                    [segment],
+                    [turn],
+                    reward,
+                    StopReason.TERMINATED,
+                    attempt=attempt,
                 )
             )
         stamp(trajectories)
@@ -123,7 +141,9 @@ def train_table(
     timer, draw = Untimed(), torch.Generator().manual_seed(seed)
     policies = deque([trainer.logprobs()], maxlen=lag + 1)
     for step in range(steps):
-        yield training_step(step, sampled(policies[0], right, max(0, step - lag), draw), trainer, algorithm, timer)
+        yield training_step(
+            step, sampled(policies[0], right, max(0, step - lag), draw), trainer, algorithm, timer
+        )
         policies.append(trainer.logprobs())
 
 

@@ -64,7 +64,9 @@ class Spelling(Environment):
 
     async def step(self, episode: Episode, response: str) -> Step:
         answer = episode.task.answer
-        right = sum(one == other for one, other in zip(response, answer, strict=False)) / len(answer)
+        right = sum(one == other for one, other in zip(response, answer, strict=False)) / len(
+            answer
+        )
         return Step(reward=right, terminated=True, metrics={"exact_match": float(right == 1)})
 
 
@@ -106,7 +108,10 @@ class Tiny:
         answers = [self.rollout.tokenizer.encode_text(task.answer) for task in tasks]
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         scores = self.trainer.score(token_batch(rows))["logprobs"].double()
-        sums = [float(scores[row, len(prompt) : len(rows[row])].sum()) for row, prompt in enumerate(prompts)]
+        sums = [
+            float(scores[row, len(prompt) : len(rows[row])].sum())
+            for row, prompt in enumerate(prompts)
+        ]
         return float(torch.tensor(sums).exp().mean())
 
 
@@ -128,7 +133,9 @@ def tiny(
             write_model(path, "qwen2", WORDS, width=32, seed=seed + 1)
         else:
             model(path)
-        section = [f"algorithm.{key}={json.dumps(value)}" for key, value in (algorithm or {}).items()]
+        section = [
+            f"algorithm.{key}={json.dumps(value)}" for key, value in (algorithm or {}).items()
+        ]
         usual = [
             f"run.seed={seed}", f"model.path={path}", f"environment={json.dumps(environment or {'name': SPELLING})}",
             "rollout.prompts_per_step=12", "rollout.samples_per_prompt=8", "rollout.max_turns=1",
@@ -145,7 +152,11 @@ def tiny(
             trainer.snapshot("reference")
         if made.teacher is not None:
             stack.callback(made.teacher.close)
-            made.teacher.open(Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature))
+            made.teacher.open(
+                Classroom(
+                    trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature
+                )
+            )
         tasks = rollout.environment.tasks("train")
         source = CURATOR.build(config.data.curator, "data.curator", tasks=tasks, seed=seed)
         yield Tiny(config, rollout, made, trainer, source)

@@ -7,7 +7,17 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, beats, values
+from experiments.base import (
+    TRAINING,
+    Experiment,
+    Figures,
+    Results,
+    Verdict,
+    all_of,
+    average,
+    beats,
+    values,
+)
 from experiments.curves import at_the_end, curves, smoothed
 
 TURNS = 12
@@ -49,9 +59,13 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
             critic = {"name": "endpoint", "url": server.url, "model": "critic", "concurrency": 8}
             environment = {"name": "progress", "base": environment, "critic": critic}
             found |= correlations(task, {key: critic[key] for key in ("url", "model")}, seed)
-        small = stack.enter_context(small_run(seed, environment, task.characters, *overrides, preset="vlac"))
+        small = stack.enter_context(
+            small_run(seed, environment, task.characters, *overrides, preset="vlac")
+        )
         for part in range(1 if quick else ROUNDS):
-            shown = some_demonstrations(small, task, task.do_half_right, ROUNDS * seed + part, TURNS, SHOWN)
+            shown = some_demonstrations(
+                small, task, task.do_half_right, ROUNDS * seed + part, TURNS, SHOWN
+            )
             small.warm_up(shown, 4 if quick else UPDATES)
         rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
@@ -76,7 +90,10 @@ def recorded(stack: ExitStack, task: Any) -> str:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="demonstrations_"))
     problems = task.tasks("train")[1 :: len(task.tasks("train")) // DEMONSTRATIONS]
     rows = [
-        {"task_id": one.id, "turns": [{"response": action} for action in actions(right_way(one.answer))]}
+        {
+            "task_id": one.id,
+            "turns": [{"response": action} for action in actions(right_way(one.answer))],
+        }
         for one in problems
     ]
     with open(f"{folder}/shown.jsonl", "w", encoding="utf-8") as file:
@@ -138,7 +155,10 @@ def correlations(task: Any, endpoint: dict[str, Any], seed: int) -> Figures:
 
 
 def judge(results: Results) -> Verdict:
-    order = {name: values(results, "progress", f"order_{name}") for name in ("success", "failure", "reversed")}
+    order = {
+        name: values(results, "progress", f"order_{name}")
+        for name in ("success", "failure", "reversed")
+    }
     tells = (
         all(good > bad for good, bad in zip(order["success"], order["failure"], strict=True))
         and min(order["reversed"]) > 0
@@ -148,11 +168,16 @@ def judge(results: Results) -> Verdict:
         f"value-order correlation {means['success']:.2f} on successes, {means['failure']:.2f} on failures, "
         f"{means['reversed']:.2f} backward (sign turned)"
     )
-    fewer = average(results, ARMS[2], "episodes_to_80") <= average(results, "progress", "episodes_to_80")
+    fewer = average(results, ARMS[2], "episodes_to_80") <= average(
+        results, "progress", "episodes_to_80"
+    )
     shown = ", ".join(f"{average(results, arm, 'episodes_to_80'):.0f} ({arm})" for arm in ARMS)
     began, ended = (average(results, "sparse", name) for name in ("start", "success"))
     return all_of(
-        (ended >= began + LEARNED, f"with the sparse reward success goes from {began:.2f} to {ended:.2f}"),
+        (
+            ended >= began + LEARNED,
+            f"with the sparse reward success goes from {began:.2f} to {ended:.2f}",
+        ),
         (tells, told),
         beats(results, "progress", "sparse"),
         (fewer, f"episodes to a success of 0.8, at most all: {shown}"),
@@ -181,7 +206,14 @@ EXPERIMENT = Experiment(
         "0.05 in the mean), and with demonstrations it takes no more episodes to a success of 0.8 in the mean."
     ),
     arms=ARMS,
-    columns=("success", "start", "episodes_to_80", "order_success", "order_failure", "order_reversed"),
+    columns=(
+        "success",
+        "start",
+        "episodes_to_80",
+        "order_success",
+        "order_failure",
+        "order_reversed",
+    ),
     run=run,
     judge=judge,
     figure=curves("curve", ylabel="success"),

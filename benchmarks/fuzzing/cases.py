@@ -171,7 +171,9 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
 
-def play(name: str, target: Target, seed: int, folder: Path, seconds: float, only: int | None = None) -> Report:
+def play(
+    name: str, target: Target, seed: int, folder: Path, seconds: float, only: int | None = None
+) -> Report:
     """Cases 0, 1, ... of a target for so many seconds, or `only` that one; each draws from (seed, name, number) alone."""
     report = Report()
     (folder / "base").mkdir(parents=True)

@@ -92,7 +92,16 @@ class Checkpoints:
         shutil.copytree(self._model, model)
         what = nonsense.damage_folder(model, draw)
         try:
-            arguments = ["convert", "to-megatron", str(model), str(there), "--workers", "1", "--verify", "full"]
+            arguments = [
+                "convert",
+                "to-megatron",
+                str(model),
+                str(there),
+                "--workers",
+                "1",
+                "--verify",
+                "full",
+            ]
             if not forked(command(arguments), folder, DEADLINE_S).check(CODES):
                 return False
             try:
@@ -143,12 +152,18 @@ class Checkpoints:
         values["run"] |= {"steps": steps, "deterministic": True}
         config = folder / "config.yaml"
         config.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return forked(command(["train", "--config", str(config), *flags]), folder, DEADLINE_S).check()
+        return forked(
+            command(["train", "--config", str(config), *flags]), folder, DEADLINE_S
+        ).check()
 
 
 def _tensors(model: Path) -> dict[str, np.ndarray]:
     """All tensors of a HuggingFace directory, as the reference reader of safetensors has them."""
-    return {name: array for path in sorted(model.glob("*.safetensors")) for name, array in load_file(path).items()}
+    return {
+        name: array
+        for path in sorted(model.glob("*.safetensors"))
+        for name, array in load_file(path).items()
+    }
 
 
 def _compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -156,5 +171,11 @@ def _compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> N
         raise Wrong(f"other tensors: {sorted(found.keys() ^ expected.keys())[:5]}")
     for name, array in expected.items():
         ours = found[name]
-        if ours.dtype != array.dtype or ours.shape != array.shape or ours.tobytes() != array.tobytes():
-            raise Wrong(f"{name} is another: {ours.dtype} {ours.shape}, expected {array.dtype} {array.shape}")
+        if (
+            ours.dtype != array.dtype
+            or ours.shape != array.shape
+            or ours.tobytes() != array.tobytes()
+        ):
+            raise Wrong(
+                f"{name} is another: {ours.dtype} {ours.shape}, expected {array.dtype} {array.shape}"
+            )

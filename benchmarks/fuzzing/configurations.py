@@ -46,7 +46,9 @@ class Configurations:
         self._model = write_model(folder / "model")
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(settings(self._model, folder)), encoding="utf-8")
-        self._values = {key: value for key, value in _leaves(to_dict(load_config(path))) if key not in KEPT}
+        self._values = {
+            key: value for key, value in _leaves(to_dict(load_config(path))) if key not in KEPT
+        }
 
     def case(self, draw: random.Random, folder: Path) -> bool:
         values, overrides = settings(self._model, folder), []
@@ -70,10 +72,18 @@ class Configurations:
         arguments = ["train", "--config", str(config), *overrides]
         try:
             accepted = forked(command([*arguments, "--dry-run"]), folder, DEADLINE_S).check()
-            nan = [key for key, value in changed if accepted and isinstance(value, float) and not math.isfinite(value)]
+            nan = [
+                key
+                for key, value in changed
+                if accepted and isinstance(value, float) and not math.isfinite(value)
+            ]
             if nan:
                 raise Wrong(f"accepted: {changed}")
-            if accepted and not any(key.startswith("cluster") for key, _ in changed) and b"cluster" not in text:
+            if (
+                accepted
+                and not any(key.startswith("cluster") for key, _ in changed)
+                and b"cluster" not in text
+            ):
                 accepted = forked(command(arguments), folder, DEADLINE_S).check()
         except Wrong as found:
             raise Wrong(f"{changed!s:.800}: {found}") from None
@@ -92,7 +102,18 @@ class Configurations:
             bool: (True, False),
             int: (0, 1, 2, 3, 5, 7, 16, -1),
             float: (0, 0.0, 0.25, 0.5, 1, 1.0, 2, 1e-8, 1e-3, 1e6, -0.5),
-            str: ("train", "val", "fuzz", "adamw", "bfloat16", "float32", "none", "plain", "cosine", "tensorboard"),
+            str: (
+                "train",
+                "val",
+                "fuzz",
+                "adamw",
+                "bfloat16",
+                "float32",
+                "none",
+                "plain",
+                "cosine",
+                "tensorboard",
+            ),
         }
         if draw.random() < 0.6 and type(now) in near:
             return draw.choice(near[type(now)])
@@ -105,7 +126,10 @@ class Configurations:
         options = [option for option in kind.options(name) if option not in ("path", "directory")]
         numbers = (0, 1, 2, -1, 0.5, 1e-6, 1.5, 1e6, True, "none")
         chosen = draw.sample(options, min(len(options), draw.choice([0, 1, 1, 2])))
-        return {"name": name, **{option: draw.choice([*numbers, _modest(nonsense.value(draw))]) for option in chosen}}
+        return {
+            "name": name,
+            **{option: draw.choice([*numbers, _modest(nonsense.value(draw))]) for option in chosen},
+        }
 
 
 def _leaves(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
@@ -130,7 +154,11 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _modest(value: Any) -> Any:
-    return MOST if isinstance(value, int) and not isinstance(value, bool) and MOST < value < 10**9 else value
+    return (
+        MOST
+        if isinstance(value, int) and not isinstance(value, bool) and MOST < value < 10**9
+        else value
+    )
 
 
 def _as_text(value: Any, draw: random.Random) -> str:

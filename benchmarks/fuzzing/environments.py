@@ -11,7 +11,18 @@ from fuzzing.cases import Wrong, trained
 from fuzzing.task import settings, write_model
 
 DEADLINE_S = 60.0
-PLACES = ("", "step", "step", "step_result", "reset", "close", "__init__", "tasks", "report", "shutdown")
+PLACES = (
+    "",
+    "step",
+    "step",
+    "step_result",
+    "reset",
+    "close",
+    "__init__",
+    "tasks",
+    "report",
+    "shutdown",
+)
 
 
 class Environments:
@@ -23,7 +34,11 @@ class Environments:
     def case(self, draw: random.Random, folder: Path) -> bool:
         values = settings(self._model, folder, "Mad")
         values["rollout"]["faults"]["max_aborted_share"] = draw.choice([0.0, 0.25, 1.0])
-        options = {"seed": draw.randrange(10**6), "share": draw.choice([0.02, 0.1, 0.5]), "where": draw.choice(PLACES)}
+        options = {
+            "seed": draw.randrange(10**6),
+            "share": draw.choice([0.02, 0.1, 0.5]),
+            "where": draw.choice(PLACES),
+        }
         values["environment"] |= options
         values["checkpoint"]["asynchronous"] = draw.random() < 0.3
         ended = trained(values, folder, DEADLINE_S)
@@ -52,7 +67,9 @@ class Environments:
         trained = []
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            if not all(math.isfinite(value) for value in record.values() if isinstance(value, float)):
+            if not all(
+                math.isfinite(value) for value in record.values() if isinstance(value, float)
+            ):
                 raise Wrong(f"not finite: {line}")
             if "train/loss" in record:
                 trained.append(record["step"])

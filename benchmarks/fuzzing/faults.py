@@ -36,7 +36,10 @@ FAULTS: dict[str, tuple[tuple[int, ...], str]] = {
     "hanging_shutdown": ((0,), r"Faulty\.shutdown did not end within"),
     "endless_tasks": ((2,), "did not end within|with no end after"),
     "same_ids": ((2,), "tasks [0-5] and 6 have the same id"),
-    "held": ((-signal.SIGKILL,), r"(?s)holds the interpreter, .* in match.*ended: one call has held the interpreter"),
+    "held": (
+        (-signal.SIGKILL,),
+        r"(?s)holds the interpreter, .* in match.*ended: one call has held the interpreter",
+    ),
 }
 """How a run with each fault may end, and what it says."""
 
@@ -72,7 +75,9 @@ class Faulty(Letters):
         shown = self._in_pool("|a?")
         if fault == "killed_pool":
             os.kill(os.getpid(), signal.SIGKILL)
-        return Step(shown, float(response == episode.task.answer), episode.turns == 2, {"said": 1.0})
+        return Step(
+            shown, float(response == episode.task.answer), episode.turns == 2, {"said": 1.0}
+        )
 
     def close(self, episode: Episode) -> None:  # type: ignore[override]
         if self._kind == "few_places":
@@ -133,13 +138,21 @@ class Faults:
         options = {"kind": kind, "at": draw.randint(1, 20), "places": draw.choice([1, 2, 8])}
         values = settings(self._model, folder, "Letters")
         values["environment"] = {"name": f"{Path(__file__).resolve()}:Faulty", **options}
-        values["rollout"]["faults"] = {"max_aborted_share": 0.25, "call_s": CALL_S, "episode_s": 30.0}
+        values["rollout"]["faults"] = {
+            "max_aborted_share": 0.25,
+            "call_s": CALL_S,
+            "episode_s": 30.0,
+        }
         values["run"]["max_minutes"] = 1.0
         try:
             ended = trained(values, folder, DEADLINE_S)
-            if kind == "killed_pool" and ended.code == -signal.SIGKILL:  # by its own hand, so without a word
+            if (
+                kind == "killed_pool" and ended.code == -signal.SIGKILL
+            ):  # by its own hand, so without a word
                 values["environment"]["kind"] = ""
-                return trained(values, folder, DEADLINE_S, "--overwrite").check((0,))  # the orphans do not hold the directory
+                return trained(values, folder, DEADLINE_S, "--overwrite").check(
+                    (0,)
+                )  # the orphans do not hold the directory
             finished = ended.check(codes)
             if not re.search(said, ended.err):
                 raise Wrong(f"did not say {said!r}: {ended.err[-1500:]!r}")

@@ -43,7 +43,8 @@ def nested(depth: int) -> list[Any]:
 def text(draw: random.Random) -> str:
     """A text of a few characters from all planes, halves of pairs included."""
     return "".join(
-        chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x20000), 0xD83D])) for _ in range(draw.randint(0, 12))
+        chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x20000), 0xD83D]))
+        for _ in range(draw.randint(0, 12))
     )
 
 
@@ -59,7 +60,9 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
             changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         return bytes(changed)
     if kind == 1:
-        head = bytearray(data)  # headers are at the beginning, and every bit of them means something
+        head = bytearray(
+            data
+        )  # headers are at the beginning, and every bit of them means something
         head[draw.randrange(min(len(data), 256))] = draw.randrange(256)
         return bytes(head)
     if kind == 2:
@@ -73,9 +76,17 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     if kind == 6:
         return data[:stop] + data[start:]
     if kind == 7:
-        size = draw.randint(1, max(1, (stop - start) // 2))  # two ranges of a size, exchanged: what rows of a table look like
+        size = draw.randint(
+            1, max(1, (stop - start) // 2)
+        )  # two ranges of a size, exchanged: what rows of a table look like
         between = data[start + size : stop - size]
-        return data[:start] + data[stop - size : stop] + between + data[start : start + size] + data[stop:]
+        return (
+            data[:start]
+            + data[stop - size : stop]
+            + between
+            + data[start : start + size]
+            + data[stop:]
+        )
     if kind == 8:
         return data[:start] + draw.randbytes(draw.randint(1, 64)) + data[start:]
     return draw.randbytes(len(data))
@@ -95,12 +106,20 @@ def damaged_json(content: Any, draw: random.Random) -> Any:
         del holder[key]
     else:
         other, from_key = draw.choice(places)
-        holder[key] = json.loads(json.dumps(other[from_key])) if not isinstance(other, type(None)) else None
+        holder[key] = (
+            json.loads(json.dumps(other[from_key])) if not isinstance(other, type(None)) else None
+        )
     return content
 
 
 def _places(content: Any) -> Any:
-    keys = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    keys = (
+        content
+        if isinstance(content, dict)
+        else range(len(content))
+        if isinstance(content, list)
+        else ()
+    )
     for key in keys:
         yield content, key
         yield from _places(content[key])

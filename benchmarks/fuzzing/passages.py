@@ -20,7 +20,14 @@ def write_corpus(path: Path, rows: int = 300, seed: int = 0) -> list[str]:
     for row in range(rows):
         title, words = f"{draw.choice(WORDS)} {row}", draw.choices(WORDS, k=12)
         lines.append(
-            json.dumps({"id": str(row), "title": title, "contents": f'"{title}"\n{" ".join(words)}', "url": f"doc://{row}"})
+            json.dumps(
+                {
+                    "id": str(row),
+                    "title": title,
+                    "contents": f'"{title}"\n{" ".join(words)}',
+                    "url": f"doc://{row}",
+                }
+            )
         )
         if row % (rows // QUESTIONS) == 0:
             asked.append(" ".join(words[:5]))
@@ -30,7 +37,18 @@ def write_corpus(path: Path, rows: int = 300, seed: int = 0) -> list[str]:
 
 def build(corpus: Path, out: Path, kind: str, folder: Path) -> Path:
     """The folder of an index that `rlflow search build` made."""
-    arguments = ["search", "build", "--corpus", str(corpus), "--out", str(out), "--index", kind, "--set", "dimensions=64"]
+    arguments = [
+        "search",
+        "build",
+        "--corpus",
+        str(corpus),
+        "--out",
+        str(out),
+        "--index",
+        kind,
+        "--set",
+        "dimensions=64",
+    ]
     if kind == "bm25":
         arguments = arguments[:-2]
     ended = forked(command(arguments), folder, deadline_s=60)

@@ -22,7 +22,12 @@ from fuzzing.passages import write_corpus
 ANSWER_S = 10.0  # an honest client has what it asked for by then
 START_S = 60.0
 TRICKLE_S = 0.05
-BEGINNINGS = (b"", b"G", b"POST /retrieve HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{", b"\x00" * 40)
+BEGINNINGS = (
+    b"",
+    b"G",
+    b"POST /retrieve HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{",
+    b"\x00" * 40,
+)
 
 
 class Peers:
@@ -39,14 +44,21 @@ class Peers:
         self._page = PageServer(lambda path, nonce: "the page")
         self._swarm = TcpTransport("server", "127.0.0.1:0", str(self._key), timeout_s=30.0)
         self._servers: dict[str, tuple[tuple[str, int], Callable[[], Any]]] = {
-            "search": (_place(url), lambda: _fetch(f"{url}/retrieve", b'{"query": "%s"}' % self._question.encode())),
+            "search": (
+                _place(url),
+                lambda: _fetch(f"{url}/retrieve", b'{"query": "%s"}' % self._question.encode()),
+            ),
             "page": (_place(self._page.url), lambda: _fetch(self._page.url)),
             "swarm": (self._swarm.address, self._send_to_the_swarm),
         }
         self._slowest = dict.fromkeys(self._servers, 0.0)
 
     def case(self, draw: random.Random, folder: Path) -> bool:
-        name, count, beginning = draw.choice(list(self._servers)), draw.choice([1, 20, 300]), draw.choice(BEGINNINGS)
+        name, count, beginning = (
+            draw.choice(list(self._servers)),
+            draw.choice([1, 20, 300]),
+            draw.choice(BEGINNINGS),
+        )
         trickle = draw.random() < 0.5
         place, ask = self._servers[name]
         with _holding(place, count, beginning, trickle):
@@ -55,7 +67,9 @@ class Peers:
                 ask()
             except Exception as problem:  # noqa: BLE001 -- whatever an honest client meets here
                 told = f"{type(problem).__name__} {problem}"
-                raise Wrong(f"{name} beside {count} slow peers ({beginning[:9]!r}, trickle {trickle}): {told}") from None
+                raise Wrong(
+                    f"{name} beside {count} slow peers ({beginning[:9]!r}, trickle {trickle}): {told}"
+                ) from None
             seconds = time.monotonic() - began
         self._slowest[name] = max(self._slowest[name], seconds)
         if seconds > ANSWER_S:
@@ -74,7 +88,9 @@ class Peers:
     def _send_to_the_swarm(self) -> None:
         from rlflow.swarm.tcp import TcpTransport
 
-        friend = TcpTransport("friend", "127.0.0.1:0", str(self._key), ["{}:{}".format(*self._swarm.address)])
+        friend = TcpTransport(
+            "friend", "127.0.0.1:0", str(self._key), ["{}:{}".format(*self._swarm.address)]
+        )
         try:
             friend.publish([b"1"])
             _until(self._swarm.receive, ANSWER_S, "the message came through")

@@ -36,7 +36,9 @@ PATHS = (
 )
 GROWTH = 1.10
 SETTLED = 0.3  # share of the cases after which memory is not to grow
-SETTLED_CASES = 2000  # and so many at the least: a new process takes what it needs for its first reloads
+SETTLED_CASES = (
+    2000  # and so many at the least: a new process takes what it needs for its first reloads
+)
 
 
 class Server:
@@ -54,13 +56,27 @@ class Server:
         self._token = {"Authorization": "Bearer a token of this run alone"}
         self._port = _free_port()
         self._errors = folder / "server.stderr"
-        flags = ["--index", str(self._served), "--corpus", str(self._corpus), "--port", str(self._port), "--cache-mb", "1"]
+        flags = [
+            "--index",
+            str(self._served),
+            "--corpus",
+            str(self._corpus),
+            "--port",
+            str(self._port),
+            "--cache-mb",
+            "1",
+        ]
         flags += ["--admin-token", str(token), "--query-log", str(folder / "queries.jsonl")]
         program = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags]
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+            self._process = subprocess.Popen(
+                program, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
         self._await_ready()
-        self._known = {question: self._ask({"queries": [question], "topk": 5})["result"][0] for question in asked}
+        self._known = {
+            question: self._ask({"queries": [question], "topk": 5})["result"][0]
+            for question in asked
+        }
         self._check_known()
         self._memory: list[float] = []
 
@@ -76,7 +92,9 @@ class Server:
             accepted = self._reload(draw, folder)
         question = draw.choice(list(self._known))
         self._same(
-            self._ask({"queries": [question], "topk": 3})["result"], [self._known[question][:3]], "the next question"
+            self._ask({"queries": [question], "topk": 3})["result"],
+            [self._known[question][:3]],
+            "the next question",
         )
         self._memory.append(_resident_mib(self._process.pid))
         return accepted
@@ -90,7 +108,9 @@ class Server:
         self._process.kill()
         errors = self._errors.read_text(encoding="utf-8", errors="replace")
         if ended is not None or stopped != 0:
-            raise Wrong(f"the server ended with {ended}, or did not on SIGTERM ({stopped}): {errors[-3000:]}")
+            raise Wrong(
+                f"the server ended with {ended}, or did not on SIGTERM ({stopped}): {errors[-3000:]}"
+            )
         found = min((errors.find(word) for word in NOISE if word in errors), default=-1)
         if found >= 0:
             raise Wrong(f"on the server's stderr: ...{errors[max(0, found - 300) : found + 6000]}")
@@ -105,20 +125,30 @@ class Server:
     def _request(self, draw: random.Random) -> bool:
         """A request of the wire format, right or with something else in one place; answers with 200 must fit it."""
         questions = draw.choices(list(self._known), k=draw.randint(0, 4))
-        message: dict[str, Any] = {"queries": questions, "topk": draw.randint(0, 5), "return_scores": draw.random() < 0.3}
+        message: dict[str, Any] = {
+            "queries": questions,
+            "topk": draw.randint(0, 5),
+            "return_scores": draw.random() < 0.3,
+        }
         if draw.random() < 0.75:
             message = nonsense.damaged_json(message, draw)
         path = draw.choice(["/retrieve"] * 5 + ["/access"])
         if path == "/access":
-            message["urls"] = draw.choice([nonsense.value(draw), [nonsense.value(draw)], ["doc://1", nonsense.text(draw)]])
-        status, body = self._post(path, json.dumps(message, default=str).encode("utf-8", "surrogatepass"))
+            message["urls"] = draw.choice(
+                [nonsense.value(draw), [nonsense.value(draw)], ["doc://1", nonsense.text(draw)]]
+            )
+        status, body = self._post(
+            path, json.dumps(message, default=str).encode("utf-8", "surrogatepass")
+        )
         if status == 200:
             self._fits(path, message, json.loads(body))
         return status == 200
 
     def _bytes(self, draw: random.Random) -> bool:
         """Bodies that are no JSON, or JSON of no use."""
-        whole = json.dumps({"queries": list(self._known)[:3], "topk": 2, "return_scores": True}).encode()
+        whole = json.dumps(
+            {"queries": list(self._known)[:3], "topk": 2, "return_scores": True}
+        ).encode()
         body = draw.choice(
             [
                 lambda: nonsense.damaged(whole, draw),
@@ -126,14 +156,19 @@ class Server:
                 lambda: json.dumps(nonsense.value(draw)).encode("utf-8", "surrogatepass"),
                 lambda: b"[" * draw.choice([10, 1000, 200_000]),
                 lambda: b'{"queries":' + b"[" * 1000 + b"]" * 1000 + b"}",
-                lambda: b'{"queries":["a"],"topk":' + b"9" * draw.choice([30, 5000, 500_000]) + b"}",
+                lambda: (
+                    b'{"queries":["a"],"topk":' + b"9" * draw.choice([30, 5000, 500_000]) + b"}"
+                ),
                 lambda: b'{"queries":["' + b"a " * draw.choice([10, 100_000, 300_000]) + b'"]}',
                 lambda: json.dumps({"queries": ["a b"] * draw.choice([100, 8192, 9000])}).encode(),
                 lambda: b'{"queries":["\\ud83d \xed\xa0\xbd x"]}',
                 lambda: whole.replace(b'"topk": 2', b'"topk": NaN'),
             ]
         )()
-        return self._post(draw.choice(["/retrieve", "/retrieve", "/access", "/admin/reload"]), body)[0] == 200
+        return (
+            self._post(draw.choice(["/retrieve", "/retrieve", "/access", "/admin/reload"]), body)[0]
+            == 200
+        )
 
     def _http(self, draw: random.Random) -> bool:
         """Requests that are no HTTP, or not whole."""
@@ -141,7 +176,17 @@ class Server:
         path = draw.choice(PATHS)
         method = draw.choice(["GET", "POST", "PUT", "HEAD", "DELETE", "NONE", "OPTIONS"])
         head = f"{method} {path} HTTP/1.1\r\nHost: h\r\n".encode()
-        length = draw.choice([b"%d" % len(body), b"0", b"-1", b"99999999999", b"abc", b"7", b"1\r\nContent-Length: 5"])
+        length = draw.choice(
+            [
+                b"%d" % len(body),
+                b"0",
+                b"-1",
+                b"99999999999",
+                b"abc",
+                b"7",
+                b"1\r\nContent-Length: 5",
+            ]
+        )
         extra = draw.choice(
             [b"", b"Expect: 100-continue\r\n", b"Transfer-Encoding: chunked\r\n", b"X: " + b"a" * 100_000 + b"\r\n",
             b"\x00: \xff\r\n",
@@ -152,7 +197,9 @@ class Server:
             sent = nonsense.damaged(sent, draw)
         if draw.random() < 0.2:
             sent = draw.randbytes(200)
-        answer = self._raw(sent[: draw.randint(1, max(1, len(sent)))] if draw.random() < 0.2 else sent)
+        answer = self._raw(
+            sent[: draw.randint(1, max(1, len(sent)))] if draw.random() < 0.2 else sent
+        )
         if answer.startswith(b"HTTP/1.1 5") and not answer.startswith(b"HTTP/1.1 503"):
             raise Wrong(f"{sent[:300]!r} -> {answer[:500]!r}")
         return answer.startswith(b"HTTP/1.1 200")
@@ -166,7 +213,9 @@ class Server:
             asked, what = nonsense.damaged_json(asked, draw), "the request"
         else:
             self._serve_folder(copy)
-        status, body = self._post("/admin/reload", json.dumps(asked).encode("utf-8", "surrogatepass"))
+        status, body = self._post(
+            "/admin/reload", json.dumps(asked).encode("utf-8", "surrogatepass")
+        )
         accepted = status == 200
         if accepted:
             self._check_known(f"after a reload of an index with {what} damaged")
@@ -200,13 +249,19 @@ class Server:
             if message.get("return_scores"):
                 passages = [scored["document"] for scored in passages]
             if question in self._known:
-                self._same(passages[:5], self._known[question][:top_k], f"{question!r} of {message!r:.300}")
+                self._same(
+                    passages[:5], self._known[question][:top_k], f"{question!r} of {message!r:.300}"
+                )
             if len(passages) > top_k:
                 raise Wrong(f"{len(passages)} passages, {top_k} were asked for: {message!r:.300}")
 
     def _check_known(self, when: str = "at the start") -> None:
         asked = list(self._known)
-        self._same(self._ask({"queries": asked, "topk": 5})["result"], [self._known[question] for question in asked], when)
+        self._same(
+            self._ask({"queries": asked, "topk": 5})["result"],
+            [self._known[question] for question in asked],
+            when,
+        )
 
     def _same(self, found: Any, expected: Any, when: str) -> None:
         if found != expected:
@@ -222,7 +277,9 @@ class Server:
         """(status, body) of an answer in time. Raises Wrong for none, for 5xx but 503, and for an error without its text."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json", **self._token})
+            connection.request(
+                "POST", path, body, {"Content-Type": "application/json", **self._token}
+            )
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as problem:
@@ -232,7 +289,9 @@ class Server:
         if response.status >= 500 and response.status != 503:
             raise Wrong(f"POST {path} {body[:300]!r} -> {response.status} {answer[:500]!r}")
         if response.status != 200 and not json.loads(answer).get("detail"):
-            raise Wrong(f"POST {path} {body[:300]!r} -> {response.status} without a reason: {answer[:500]!r}")
+            raise Wrong(
+                f"POST {path} {body[:300]!r} -> {response.status} without a reason: {answer[:500]!r}"
+            )
         return response.status, answer
 
     def _raw(self, sent: bytes) -> bytes:

@@ -25,7 +25,9 @@ class Letters(Environment):
         return [Task(f"{split}-{letter}", f"{letter}?", letter) for letter in "abcdef"]
 
     async def step(self, episode: Episode, response: str) -> Step:
-        return Step("|a?", float(response == episode.task.answer), episode.turns == 2, {"said": 1.0})
+        return Step(
+            "|a?", float(response == episode.task.answer), episode.turns == 2, {"said": 1.0}
+        )
 
 
 class _Unspeakable(Exception):
@@ -36,7 +38,9 @@ class _Unspeakable(Exception):
 class Mad(Letters):
     """Letters, with a chance of something else at every call. hang_s: of a call that would not end by itself."""
 
-    def __init__(self, seed: int = 0, share: float = 0.1, hang_s: float = 8.0, where: str = "step") -> None:
+    def __init__(
+        self, seed: int = 0, share: float = 0.1, hang_s: float = 8.0, where: str = "step"
+    ) -> None:
         self._draw, self._lock = random.Random(seed), threading.Lock()
         self._share, self._hang_s, self._where = share, hang_s, where
         self._fault("__init__")
@@ -54,7 +58,11 @@ class Mad(Letters):
 
     def reset(self, task: Task) -> Any:  # plain: it runs in a thread
         self._fault("reset")
-        return self._draw.choice([None, task, 7, Step()]) if self._strikes("reset_result") else Episode(task)
+        return (
+            self._draw.choice([None, task, 7, Step()])
+            if self._strikes("reset_result")
+            else Episode(task)
+        )
 
     async def step(self, episode: Episode, response: str) -> Any:
         if self._strikes("step_wait"):
@@ -92,9 +100,28 @@ class Mad(Letters):
                 b"a",
                 "\udfff" * 50,
             ],
-            "reward": [float("nan"), float("inf"), -1e300, 1e18, "1", None, 10**400, True, 1j, [1.0]],
+            "reward": [
+                float("nan"),
+                float("inf"),
+                -1e300,
+                1e18,
+                "1",
+                None,
+                10**400,
+                True,
+                1j,
+                [1.0],
+            ],
             "terminated": ["no", None, 1],
-            "metrics": [{"x": "y"}, {"x": float("nan")}, {7: 1.0}, None, {"\ud83d": 1.0}, {"x": 1e308}, {"x": [1]}],
+            "metrics": [
+                {"x": "y"},
+                {"x": float("nan")},
+                {7: 1.0},
+                None,
+                {"\ud83d": 1.0},
+                {"x": 1e308},
+                {"x": [1]},
+            ],
             "replace": [{-1: "a"}, {0: "b"}, {7: "a"}, {0: 7}, [1], {0: "\ud83d"}, {True: "a"}],
             "stop": [("",), (), "abc", (7,), None, ("\ud83d",), ("a" * 1000,)],
         }
@@ -146,9 +173,13 @@ def write_model(path: Path) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    config = Qwen2Config(vocab_size=len(WORDS), eos_token_id=1, pad_token_id=0, tie_word_embeddings=False, **sizes)
+    config = Qwen2Config(
+        vocab_size=len(WORDS), eos_token_id=1, pad_token_id=0, tie_word_embeddings=False, **sizes
+    )
     Qwen2ForCausalLM(config).save_pretrained(path, max_shard_size="50KB")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=WORDS[0], eos_token=WORDS[1]).save_pretrained(str(path))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=WORDS[0], eos_token=WORDS[1]
+    ).save_pretrained(str(path))
     return path
 
 

@@ -129,7 +129,9 @@ class Features:
     device_weights: bool  # by CUDA IPC from each rank to the engine on its GPU
     shared_files: bool  # else each engine gets files of its own
     rows_per_rank: bool  # a rank gets its rows, unpadded
-    batches_once: bool  # each tensor is put into Ray's memory once; ranks copy their rows from there
+    batches_once: (
+        bool  # each tensor is put into Ray's memory once; ranks copy their rows from there
+    )
     probes_together: bool
     seeds: bool  # one per request
     recompute: tuple[str, ...]  # modules that are computed again; full: whole layers

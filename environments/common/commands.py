@@ -23,9 +23,7 @@ Commands = Mapping[str, tuple[str, str]]
 def add_commands(parser: argparse.ArgumentParser, commands: Commands) -> None:
     """Adds every command to the group's parser; none of their modules is imported yet."""
     parser.set_defaults(run=lambda args: parser.print_help())
-    actions = parser.add_subparsers(
-        title="actions", metavar="ACTION", parser_class=_LazyParser
-    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", parser_class=_LazyParser)
     for name, (line, module) in commands.items():
         actions.add_parser(
             name, help=line, formatter_class=FORMATTER, allow_abbrev=False
@@ -40,9 +38,7 @@ def run_group(
 ) -> int:
     """Runs a group as a program of its own; returns the exit status: 0, or the error's after an
     error that it prints in one line."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, formatter_class=FORMATTER
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=FORMATTER)
     add_commands(parser, commands)
     args = parser.parse_args(arguments)
     try:
@@ -68,9 +64,7 @@ def add_option(
     if default is not None:
         help = f"{help} (default {default})"
         kind = kind or type(default)
-    parser.add_argument(
-        *names, metavar=place, type=kind or str, default=default, help=help
-    )
+    parser.add_argument(*names, metavar=place, type=kind or str, default=default, help=help)
 
 
 def log_to_stderr() -> None:

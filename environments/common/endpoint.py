@@ -94,8 +94,7 @@ class ChatEndpoint:
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
         self._generator = random.Random()
         self._fix = (
-            f"Fix {name_of('url')}, {name_of('model')} or the key in "
-            f"{name_of('api_key_variable')}."
+            f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
         )
         self._answers = _Answers(cache)
         self._has_answered = False
@@ -133,9 +132,7 @@ class ChatEndpoint:
         ]
         done = len(prompts) - len(missing)
         over = threading.Event()
-        futures = [
-            self._client.submit(self._ask_and_keep, prompt, over) for prompt in missing
-        ]
+        futures = [self._client.submit(self._ask_and_keep, prompt, over) for prompt in missing]
         try:
             for future in futures:
                 future.result()
@@ -157,9 +154,7 @@ class ChatEndpoint:
 
     def _key(self, prompt: str) -> str:
         """What an answer depends on; not the address, which may change between runs."""
-        return hashlib.sha256(
-            json.dumps([self._body, prompt], sort_keys=True).encode()
-        ).hexdigest()
+        return hashlib.sha256(json.dumps([self._body, prompt], sort_keys=True).encode()).hexdigest()
 
     async def _ask_and_keep(self, prompt: str, over: threading.Event) -> None:
         if not over.is_set():
@@ -174,11 +169,7 @@ class ChatEndpoint:
         try:
             return await self._policy.call_async(attempt, self._generator)
         except GaveUp as end:
-            kind = (
-                UnreadableReplyError
-                if isinstance(end.last, UnreadableReply)
-                else EndpointError
-            )
+            kind = UnreadableReplyError if isinstance(end.last, UnreadableReply) else EndpointError
             raise kind(
                 f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}."
             ) from None
@@ -201,9 +192,7 @@ class ChatEndpoint:
             choice = reply.json()["choices"][0]
             content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            raise UnreadableReply(
-                f"expected a chat completion, found {reply.excerpt}"
-            ) from None
+            raise UnreadableReply(f"expected a chat completion, found {reply.excerpt}") from None
         # null where the model only thought, or called a tool
         said = content.rpartition("</think>")[2] if isinstance(content, str) else ""
         if whole and (cut or said.lstrip().startswith("<think>")):

@@ -65,8 +65,7 @@ def refuse(
     bad ones are a warning. empty: rows without text, which are neither."""
     if bad and path.suffix.lower() == ".csv":
         convert = (
-            "import csv, json, sys; "
-            "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+            "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
         )
         source = shlex.quote(str(path))
         target = shlex.quote(str(path.with_suffix(".jsonl")))
@@ -76,11 +75,7 @@ def refuse(
         )
     if bad:
         shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:_SHOWN_BAD_ROWS])
-        more = (
-            f"; and {len(bad) - _SHOWN_BAD_ROWS} more"
-            if len(bad) > _SHOWN_BAD_ROWS
-            else ""
-        )
+        more = f"; and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""
         count = f"{len(bad)} of {good + empty + len(bad)} rows of the {what} are bad"
         if not skip:
             raise DataError(f"{path}: {count}: {shown}{more}. Fix or remove them.")
@@ -88,9 +83,7 @@ def refuse(
     if not good:
         none = f"{empty} rows without text" if empty else "an empty file"
         found = f"{len(bad)} bad ones only" if bad else none
-        raise DataError(
-            f"{path}: expected the {what}, one JSON object per line, found {found}."
-        )
+        raise DataError(f"{path}: expected the {what}, one JSON object per line, found {found}.")
     logger.debug("%s: %d rows of the %s", path, good, what)
 
 
@@ -124,9 +117,7 @@ def parse_object(record: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as problem:
         raise BadRow(f"not JSON ({problem.msg} at column {problem.colno})") from None
     except ValueError:
-        raise BadRow(
-            "not JSON that can be read (a number of thousands of digits)"
-        ) from None
+        raise BadRow("not JSON that can be read (a number of thousands of digits)") from None
     except RecursionError:
         raise BadRow("not JSON that can be read (nested too deeply)") from None
     if not isinstance(row, dict):

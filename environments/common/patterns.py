@@ -22,9 +22,7 @@ class Pattern:
             self._compiled = re2.compile(pattern, options)
         except re2.error as problem:
             told = problem.args[0] if problem.args else problem
-            told = (
-                told.decode(errors="replace") if isinstance(told, bytes) else str(told)
-            )
+            told = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
             raise ConfigError(
                 f"{where}: '{pattern}': expected a regular expression in RE2's syntax (without "
                 f"references, lookaround and possessive repeats), found: {told}."

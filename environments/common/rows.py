@@ -35,9 +35,7 @@ def read_rows(path: str | Path, what: str) -> Iterator[tuple[str, Row | BadRow]]
         head = opened.read(4)
     if head == _PARQUET:
         return _parquet_rows(file, what)
-    return _text_rows(
-        _unzipped(file, what) if head.startswith(_GZIP) else file.read_bytes()
-    )
+    return _text_rows(_unzipped(file, what) if head.startswith(_GZIP) else file.read_bytes())
 
 
 def _unzipped(file: Path, what: str) -> bytes:

@@ -120,9 +120,7 @@ def made_tasks(
     ]
 
 
-def _made_task(
-    name: str, family: Family, split: str, highest: int, seed: int, prompt: str
-) -> Task:
+def _made_task(name: str, family: Family, split: str, highest: int, seed: int, prompt: str) -> Task:
     drawn = random.Random(f"{seed}/{name}")
     for _ in range(MOST_DRAWS):
         numbers = family.draw(drawn, highest)

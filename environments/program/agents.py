@@ -24,7 +24,6 @@ _BROKEN = (
 )
 
 
-
 class AgentEnvironment(Environment):
     """An environment whose agent is started for each episode and asks at an address of its own.
 

@@ -161,9 +161,7 @@ class Annotator:
                 with replacing(self._path) as aside:
                     torch.save(state, aside)
         except (OSError, DataError) as problem:
-            logger.warning(
-                "the annotator's state cannot be kept: %s: %s", self._path, problem
-            )
+            logger.warning("the annotator's state cannot be kept: %s: %s", self._path, problem)
 
     def _load(self, path: Path) -> None:
         self._labels, model = self._read(path)

@@ -114,9 +114,7 @@ class JudgeCriterion:
         try:
             points, _ = await self._judge.verdict(prompt, self._read)
         except JudgeError as problem:
-            raise CriterionError(
-                f"criterion judge ({self._criterion[:60]!r}): {problem}"
-            ) from None
+            raise CriterionError(f"criterion judge ({self._criterion[:60]!r}): {problem}") from None
         return points / self._points
 
     def _read(self, reply: str) -> float:

@@ -94,14 +94,8 @@ def delta_and_done(judged: object) -> tuple[float, bool]:
     """What a critic returned: the share of the remaining work that was done, negative where it
     grew; whether the task is done. Raises EnvironmentContractError for anything but a delta in [-1,
     1], with or without `done`."""
-    delta, done = (
-        judged if isinstance(judged, tuple) and len(judged) == 2 else (judged, False)
-    )
-    if (
-        isinstance(delta, bool)
-        or not isinstance(delta, (int, float))
-        or not -1 <= delta <= 1
-    ):
+    delta, done = judged if isinstance(judged, tuple) and len(judged) == 2 else (judged, False)
+    if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not -1 <= delta <= 1:
         raise EnvironmentContractError(
             "environment.critic: expected a number from -1 to 1, or (number, done), found "
             f"{judged!r}."

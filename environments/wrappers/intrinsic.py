@@ -77,9 +77,7 @@ class IntrinsicRewards(Wrapper):
         next. Raises ConfigError, DataError, MissingPackageError.
         """
         super().__init__(base)
-        self._model: RewardModel = REWARD_MODEL.build(
-            model or "retrieval", "environment.model"
-        )
+        self._model: RewardModel = REWARD_MODEL.build(model or "retrieval", "environment.model")
         options = check_options(endpoint, make_endpoint, where="environment.endpoint")
         self._annotator = Annotator(
             make_endpoint(**options),
@@ -128,8 +126,7 @@ class IntrinsicRewards(Wrapper):
         """The base's numbers and the annotator's."""
         counts = {"failed": self._annotator.failed, "dropped": self._annotator.dropped}
         since = {
-            f"intrinsic/{name}": float(count - self._told[name])
-            for name, count in counts.items()
+            f"intrinsic/{name}": float(count - self._told[name]) for name, count in counts.items()
         }
         self._told = counts
         now = {

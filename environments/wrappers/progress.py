@@ -39,9 +39,7 @@ class ProgressRewards(Wrapper):
             "1",
             "value-order correlation (VOC): Spearman's of an episode's values with time",
         ),
-        "progress_negative": Metric(
-            "share", "of an episode's steps that went back (NR)"
-        ),
+        "progress_negative": Metric("share", "of an episode's steps that went back (NR)"),
         "progress_done": Metric("share", "of episodes that the critic says are done"),
     }
 

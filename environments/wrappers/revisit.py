@@ -28,11 +28,7 @@ class RevisitFailures(Wrapper):
     process, and of no task of the split `val`.
     """
 
-    metrics = {
-        "revisited": Metric(
-            "count", "turns of an earlier episode that this one began with"
-        )
-    }
+    metrics = {"revisited": Metric("count", "turns of an earlier episode that this one began with")}
 
     def __init__(
         self, base: Base, share: Share = 0.25, *, success: float = 1.0, seed: int = 0
@@ -44,9 +40,7 @@ class RevisitFailures(Wrapper):
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
         self._threads = CallThreads(THREADS, "rlflow-revisit")
-        self._failed: dict[
-            str, list[str]
-        ] = {}  # the responses of the latest failure, by task
+        self._failed: dict[str, list[str]] = {}  # the responses of the latest failure, by task
 
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._from_a_failure(task, super().reset(task))
@@ -64,9 +58,7 @@ class RevisitFailures(Wrapper):
                     self._failed[episode.task.id] = [*way, *seen.responses]
                 elif not way:
                     self._failed.pop(episode.task.id, None)
-        return dataclasses.replace(
-            step, metrics={**step.metrics, "revisited": float(len(way))}
-        )
+        return dataclasses.replace(step, metrics={**step.metrics, "revisited": float(len(way))})
 
     async def _from_a_failure(self, task: Task, begun: Coroutine[Any, Any, Episode]) -> Episode:
         episode = await begun

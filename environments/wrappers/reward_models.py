@@ -36,8 +36,7 @@ RECENT = 10_000  # captions from which pairs are drawn, the newest
 MAX_GRADIENT_NORM = 10.0
 
 BUILT_IN = {
-    name: f"{__name__}:{name.capitalize()}"
-    for name in ("retrieval", "classifier", "ranking")
+    name: f"{__name__}:{name.capitalize()}" for name in ("retrieval", "classifier", "ranking")
 }
 """Reward models: name -> `module:Name`."""
 REWARD_MODEL = Kind("reward_model", __name__)
@@ -211,9 +210,7 @@ class Classifier(_Learned):
         return lambda caption: float(torch.sigmoid(value([caption])[0]) > self._threshold)
 
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(
-            self._network(captions[0]), labels
-        )
+        return nn.functional.binary_cross_entropy_with_logits(self._network(captions[0]), labels)
 
 
 @takes(_Learned)
@@ -223,9 +220,7 @@ class Ranking(_Learned):
 
     prompt, labels = COMPARE, {"FOO": 0.0, "BAR": 1.0, "": 0.5}
 
-    def __init__(
-        self, *, threshold: float = -0.5, seed: int = 0, **learning: Any
-    ) -> None:
+    def __init__(self, *, threshold: float = -0.5, seed: int = 0, **learning: Any) -> None:
         super().__init__(seed=seed, **learning)
         self._threshold = threshold
         self._pairs = random.Random(seed)

@@ -59,18 +59,12 @@ class RubricRewards(Wrapper):
         """
         super().__init__(base)
         if not criteria:
-            raise ConfigError(
-                "environment.criteria: expected at least one criterion, found none."
-            )
+            raise ConfigError("environment.criteria: expected at least one criterion, found none.")
         self._judge = None if judge is None else make_judge(judge, "environment.judge")
-        self._criteria = [
-            self._criterion(str(name), given) for name, given in criteria.items()
-        ]
+        self._criteria = [self._criterion(str(name), given) for name, given in criteria.items()]
         self.add_metrics(
             {
-                f"rubric_{one.name}": Metric(
-                    "score", f"criterion {one.name} of the rubric"
-                )
+                f"rubric_{one.name}": Metric("score", f"criterion {one.name} of the rubric")
                 for one in self._criteria
             }
         )
@@ -80,9 +74,7 @@ class RubricRewards(Wrapper):
         component = CRITERION.component(given, where)
         weight = checked(float, component.pop("weight", 1.0), f"{where}.weight")
         gate = checked(float | None, component.pop("gate", None), f"{where}.gate")
-        return Criterion(
-            name, CRITERION.build(component, where, judge=self._judge), weight, gate
-        )
+        return Criterion(name, CRITERION.build(component, where, judge=self._judge), weight, gate)
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step, without its reward until the last, which has the rubric's."""
@@ -90,9 +82,7 @@ class RubricRewards(Wrapper):
             return dataclasses.replace(step, reward=0.0)
         scores, passed = await self._scores(seen.played(episode.task))
         total = (
-            math.fsum(one.weight * scores[one.name] for one in self._criteria)
-            if passed
-            else 0.0
+            math.fsum(one.weight * scores[one.name] for one in self._criteria) if passed else 0.0
         )
         named = {one.name: scores.get(one.name, 0.0) for one in self._criteria}
         if taken := sorted(set(named) & set(step.rewards)):

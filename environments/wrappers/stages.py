@@ -50,12 +50,8 @@ class StageRewards(Wrapper):
     """
 
     metrics = {
-        "stages_reached": Metric(
-            "per episode", "stages that it reached", shown="stages {:.2f}"
-        ),
-        "valid_result": Metric(
-            "share", "of episodes with a valid result, which the base scores"
-        ),
+        "stages_reached": Metric("per episode", "stages that it reached", shown="stages {:.2f}"),
+        "valid_result": Metric("share", "of episodes with a valid result, which the base scores"),
     }
 
     def __init__(
@@ -94,12 +90,9 @@ class StageRewards(Wrapper):
         self._names = [str(name) for name in stages]
         patterns = stages.items() if isinstance(stages, Mapping) else ()
         self._patterns = {
-            str(name): Pattern(text, f"environment.stages.{name}")
-            for name, text in patterns
+            str(name): Pattern(text, f"environment.stages.{name}") for name, text in patterns
         }
-        self._labeller = (
-            None if labeller is None else make_judge(labeller, "environment.labeller")
-        )
+        self._labeller = None if labeller is None else make_judge(labeller, "environment.labeller")
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step, its reward being what the episode's worth changed by."""
@@ -107,12 +100,8 @@ class StageRewards(Wrapper):
         valid = seen.metrics.get(self._valid, 0.0) > 0
         left = [name for name in self._names if name not in reached]
         if left and not valid:
-            reached |= await self._completed(
-                left, seen.responses[-1], seen.observations[-1]
-            )
-        worth = (
-            seen.returned if valid else self._failure + self._per_stage * len(reached)
-        )
+            reached |= await self._completed(left, seen.responses[-1], seen.observations[-1])
+        worth = seen.returned if valid else self._failure + self._per_stage * len(reached)
         reward = worth - seen.own.get("worth", 0.0)
         seen.own["worth"] = worth
         metrics = {
@@ -122,15 +111,11 @@ class StageRewards(Wrapper):
         }
         return dataclasses.replace(step, reward=reward, metrics=metrics)
 
-    async def _completed(
-        self, stages: Sequence[str], response: str, observation: str
-    ) -> set[str]:
+    async def _completed(self, stages: Sequence[str], response: str, observation: str) -> set[str]:
         if self._labeller is None:
             return await beside_the_loop(
                 len(observation) * len(stages),
-                lambda: {
-                    one for one in stages if self._patterns[one].found(observation)
-                },
+                lambda: {one for one in stages if self._patterns[one].found(observation)},
             )
         prompt = PROMPT.format(
             stages=json.dumps(self._names, ensure_ascii=False),
@@ -160,6 +145,4 @@ def read_stages(reply: str) -> list[str]:
             continue
         if isinstance(row, dict) and isinstance(row.get("stages"), list):
             return [name for name in row["stages"] if isinstance(name, str)]
-    raise UnreadableReply(
-        f"expected the completed stages as JSON, found {reply[-200:]!r}"
-    )
+    raise UnreadableReply(f"expected the completed stages as JSON, found {reply[-200:]!r}")

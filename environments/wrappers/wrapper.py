@@ -63,9 +63,7 @@ class Wrapper(Environment):
         """Raises ConfigError where the base is no environment or has a metric of the wrapper's
         name."""
         made = (
-            base
-            if isinstance(base, Environment)
-            else ENVIRONMENT.build(base, "environment.base")
+            base if isinstance(base, Environment) else ENVIRONMENT.build(base, "environment.base")
         )
         if not isinstance(made, Environment):
             raise ConfigError(
@@ -83,9 +81,7 @@ class Wrapper(Environment):
         self.add_metrics(type(self).metrics)
 
     @classmethod
-    def rehearse(
-        cls, **options: Any
-    ) -> tuple[Environment | None, list[RLFlowError]] | None:
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
         """See Environment: the base is rehearsed, and the wrapper made over it."""
         base: Base = options.pop("base")
         if isinstance(base, Environment):
@@ -104,9 +100,7 @@ class Wrapper(Environment):
             return None
         under, wrong = rehearsal
         problems.note(*wrong)
-        return (
-            None if under is None else problems.attempt(cls, base=under, **options)
-        ), problems
+        return (None if under is None else problems.attempt(cls, base=under, **options)), problems
 
     def add_metrics(self, own: Mapping[str, Any]) -> None:
         """Registers metrics beside the base's. Raises ConfigError for a name that is taken."""
@@ -170,9 +164,7 @@ class Wrapper(Environment):
 
     async def _begun(self, begun: Any) -> Episode:
         episode: Episode = await awaited(begun)
-        if isinstance(
-            episode, Episode
-        ):  # the rollout says what is wrong with anything else
+        if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
             episode.scratch[self._key] = Seen()
         return episode
 

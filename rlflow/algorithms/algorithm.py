@@ -87,20 +87,14 @@ class Algorithm:
             )
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
         check_teacher(self.teacher, self.needs)
-        check_combination(
-            self.loss.terms, self.transforms, before=(self.advantage, *self.filters)
-        )
+        check_combination(self.loss.terms, self.transforms, before=(self.advantage, *self.filters))
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, response_budget: int, **offered: Any
-    ) -> Algorithm:
+    def from_config(cls, config: RunConfig, response_budget: int, **offered: Any) -> Algorithm:
         """The parts that the configuration names. response_budget: the most tokens that an attempt
         may generate. offered: keywords that filters may name (`rollout`), beside `seed`."""
         section, seed = config.algorithm, config.run.seed
-        filters = _all(
-            FILTER, section.filters, "algorithm.filters", seed=seed, **offered
-        )
+        filters = _all(FILTER, section.filters, "algorithm.filters", seed=seed, **offered)
         made = cls(
             advantage=make_advantage(section.advantage),
             loss=Monitored(make_loss(section.losses)),
@@ -120,9 +114,7 @@ class Algorithm:
     @property
     def needs(self) -> frozenset[str]:
         """The union of all parts' needs, less those that transforms fill."""
-        needs = frozenset().union(
-            self.loss.needs, *(part.needs for part in self._others())
-        )
+        needs = frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
         return needs - _filled_by(self.transforms)
 
     @property
@@ -186,10 +178,7 @@ class Algorithm:
             reported |= {"kept": kept, "coefficient": batch.coefficients}
         if batch.ratio_low is not None and batch.ratio_high is not None:
             reported |= {"ratio_low": batch.ratio_low, "ratio_high": batch.ratio_high}
-        sums = {
-            name: float(reduce_tokens(one, batch, "mean"))
-            for name, one in reported.items()
-        }
+        sums = {name: float(reduce_tokens(one, batch, "mean")) for name, one in reported.items()}
         return dataclasses.replace(batch, metrics={}), finish_metrics(sums, {}, batch)
 
     def _changed(self, batch: Batch, stage: str) -> Batch:
@@ -300,9 +289,7 @@ def make_transforms(config: RunConfig, response_budget: int = MOST_BUDGET) -> li
     """The transforms that the configuration names. Raises ConfigError, also where an attempt may
     generate too few tokens for one."""
     named, where = config.algorithm.transforms, "algorithm.transforms"
-    return [
-        as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)
-    ]
+    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)]
 
 
 def _teacher(config: RunConfig) -> Teacher | None:

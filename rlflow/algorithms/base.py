@@ -65,9 +65,7 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a resumed run, as JSON-able values and tensors: by default `remembers`."""
-        return {
-            name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers
-        }
+        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
@@ -207,9 +205,7 @@ class RewardTerm(Transform):
         """(B,) to add to returns (all rows of a trajectory have the same), or (B, T) to tokens."""
 
     def __call__(self, batch: Batch) -> Batch:
-        return add_reward_term(
-            batch, self.term(batch), f"transform {type(self).__name__}"
-        )
+        return add_reward_term(batch, self.term(batch), f"transform {type(self).__name__}")
 
 
 class Kernel(Loss):
@@ -250,9 +246,7 @@ class SumLoss(Loss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(as_loss(loss) for loss in self.losses))
         if not self.losses:
-            raise ConfigError(
-                "algorithm.losses: expected at least one loss, found none"
-            )
+            raise ConfigError("algorithm.losses: expected at least one loss, found none")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

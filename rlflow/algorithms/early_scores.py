@@ -71,8 +71,7 @@ class EarlyScores:
         for key in keys:
             self._drop(key)
         columns = {
-            name: _padded([row[name] for row in rows], batch.tokens.shape[1])
-            for name in rows[0]
+            name: _padded([row[name] for row in rows], batch.tokens.shape[1]) for name in rows[0]
         }
         extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
         return batch.replace(**columns, extras=extras)

@@ -110,9 +110,7 @@ def _answer(
             f"the player failed after {len(said)} turns: {described(failure)}"
         ) from failure
     if not isinstance(response, str) or not response:
-        raise ConfigError(
-            f"the player: expected the text of a response, found {response!r}."
-        )
+        raise ConfigError(f"the player: expected the text of a response, found {response!r}.")
     return response
 
 
@@ -141,9 +139,7 @@ async def _demonstrate(
             if step.terminated or turn == turns:
                 break
             if not isinstance(step.observation, str):
-                raise ConfigError(
-                    f"{_READS_TEXT.format(task.id)} an observation of messages."
-                )
+                raise ConfigError(f"{_READS_TEXT.format(task.id)} an observation of messages.")
             parts.append((step.observation, False))
             said.append((response, step.observation))
     finally:
@@ -168,9 +164,7 @@ def to_trajectory(
     sampled = torch.tensor([flag for ids, flag in pieces for _ in ids])
     trained = sampled | torch.tensor(_repeated(tokens)) if repeats else sampled
     segment = Segment(torch.tensor(tokens), trained, None, torch.where(sampled, 0, -1))
-    return Trajectory(
-        "demonstration", "demonstration", [segment], [], 0.0, StopReason.TERMINATED
-    )
+    return Trajectory("demonstration", "demonstration", [segment], [], 0.0, StopReason.TERMINATED)
 
 
 def _repeated(tokens: Sequence[int]) -> list[bool]:
@@ -207,9 +201,7 @@ def make_policy(
     _check_place(out, overwrite)
     tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
     if not tasks:
-        raise ConfigError(
-            "the environment has no tasks of the split 'train' to demonstrate."
-        )
+        raise ConfigError("the environment has no tasks of the split 'train' to demonstrate.")
     drawn = [tasks[index % len(tasks)] for index in range(lessons.episodes or TEXTS)]
     place = f"{lessons.seed}/texts"
     clumsy = demonstrate(environment, player, drawn, lessons.turns, place, clumsy=True)
@@ -224,28 +216,19 @@ def make_policy(
         # One that no stop string ends is ended by its last token
         def encode_response(text: str) -> list[int]:
             ids = tokenizer.encode(text)
-            return (
-                ids if stop and text.endswith(stop) else [*ids, *tokenizer.eos_ids[:1]]
-            )
+            return ids if stop and text.endswith(stop) else [*ids, *tokenizer.eos_ids[:1]]
 
         def batch_of(step: int) -> Batch:
             place = f"{lessons.seed}/{step}"
             generator = random.Random(place)
             spoilt = step >= lessons.clumsy * lessons.steps
             if lessons.episodes is not None:
-                played = generator.choices(
-                    clumsy if spoilt else careful, k=lessons.rows
-                )
+                played = generator.choices(clumsy if spoilt else careful, k=lessons.rows)
             else:
                 chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
-                played = demonstrate(
-                    environment, player, chosen, lessons.turns, place, spoilt
-                )
+                played = demonstrate(environment, player, chosen, lessons.turns, place, spoilt)
             return make_batch(
-                [
-                    to_trajectory(one.parts, tokenizer.encode, encode_response)
-                    for one in played
-                ]
+                [to_trajectory(one.parts, tokenizer.encode, encode_response) for one in played]
             )
 
         _teach(folder, out, lessons, batch_of, say, overwrite)
@@ -288,9 +271,7 @@ def _teach(
     try:
         for step in range(lessons.steps):
             batch = batch_of(step)
-            metrics = trainer.update(
-                batch.replace(weights=row_weights(batch)), SFTLoss()
-            )
+            metrics = trainer.update(batch.replace(weights=row_weights(batch)), SFTLoss())
             say(step + 1, metrics["loss"])
         write_model(out, trainer.weights(), reference=folder, overwrite=overwrite)
     finally:

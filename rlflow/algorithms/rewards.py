@@ -21,9 +21,7 @@ def token_rewards(batch: Batch, who: str) -> Tensor:
     found = torch.zeros(batch.tokens.shape, dtype=torch.float64, device=returns.device)
     if batch.turn is not None and batch.turn_rewards is not None:
         follower = torch.nn.functional.pad(batch.turn, (0, 1), value=-1)[:, 1:]
-        found = torch.where(
-            batch.loss_mask & (follower != batch.turn), batch.turn_rewards, found
-        )
+        found = torch.where(batch.loss_mask & (follower != batch.turn), batch.turn_rewards, found)
     rest = returns[first_rows(batch)[0]] - per_trajectory(batch, found)
     return found + _on_last_token(batch, rest)
 

@@ -80,9 +80,7 @@ def group_moments(batch: Batch, who: str) -> Moments:
             "Trajectory.group_stats = (size, mean, std), as Rollout stamps them while a group is "
             "whole"
         )
-    return Moments(
-        size, batch.require("group_mean", who), batch.require("group_std", who)
-    )
+    return Moments(size, batch.require("group_mean", who), batch.require("group_std", who))
 
 
 def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor:
@@ -97,11 +95,7 @@ def standardized(values: Tensor, found: Moments, std: Std, eps: float) -> Tensor
         )
     centred = values.double() - found.mean
     if std != "none":
-        bessel = (
-            ((found.size - 1).double() / found.size).sqrt()
-            if std == "population"
-            else 1.0
-        )
+        bessel = ((found.size - 1).double() / found.size).sqrt() if std == "population" else 1.0
         centred = centred / (found.std * bessel + eps)
     return centred.masked_fill(flat(found, torch.finfo(values.dtype).eps), 0.0)
 

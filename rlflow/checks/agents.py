@@ -41,9 +41,7 @@ def scripted_agent(environment: Environment) -> Agent:
     """Texts that programs forget: empty, blank, odd characters, half-open tags, very long, a bare
     stop string."""
     texts = [*_ODD_TEXTS, *environment.stop]
-    return lambda task, shown, said: texts[
-        (len(said) + sum(task.id.encode())) % len(texts)
-    ]
+    return lambda task, shown, said: texts[(len(said) + sum(task.id.encode())) % len(texts)]
 
 
 def answering_agent(environment: Environment) -> Agent:
@@ -52,11 +50,7 @@ def answering_agent(environment: Environment) -> Agent:
     def respond(task: Task, shown: Task, said: Said) -> str:
         several = isinstance(task.answer, (list, tuple)) and task.answer
         answer = task.answer[0] if several else task.answer
-        ends = [
-            end
-            for end in reversed(environment.stop)
-            if end[:2] == "</" and end[-1] == ">"
-        ]
+        ends = [end for end in reversed(environment.stop) if end[:2] == "</" and end[-1] == ">"]
         forms = [*(f"<{end[2:-1]}>{answer}{end}" for end in ends), str(answer)]
         return forms[len(said) % len(forms)]
 

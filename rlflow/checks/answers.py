@@ -29,9 +29,7 @@ def answer_problem(step: Any) -> tuple[str, str] | None:
     return None
 
 
-def timed_method(
-    method: Callable[..., Any], blocked: list[float]
-) -> Callable[..., Any]:
+def timed_method(method: Callable[..., Any], blocked: list[float]) -> Callable[..., Any]:
     """The method; notes the longest time between two awaits of each async call, in seconds."""
 
     @coroutine

@@ -100,17 +100,13 @@ class _Audit:
     async def run(self) -> ContractReport:
         if not isinstance(self.environment, Environment):
             found = type(self.environment).__name__
-            self.breach(
-                "type", f"expected an rlflow.Environment, found {found}: derive from it"
-            )
+            self.breach("type", f"expected an rlflow.Environment, found {found}: derive from it")
             return self.report
         try:
             await self.check_all()
         except Exception as error:  # noqa: BLE001 -- others' objects, compared or copied
             place = raised_at(error) or "in rlflow"
-            self.breach(
-                "check", f"the check cannot go on: {described(error)} ({place})"
-            )
+            self.breach("check", f"the check cannot go on: {described(error)} ({place})")
         return self.report
 
     async def check_all(self) -> None:
@@ -141,15 +137,11 @@ class _Audit:
         kind = "reset" if what == "reset" else ""
         try:
             timed = timed_method(method, self.blocked.setdefault(what, []))
-            return True, await call(
-                self.threads, timed, arguments, FOREVER_S, what, kind
-            )
+            return True, await call(self.threads, timed, arguments, FOREVER_S, what, kind)
         except Exception as error:  # noqa: BLE001 -- others' code: whatever it raises is reported
             raised = f"{what} raised {described(error)}"
             text = str(error) if isinstance(error, RolloutError) else raised
-            response = (
-                f"the response was {arguments[1]!r:.80}" if what == "step" else ""
-            )
+            response = f"the response was {arguments[1]!r:.80}" if what == "step" else ""
             details = "; ".join(filter(None, [raised_at(error), response]))
             self.breach(f"{what} {type(error).__name__}", f"{text} ({details})")
             return False, None
@@ -159,30 +151,22 @@ class _Audit:
 
     def waiting(self) -> str:
         """What has not ended."""
-        left = [
-            f"{what} ({count} calls)" for what, count in self.pending.items() if count
-        ]
+        left = [f"{what} ({count} calls)" for what, count in self.pending.items() if count]
         return ", ".join(left) or "the check itself"
 
     def check_registered(self) -> None:
         registered = self.environment.metrics
         if not isinstance(registered, Mapping):
             found = type(registered).__name__
-            self.breach(
-                "metrics", f"metrics: expected {{name: rlflow.Metric}}, found {found}"
-            )
+            self.breach("metrics", f"metrics: expected {{name: rlflow.Metric}}, found {found}")
             return
         for name, metric in registered.items():
             place = f"metrics['{name}']"
             if not isinstance(metric, Metric):
                 found = type(metric).__name__
-                self.breach(
-                    "metric type", f"{place}: expected an rlflow.Metric, found {found}"
-                )
+                self.breach("metric type", f"{place}: expected an rlflow.Metric, found {found}")
             elif metric.score and "/" in name:
-                text = (
-                    "a score is a number of an episode; give its name without a section"
-                )
+                text = "a score is a number of an episode; give its name without a section"
                 self.breach("score", f"{place}: {text}")
 
     # ------------------------------------------------------------ tasks
@@ -194,9 +178,7 @@ class _Audit:
             return []
         if not isinstance(tasks, Sequence) or isinstance(tasks, str):
             found = type(tasks).__name__
-            self.breach(
-                "tasks", f"{what}: expected a sequence (list) of Task, found {found}"
-            )
+            self.breach("tasks", f"{what}: expected a sequence (list) of Task, found {found}")
             return []
         if not tasks and split == "train":
             self.breach("tasks", "tasks('train') is empty: nothing can be trained on")
@@ -212,9 +194,7 @@ class _Audit:
         drawn = [(task.id, task.prompt) for task in tasks]
         if worked and [(task.id, task.prompt) for task in again] != drawn:
             told = "called twice gives different tasks or another order"
-            self.breach(
-                "stable", f"{what} {told}: draw them once, from a seeded generator"
-            )
+            self.breach("stable", f"{what} {told}: draw them once, from a seeded generator")
         self.report.fact(f"{split}: {len(tasks):,} tasks")
         return playable
 
@@ -223,9 +203,7 @@ class _Audit:
             expected = "expected a non-empty string"
             self.breach("id", f"task id in '{split}': {expected}, found {task.id!r}")
             return False
-        if problem := observation_problem(task.prompt) or (
-            "is empty" if not task.prompt else ""
-        ):
+        if problem := observation_problem(task.prompt) or ("is empty" if not task.prompt else ""):
             self.breach("prompt", f"prompt of task '{task.id}' {problem}")
             return False
         return True
@@ -273,8 +251,7 @@ class _Audit:
         """Two episodes of one task must not share state. The second may have to wait for the
         first's place."""
         resets = [
-            asyncio.create_task(self.call("reset", self.environment.reset, task))
-            for _ in range(2)
+            asyncio.create_task(self.call("reset", self.environment.reset, task)) for _ in range(2)
         ]
         _, waiting = await asyncio.wait(resets, return_when=asyncio.FIRST_COMPLETED)
         if waiting:
@@ -303,9 +280,7 @@ class _Audit:
             self.breach("turns", f"reset: expected an episode at turn 0, {told}")
         return True
 
-    async def play(
-        self, task: Task, agent: Agent, environment: Environment | None = None
-    ) -> Play:
+    async def play(self, task: Task, agent: Agent, environment: Environment | None = None) -> Play:
         """One episode, as Rollout would drive it; `close` always follows a successful reset."""
         environment, play = environment or self.environment, Play(task)
         worked, episode = await self.call("reset", environment.reset, task)
@@ -354,10 +329,7 @@ class _Audit:
             return
         if [play.steps for play in alone] != [play.steps for play in again]:
             returns = [[play.reward for play in plays] for plays in (alone, again)]
-            copies = [
-                [play.steps for play in await self.play_copy(tasks, agent)]
-                for _ in range(2)
-            ]
+            copies = [[play.steps for play in await self.play_copy(tasks, agent)] for _ in range(2)]
             if returns[0] != returns[1] and copies[0] == copies[1]:
                 self.breach(
                     "state",

@@ -28,9 +28,7 @@ def expecting(report: ContractReport, what: str) -> Iterator[None]:
         report.breach(f"{what} {raised(error)}")
 
 
-def expect_tensor(
-    report: ContractReport, name: str, value: Tensor, shape: torch.Size
-) -> None:
+def expect_tensor(report: ContractReport, name: str, value: Tensor, shape: torch.Size) -> None:
     """Expects that shape, and finite values."""
     expected = f"expected (rows, tokens) = {tuple(shape)}"
     told = f"{name} has shape {tuple(value.shape)}, {expected}"
@@ -53,7 +51,5 @@ def expect_unchanged(
 ) -> None:
     for name in (*KEPT, *more):
         same = torch.equal(getattr(batch, name), getattr(copy, name))
-        told = (
-            f"{what} changes batch.{name} in place: make a new tensor (batch.replace)"
-        )
+        told = f"{what} changes batch.{name} in place: make a new tensor (batch.replace)"
         report.expect(same, told)

@@ -90,9 +90,7 @@ def check_loss(report: ContractReport, make: Callable[[], Any]) -> None:
     _check_extremes(report, loss, batch, output)
     if loss.vanishes_at_zero_advantage:
         with expecting(report, "the loss at zero advantage"):
-            flat, _ = loss(
-                output, batch.replace(advantages=torch.zeros_like(batch.advantages))
-            )
+            flat, _ = loss(output, batch.replace(advantages=torch.zeros_like(batch.advantages)))
             gradient = _gradient(flat, batch, output)
             told = "vanishes_at_zero_advantage is set, but at advantages of 0 there is a gradient"
             report.expect(gradient is None or not gradient.any(), told)
@@ -106,9 +104,7 @@ def check_loss(report: ContractReport, make: Callable[[], Any]) -> None:
 def _gradient(values: Tensor, batch: Batch, output: PolicyOutput) -> Tensor | None:
     """(B, T) of the weighted sum with respect to the log-probs; None where there is none."""
     total = (batch.weights * values).sum()
-    return torch.autograd.grad(
-        total, output.logprobs, retain_graph=True, allow_unused=True
-    )[0]
+    return torch.autograd.grad(total, output.logprobs, retain_graph=True, allow_unused=True)[0]
 
 
 def _check_rows(
@@ -130,25 +126,20 @@ def _check_rows(
             expect_same(report, alone, own(values), told, part.loss_mask)
 
 
-def _check_extremes(
-    report: ContractReport, loss: Loss, batch: Batch, output: PolicyOutput
-) -> None:
+def _check_extremes(report: ContractReport, loss: Loss, batch: Batch, output: PolicyOutput) -> None:
     fields = [name for name in FIELDS.values() if name != "current_entropy"]
     given = ["logprobs", *(name for name in fields if getattr(batch, name) is not None)]
     for ratio, what in ((EXTREME, "far more"), (-EXTREME, "far less")):
         whom = f"tokens {what} likely than the behaviour policy"
         with expecting(report, f"the loss where the policy finds {whom}"):
             theirs, ours = (
-                torch.where(batch.loss_mask, min(0.0, end), 0.0)
-                for end in (-ratio, ratio)
+                torch.where(batch.loss_mask, min(0.0, end), 0.0) for end in (-ratio, ratio)
             )
             mine = dataclasses.replace(output, logprobs=ours.requires_grad_())
             far = batch.replace(**dict.fromkeys(given, theirs))
             values, _ = loss(mine, far)
             gradient = _gradient(values, batch, mine)
-            finite = values.isfinite().all() and (
-                gradient is None or gradient.isfinite().all()
-            )
+            finite = values.isfinite().all() and (gradient is None or gradient.isfinite().all())
             advice = "clamp it before exp (rlflow.algorithms.base.log_ratio)"
             report.expect(finite, f"not finite at a log-ratio of {ratio:+g}: {advice}")
 
@@ -242,12 +233,8 @@ def check_filter(report: ContractReport, make: Callable[[], Any]) -> None:
     if not report.expect(not problem, problem):
         return
     report.fact(f"lets {len(kept)} of {len(groups)} made-up groups through")
-    stamped = all(
-        each.group_stats is not None for group in kept for each in group.usable
-    )
-    told = (
-        "gives attempts without group statistics: stamp them, the advantage needs them"
-    )
+    stamped = all(each.group_stats is not None for group in kept for each in group.usable)
+    told = "gives attempts without group statistics: stamp them, the advantage needs them"
     report.expect(stamped, told)
     with expecting(report, "the filter of no groups"):
         if make()([]) != []:
@@ -260,27 +247,19 @@ def check_curator(report: ContractReport, make: Callable[[], Any]) -> None:
         curator: Curator = make()
         first = [curator.take(4) for _ in range(4)]
         right = all(
-            isinstance(tasks, list)
-            and len(tasks) <= 4
-            and all(isinstance(t, Task) for t in tasks)
+            isinstance(tasks, list) and len(tasks) <= 4 and all(isinstance(t, Task) for t in tasks)
             for tasks in first
         )
-        if not report.expect(
-            right, "take(count): expected a list of at most `count` tasks"
-        ):
+        if not report.expect(right, "take(count): expected a list of at most `count` tasks"):
             return
         report.expect(any(first), "take(count) gives no task at all")
         sane = math.isfinite(curator.epoch) and curator.epoch >= 0
         report.expect(sane, f"epoch: expected passes so far, found {curator.epoch}")
         again, names = make(), [[task.id for task in tasks] for tasks in first]
         told = "the same seed gives another order: draw from a generator that is seeded with it"
-        report.expect(
-            [[task.id for task in again.take(4)] for _ in first] == names, told
-        )
+        report.expect([[task.id for task in again.take(4)] for _ in first] == names, told)
         curator.observe(sample_groups())
-    _check_state(
-        report, make, lambda part: [task.id for _ in range(3) for task in part.take(4)]
-    )
+    _check_state(report, make, lambda part: [task.id for _ in range(3) for task in part.take(4)])
 
 
 def _check_views(
@@ -291,16 +270,10 @@ def _check_views(
     what: str,
     read: Callable[[Any], Tensor] = lambda found: found,
 ) -> None:
-    mask = (
-        batch.loss_mask
-        if values.dim() == 2
-        else torch.ones(len(batch), dtype=torch.bool)
-    )
+    mask = batch.loss_mask if values.dim() == 2 else torch.ones(len(batch), dtype=torch.bool)
     for done, view, _, back in sample_views(batch):
         with expecting(report, f"{what} with {done}"):
-            expect_same(
-                report, back(read(make()(view))), values, f"{done} change {what}", mask
-            )
+            expect_same(report, back(read(make()(view))), values, f"{done} change {what}", mask)
     with expecting(report, f"{what} with other numbers off the loss mask"):
         told = f"other numbers off the loss mask change {what} on it"
         expect_same(report, read(make()(disturbed(batch))), values, told, mask)
@@ -317,18 +290,12 @@ def _check_state(
         text = json.dumps(take_out(part.state_dict(), tensors))
         restored.load_state_dict(put_back(json.loads(text), tensors))
         told = "a part restored from its state_dict goes on differently: put all it remembers there"
-        report.expect(
-            _alike(use(part), use(restored)), f"{told}, as JSON values and tensors"
-        )
+        report.expect(_alike(use(part), use(restored)), f"{told}, as JSON values and tensors")
 
 
 def _alike(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor):
-        return bool(
-            torch.allclose(
-                first.double(), second.double(), atol=TOLERANCE, equal_nan=True
-            )
-        )
+        return bool(torch.allclose(first.double(), second.double(), atol=TOLERANCE, equal_nan=True))
     if isinstance(first, list) and first and isinstance(first[0], Group):
         return [group.id for group in first] == [group.id for group in second]
     return bool(first == second)

@@ -56,9 +56,7 @@ def kind_of(name: str, kind: str | None = None) -> Kind:
                 return found_kind
     else:
         signature = inspect.signature(target)
-        takes = [
-            one for one in signature.parameters.values() if one.default is one.empty
-        ]
+        takes = [one for one in signature.parameters.values() if one.default is one.empty]
         returns = str(signature.return_annotation)
         if len(takes) == 2:
             return LOSS
@@ -82,9 +80,7 @@ def kind_of(name: str, kind: str | None = None) -> Kind:
     )
 
 
-def check_algorithm(
-    name: str, kind: str | None = None, **keywords: Any
-) -> ContractReport:
+def check_algorithm(name: str, kind: str | None = None, **keywords: Any) -> ContractReport:
     """Holds a part (a known name, `module:Name` or `file.py:Name`) against its contract.
 
     keywords: the part's own. Raises ConfigError where it cannot be made."""
@@ -96,9 +92,7 @@ def check_algorithm(
         FILTER: {"seed": 0},
     }
     component = {"name": name, **keywords}
-    make = functools.partial(
-        make_part, found, component, name, **offered.get(found, {})
-    )
+    make = functools.partial(make_part, found, component, name, **offered.get(found, {}))
     report = ContractReport()
     report.fact(f"{found.name} '{name}'")
     with expecting(report, f"making the {found.name}"):

@@ -33,9 +33,7 @@ class Play:
         return math.fsum(reward for _, reward, _ in self.steps)
 
 
-def check_metrics(
-    report: ContractReport, environment: Environment, names: Sequence[str]
-) -> None:
+def check_metrics(report: ContractReport, environment: Environment, names: Sequence[str]) -> None:
     """Looks for declared metrics that no episode reports, perhaps under another name."""
     strange = [name for name in names if name not in environment.metrics]
     for name, metric in environment.metrics.items():
@@ -64,13 +62,9 @@ def describe(
     rewards = [play.reward for play in done]
     ended = sum(play.terminated for play in done)
     if ended == 0:
-        report.note(
-            f"no episode terminated within {max_turns} turns: all would be truncated"
-        )
+        report.note(f"no episode terminated within {max_turns} turns: all would be truncated")
     if min(rewards) == max(rewards):
-        report.note(
-            f"every episode returned {rewards[0]:g}: these agents found no other reward"
-        )
+        report.note(f"every episode returned {rewards[0]:g}: these agents found no other reward")
     turns = sum(len(play.steps) for play in done) / len(done)
     names = sorted({name for play in done for name in play.metrics})
     check_metrics(report, environment, names)
@@ -94,17 +88,13 @@ def describe(
         report.fact(f"named rewards: {', '.join(named)}")
 
 
-def describe_player(
-    report: ContractReport, plays: Sequence[Play], max_turns: int
-) -> None:
+def describe_player(report: ContractReport, plays: Sequence[Play], max_turns: int) -> None:
     """Adds the facts of a scripted player's plays, and a note where none came to an end."""
     done = [play for play in plays if not play.failed]
     if not done:
         return
     ended = sum(play.terminated for play in done)
     mean = statistics.fmean(play.reward for play in done)
-    report.fact(
-        f"the player: {len(done)} episodes, {ended} terminated, mean return {mean:g}"
-    )
+    report.fact(f"the player: {len(done)} episodes, {ended} terminated, mean return {mean:g}")
     if ended == 0:
         report.note(f"the player ended no episode within {max_turns} turns")

@@ -37,9 +37,7 @@ class ContractReport:
     def problems(self) -> list[str]:
         """The breaches in words."""
         found = self.breaches.values()
-        return [
-            text + (f" ({count} times)" if count > 1 else "") for text, count in found
-        ]
+        return [text + (f" ({count} times)" if count > 1 else "") for text, count in found]
 
     @property
     def passed(self) -> bool:

@@ -49,9 +49,7 @@ def add(commands: Commands) -> None:
     known = "file.py:Name, package.module:Name, or a known name"
     check.add_argument("name", metavar="NAME", help=known)
     keyword = "a keyword of the part (YAML value)"
-    check.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help=keyword
-    )
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=keyword)
     kind = "kind of part, where its signature does not say"
     check.add_argument("--kind", choices=list(PARTS), help=kind)
 
@@ -61,11 +59,7 @@ def run_list(args: argparse.Namespace) -> int:
     for kind in [kind for name, kind in PARTS.items() if args.kind in (None, name)]:
         print(f"{kind.name}:")
         for name in kind.names():
-            text = (
-                (inspect.getdoc(kind.resolve(name)) or "")
-                .split("\n\n")[0]
-                .replace("\n", " ")
-            )
+            text = (inspect.getdoc(kind.resolve(name)) or "").split("\n\n")[0].replace("\n", " ")
             options = ", ".join(kind.options(name))
             print(f"  {name}{f'({options})' if options else ''}\n      {text}")
     if args.kind in (None, "preset"):

@@ -27,10 +27,7 @@ class CommandParser(argparse.ArgumentParser):
         return as_called(super().format_help())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if (
-            isinstance(action, argparse._SubParsersAction)
-            and value not in action.choices
-        ):
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             hint, known = did_you_mean(value, action.choices), ", ".join(action.choices)
             told = f"found no command '{value}'.{hint} Known: {known}"
             raise argparse.ArgumentError(action, told)
@@ -89,9 +86,7 @@ def add_command(
         name,
         help=help,
         description=inspect.cleandoc(text),
-        epilog=f"examples:\n{textwrap.indent(inspect.cleandoc(epilog), '  ')}"
-        if epilog
-        else "",
+        epilog=f"examples:\n{textwrap.indent(inspect.cleandoc(epilog), '  ')}" if epilog else "",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -197,9 +192,7 @@ def quoted(text: str) -> str:
 
 def _groups(command: str) -> Iterator[tuple[str, list[Option]]]:
     """(name of the plug-in, "" for the core, its options of the command)."""
-    registered = sorted(
-        metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name
-    )
+    registered = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
     groups = [
         ("", (MODEL, ENVIRONMENT)),
         *((entry.name, entry.load()) for entry in registered),

@@ -77,18 +77,14 @@ def run(args: argparse.Namespace) -> int:
     check_least(args, temperature=0)
     with ExitStack() as stack:
         say = lambda text: print(text, file=sys.stderr)  # noqa: E731
-        model = stack.enter_context(
-            model_directory(final_model(args.model), args.hf, say)
-        )
+        model = stack.enter_context(model_directory(final_model(args.model), args.hf, say))
         config = evaluation_config(args, model)
         check_config(config)
         rollout = stack.enter_context(make_rollout(config))
         rollout.environment.task_from_text("?")  # says so before anything is asked
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
-            start = args.start or (
-                starting_model(model.config, "--start") if model.config else ""
-            )
+            start = args.start or (starting_model(model.config, "--start") if model.config else "")
             before = make_engine(starting_config(config, start), rollout.tokenizer)
             engines = {"before": before, **engines}
             rollout.engines = list(engines.values())  # closed with it
@@ -100,19 +96,14 @@ def run(args: argparse.Namespace) -> int:
                 continue
             with Columns(list(engines), paint, whole=args.full) as columns:
                 for name, conversation in columns.heard:
-                    answer(
-                        rollout, engines[name], question, args.temperature, conversation
-                    )
+                    answer(rollout, engines[name], question, args.temperature, conversation)
     return 0
 
 
 def final_model(given: str) -> Path:
     """The export of a finished run, which needs no conversion; else what was given."""
     path = Path(given)
-    if (
-        not (path / "config.yaml").is_file()
-        or not (path / "export" / "config.json").is_file()
-    ):
+    if not (path / "config.yaml").is_file() or not (path / "export" / "config.json").is_file():
         return path
     from rlflow.run.directory import RunDirectory
     from rlflow.storage.files import read_json
@@ -174,6 +165,4 @@ def _sort_words(args: argparse.Namespace) -> None:
         args.overrides = [args.question, *args.overrides]
         args.question = None
     elif args.question is not None and not args.question.strip():
-        raise ConfigError(
-            "ask: the question is empty; write one, or none to be asked for it."
-        )
+        raise ConfigError("ask: the question is empty; write one, or none to be asked for it.")

@@ -92,9 +92,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.question = rest.pop(0)  # argparse gives up on it too where an option stands in front
     # argparse gives up on section.key=value words between options, which are legal
     takes = hasattr(args, "overrides")
-    unknown = [
-        word for word in rest if word.startswith("-") or "=" not in word or not takes
-    ]
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not takes]
     if unknown:
         innermost = _innermost(parser, sys.argv[1:] if arguments is None else arguments)
         option = unknown[0].split("=")[0]
@@ -111,16 +109,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _innermost(
-    parser: argparse.ArgumentParser, words: Sequence[str]
-) -> argparse.ArgumentParser:
+def _innermost(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the command that the words name, `rlflow env play` for one."""
     for word in words:
         for action in parser._actions:
-            if (
-                isinstance(action, argparse._SubParsersAction)
-                and word in action.choices
-            ):
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
                 parser = action.choices[word]
                 break
     return parser
@@ -140,9 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"`{command()} COMMAND --help` explains a command. RLFLOW_DEBUG=1 shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command"
-    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     own = (
         train,
         eval,

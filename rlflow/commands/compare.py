@@ -26,9 +26,7 @@ def add(commands: Commands) -> None:
         rlflow compare runs/a runs/b runs/c --target 0.8 --out compare.html
         """,
     )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="run directories, two or more"
-    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories, two or more")
     target = "time and tokens to it (default: the best that all reached)"
     option(parser, "--target", "SCORE", target, type=float)
     option(parser, "--out", "FILE", "also write a page, one HTML file")

@@ -45,16 +45,12 @@ def run(args: argparse.Namespace) -> int:
     word, count = args.word.lower(), 0
     for key in described_keys(RunConfig):
         options = _options(key, word) if word else []
-        text = " ".join(
-            (key.name, key.meaning, key.type, *key.others_names, *options)
-        ).lower()
+        text = " ".join((key.name, key.meaning, key.type, *key.others_names, *options)).lower()
         if word in text:
             count += 1
             print("\n".join(_lines(key, options)))
     if not count:
-        raise ConfigError(
-            f"config: no key holds '{args.word}'; `rlflow config` lists them all."
-        )
+        raise ConfigError(f"config: no key holds '{args.word}'; `rlflow config` lists them all.")
     return 0
 
 
@@ -85,8 +81,6 @@ def _options(key: Key, word: str) -> list[str]:
         return found
     for name in key.kind.names():
         with suppress(RLFlowError):  # one whose package is not installed
-            held = [
-                option for option in key.kind.options(name) if word in option.lower()
-            ]
+            held = [option for option in key.kind.options(name) if word in option.lower()]
             found += [f"{name}: {', '.join(held)}"] if held else []
     return found

@@ -48,9 +48,7 @@ class Conversation:
         self._observation = "" if first else text
         self._printed, self._tag = 0, ""
         if not first and self._live:
-            lines = [
-                f"  │ {line}" for line in collapsed(text, self._width() - 4, self.whole)
-            ]
+            lines = [f"  │ {line}" for line in collapsed(text, self._width() - 4, self.whole)]
             print(self._paint("\n".join(lines), "dim"), flush=True)
 
     def said(self, text: str, ended: bool) -> None:
@@ -84,11 +82,7 @@ class Conversation:
             parts += [(text[place : tag.start()], self._style()), (tag[0], ("dim",))]
             self._tag = "" if tag[0].startswith("</") else tag[1]
             place = tag.end()
-        return [
-            (part, styles)
-            for part, styles in [*parts, (text[place:], self._style())]
-            if part
-        ]
+        return [(part, styles) for part, styles in [*parts, (text[place:], self._style())] if part]
 
     def _style(self) -> tuple[str, ...]:
         if self._tag in THOUGHT:
@@ -102,9 +96,7 @@ class Conversation:
 
 def collapsed(text: str, width: int, whole: bool = False) -> list[str]:
     """An observation's first lines, cut to the width; all of them, wrapped, where `whole`."""
-    lines = [
-        " ".join(line.split()) for line in printable(text).splitlines() if line.strip()
-    ]
+    lines = [" ".join(line.split()) for line in printable(text).splitlines() if line.strip()]
     if whole:
         return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
     kept = lines[:COLLAPSED_LINES]
@@ -165,9 +157,7 @@ def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint) -> str
     width = shutil.get_terminal_size((80, 24)).columns
     room = (width - 3 * (len(heard) - 1)) // len(heard)
     rows = [_row([[name] for name, _ in heard], room, paint, "bold")]
-    for turns in itertools.zip_longest(
-        *(conversation.turns for _, conversation in heard)
-    ):
+    for turns in itertools.zip_longest(*(conversation.turns for _, conversation in heard)):
         shown = [
             collapsed(turn[1], room, told.whole) if turn else []
             for turn, (_, told) in zip(turns, heard, strict=True)
@@ -181,9 +171,7 @@ def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint) -> str
 
 def _row(cells: Sequence[Sequence[str]], room: int, paint: Paint, style: str) -> str:
     lines = itertools.zip_longest(*cells, fillvalue="")
-    return "\n".join(
-        " │ ".join(paint(f"{part:<{room}}", style) for part in line) for line in lines
-    )
+    return "\n".join(" │ ".join(paint(f"{part:<{room}}", style) for part in line) for line in lines)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -193,7 +181,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _safe_end(text: str) -> int:
     """The end of what can be printed: before a tag that is still being written."""
     opened = text.rfind("<")
-    unfinished = (
-        opened >= 0 and ">" not in text[opened:] and len(text) - opened < LONGEST_TAG
-    )
+    unfinished = opened >= 0 and ">" not in text[opened:] and len(text) - opened < LONGEST_TAG
     return opened if unfinished else len(text)

@@ -101,9 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def all_jobs() -> list[Job]:
     """The core's jobs and those of the plug-ins."""
-    entries = sorted(
-        metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name
-    )
+    entries = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
     return [*JOBS, *(job for entry in entries for job in entry.load())]
 
 
@@ -138,9 +136,7 @@ def package_names() -> list[str]:
     for job in all_jobs():
         for package in job.packages:
             options = package.split("|")
-            chosen[
-                next((name for name in options if installed_version(name)), options[0])
-            ] = None
+            chosen[next((name for name in options if installed_version(name)), options[0])] = None
     return list(chosen)
 
 
@@ -170,9 +166,7 @@ def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
     ]
 
 
-def job_row(
-    job: Job, installed: dict[str, str | None], gpu: bool
-) -> tuple[str, str, str, str]:
+def job_row(job: Job, installed: dict[str, str | None], gpu: bool) -> tuple[str, str, str, str]:
     packages = [need.replace("|", " or ") for need in missing_packages(job, installed)]
     missing = packages
     if job.gpu:
@@ -225,13 +219,8 @@ def products_text() -> str:
     from rlflow import matmul
 
     chosen = matmul.PRODUCTS.chosen()
-    names = {
-        one: [name for name in chosen if chosen[name] == one]
-        for one in matmul.LIBRARIES
-    }
-    told = "; ".join(
-        f"{one} for {', '.join(found)}" for one, found in names.items() if found
-    )
+    names = {one: [name for name in chosen if chosen[name] == one] for one in matmul.LIBRARIES}
+    told = "; ".join(f"{one} for {', '.join(found)}" for one, found in names.items() if found)
     setting = f"{matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')}"
     return f"{told} ({matmul.processor_name()}; {setting})"
 
@@ -251,9 +240,7 @@ def gpu_names() -> list[str]:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     told = done.stdout if done.returncode == 0 else ""
@@ -264,11 +251,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     """Aligned columns; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return "\n".join(
-        [lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]]
-    )
+    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]])

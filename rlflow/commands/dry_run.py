@@ -47,9 +47,7 @@ def look(config: RunConfig) -> int:
         told = as_called(redact_text(str(problem)))
         print(f"rlflow: {type(problem).__name__}: {told}", file=sys.stderr, flush=True)
     count = len(found.problems)
-    found_some = (
-        f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
-    )
+    found_some = f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
     print(found_some if count else "ready: nothing is in the way of this run.")
     for note in found.notes:
         print(f"note: {redact_text(note)}")
@@ -102,9 +100,7 @@ def print_time(config: RunConfig, model: Architecture) -> None:
     from rlflow.report.lines import clock
     from rlflow.run.step_time import cores_of, estimate_step
 
-    print(
-        "\n# time (a rough estimate; without evaluations and the environment's own time)"
-    )
+    print("\n# time (a rough estimate; without evaluations and the environment's own time)")
     cores = cores_of(config)
     if cores is None:
         print("unknown: seconds on GPUs were not held against measurements yet")
@@ -127,9 +123,7 @@ def fitted(table: str) -> str:
     for line in table.splitlines():
         column = re.match(r"(?:.*?\S  +)?(?:[\d.]+ = )?", line)
         indent = " " * (column.end() if column else 0)
-        lines += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_on_hyphens=False
-        )
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -139,8 +133,6 @@ def memory_lines(phases: list[PhaseMemory]) -> list[str]:
     width = max(map(len, names))
     return [
         f"{name:<{width}}  {phase.total / GIB:8.2f} = "
-        + " + ".join(
-            f"{part} {size / GIB:.2f}" for part, size in phase.parts.items() if size
-        )
+        + " + ".join(f"{part} {size / GIB:.2f}" for part, size in phase.parts.items() if size)
         for name, phase in zip(names, phases, strict=True)
     ]

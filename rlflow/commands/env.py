@@ -101,9 +101,7 @@ def _add_new(actions: Commands) -> None:
         rlflow env new my_task --policy && rlflow train --config my_task.yaml
         """,
     )
-    new.add_argument(
-        "name", metavar="NAME", help="snake_case; the class gets the CamelCase of it"
-    )
+    new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
     option(new, "--directory", "DIR", "where to write", default=".")
     flag(
         new,
@@ -148,9 +146,7 @@ def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> N
     parser.add_argument("name", metavar="NAME", help=named)
     if player:
         function = "(prompt, [(response, observation)], generator, clumsy) -> response"
-        parser.add_argument(
-            "player", metavar="PLAYER", help=f"file.py:function of {function}"
-        )
+        parser.add_argument("player", metavar="PLAYER", help=f"file.py:function of {function}")
     option(parser, "--config", "FILE", "keywords from this file's environment section")
     keyword = "a constructor keyword; the value is YAML"
     add_overrides(parser, "environment.key=value", keyword)
@@ -175,17 +171,13 @@ def run_new(args: argparse.Namespace) -> int:
         written += [made.player_file, made.configuration]
         lessons = Lessons(steps=LESSONS, turns=TURNS)
         try:
-            _make_policy(
-                _environment(made.reference), made.player, made.policy, lessons
-            )
+            _make_policy(_environment(made.reference), made.player, made.policy, lessons)
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
                 path.unlink(missing_ok=True)
             raise
         written.append(made.policy)
-        following.append(
-            f"rlflow train --config {shlex.quote(str(made.configuration))}"
-        )
+        following.append(f"rlflow train --config {shlex.quote(str(made.configuration))}")
     print(f"wrote {', '.join(map(str, written))}\n")
     print("\n".join(f"  {as_called(command)}" for command in following))
     return 0
@@ -205,9 +197,7 @@ def run_policy(args: argparse.Namespace) -> int:
     )
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
-        _make_policy(
-            environment, args.player, Path(args.out), lessons, overwrite=args.overwrite
-        )
+        _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
     words = ["--config", args.config] if args.config else []
     words += [
         "--model",
@@ -253,9 +243,7 @@ def run_play(args: argparse.Namespace) -> None:
     agent = _watched(Kind("player").resolve(args.player)) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
     with _shut_down(environment):
-        play(
-            environment, split=args.split, task=args.task, max_turns=args.turns, agent=agent
-        )
+        play(environment, split=args.split, task=args.task, max_turns=args.turns, agent=agent)
 
 
 def _watched(player: Callable[..., str]) -> Agent:
@@ -314,7 +302,5 @@ def _make_policy(
             print(f"imitating the player: {done}", file=sys.stderr, flush=True)
 
     played = Kind("player").resolve(player)
-    reward = make_policy(
-        environment, played, out, lessons, overwrite=overwrite, say=say
-    )
+    reward = make_policy(environment, played, out, lessons, overwrite=overwrite, say=say)
     print(f"the clumsy player's mean reward is {reward:.2f}", file=sys.stderr)

@@ -97,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
             tasks = tasks[: args.questions]
-            attempts = (
-                f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
-            )
+            attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
             result = evaluate(
                 rollout,
@@ -140,9 +138,7 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
     if args.server is not None:
         name = (args.server_model or "server").rpartition("/")[2]
         return nullcontext(ModelDirectory(Path(), name, None))
-    return model_directory(
-        args.model, args.hf, lambda text: print(text, file=sys.stderr)
-    )
+    return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
 
 
 def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:

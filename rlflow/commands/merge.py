@@ -36,8 +36,6 @@ def run(args: argparse.Namespace) -> None:
     """Merges and says what was written."""
     from rlflow.models.adapter import merge_adapter  # torch is loaded for this command alone
 
-    manifest = merge_adapter(
-        args.adapter, args.out, args.base, overwrite=args.overwrite
-    )
+    manifest = merge_adapter(args.adapter, args.out, args.base, overwrite=args.overwrite)
     what = f"{manifest['tensors']} tensors, {manifest['weight_bytes'] / 1e9:.2f} GB"
     print(f"{args.out}: {what}, the adapter {args.adapter} merged in")

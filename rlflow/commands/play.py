@@ -49,9 +49,7 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
         if task.id == wanted:
             return task
     if not tasks:
-        raise ConfigError(
-            f"env play: tasks('{split}') is empty; try the other split with --split."
-        )
+        raise ConfigError(f"env play: tasks('{split}') is empty; try the other split with --split.")
     if wanted.isdecimal() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
     hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
@@ -70,11 +68,7 @@ async def _episode(
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
-    ends = (
-        " or ".join(["an empty line", *map(_shown_stop, stop)])
-        if "\n" not in stop
-        else "Enter"
-    )
+    ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
     told = told if agent is None else "The player is the policy."
     print(paint(f"task {task.id}. {told}", "dim"))
@@ -101,12 +95,8 @@ async def _episode(
             said.append((response, step.observation))
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
-            numbers = "  ".join(
-                f"{name} {value:g}" for name, value in step.metrics.items()
-            )
-            reward = paint(
-                f"reward {step.reward:g}", "good" if step.reward > 0 else "dim"
-            )
+            numbers = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
+            reward = paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
             print(f"{reward}  {numbers}".rstrip())
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
@@ -116,9 +106,7 @@ async def _episode(
         await awaited(environment.close(episode))
 
 
-def read_response(
-    source: Iterable[str], stop: Sequence[str], prompt: str = "> "
-) -> str | None:
+def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
     """What was typed up to the first stop string (text after it is not sent) or an empty line.
 
     None at the end of the input. With a line break as stop string each line is a response."""

@@ -96,9 +96,7 @@ class Paint:
         if not self.on or not text:
             return text
         start = f"\033[{';'.join(_CODES[style] for style in styles)}m"
-        return "\n".join(
-            f"{start}{line}\033[0m" if line else line for line in text.split("\n")
-        )
+        return "\n".join(f"{start}{line}\033[0m" if line else line for line in text.split("\n"))
 
 
 def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
@@ -141,20 +139,13 @@ def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> 
         )
     registered, first, last = recorded.registered, steps[0], steps[-1]
     before, after = (
-        {
-            group[0]["task_id"]: group[0]
-            for group in grouped(recorded.records("eval", step))
-        }
+        {group[0]["task_id"]: group[0] for group in grouped(recorded.records("eval", step))}
         for step in (first, last)
     )
     pairs = [(before[task], record) for task, record in after.items() if task in before]
-    changed = [
-        pair for pair in pairs if len({solved(one, registered) for one in pair}) == 2
-    ]
+    changed = [pair for pair in pairs if len({solved(one, registered) for one in pair}) == 2]
     won = sum(solved(now, registered) for _, now in changed)
-    told = (
-        f"{len(changed)} of {len(pairs)} questions changed, step {first} to step {last}"
-    )
+    told = f"{len(changed)} of {len(pairs)} questions changed, step {first} to step {last}"
     print(f"{told}: {won} won, {len(changed) - won} lost")
     wanted = [pair for pair in changed if _wanted(pair[1], registered, args.chosen)]
     for pair in wanted[: args.trajectories]:
@@ -168,9 +159,7 @@ def _wanted(record: Mapping[str, Any], registered: Metrics, chosen: str) -> bool
 
 
 def _shorten(steps: Sequence[int]) -> str:
-    return ", ".join(
-        map(str, steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]])
-    )
+    return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]))
 
 
 def summary_text(recorded: RunFiles, paint: Paint) -> str:
@@ -180,11 +169,7 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
     registered = recorded.registered
     lines = [paint(str(run.path), "bold")]
     trained = [one for one in records if "train/reward" in one]
-    evaluated = [
-        one
-        for one in records
-        if f"eval/{leading_score(registered, one, 'eval')}" in one
-    ]
+    evaluated = [one for one in records if f"eval/{leading_score(registered, one, 'eval')}" in one]
     if trained:
         took = f"{clock(run_seconds(trained))} from the start, evaluations included"
         lines.append(f"step {int(trained[-1]['step'])} after {took}")
@@ -195,9 +180,7 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
                 curve = f"{values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}"
                 lines.append(f"{label(name):<12} {curve}")
     for record in evaluated if len(evaluated) <= 3 else [evaluated[0], *evaluated[-2:]]:
-        lines.append(
-            f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}"
-        )
+        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}")
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     if "seconds" in recorded.summary:
@@ -228,9 +211,7 @@ def episode_text(
             shown = printable(text_of(turn["observation"], roles=True)).strip("\n")
             lines.append(marked(shown, answers, paint, ("dim",), ("marked",)))
     reward = record["reward"] if record["reward"] is not None else float("nan")
-    outcome = paint(
-        f"reward {reward:g}", "good" if solved(record, registered) else "bad", "bold"
-    )
+    outcome = paint(f"reward {reward:g}", "good" if solved(record, registered) else "bad", "bold")
     if record.get("advantage") is not None:
         outcome += f"  advantage {record['advantage']:+.2f}"
     stop = record["stop"]

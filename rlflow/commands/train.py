@@ -62,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if table is not None:
         return _translated(args, table)
     if args.out:
-        raise ConfigError(
-            "--out: only for a --config of another system, for its translation."
-        )
+        raise ConfigError("--out: only for a --config of another system, for its translation.")
     config = load_config(args.config, train_overrides(args), args.preset)
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
@@ -74,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.loop import train
 
     status = train(config)["status"]
-    ended_by = [
-        one for one in (signal.SIGINT, signal.SIGTERM) if status.endswith(one.name)
-    ]
+    ended_by = [one for one in (signal.SIGINT, signal.SIGTERM) if status.endswith(one.name)]
     return 128 + ended_by[0] if ended_by else 0
 
 
@@ -99,9 +95,7 @@ def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
 
 def train_overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of a train command line, the weakest first."""
-    switches = [
-        f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)
-    ]
+    switches = [f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)]
     # The config.yaml of a run that began with the one must not forbid the other
     if len(switches) == 1:
         switches.insert(0, "run.overwrite=false" if args.resume else "run.resume=false")

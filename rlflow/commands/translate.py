@@ -33,9 +33,7 @@ def report(source: str, translation: Translation) -> None:
                     print(f"    {_shown(key)}")
 
 
-def write(
-    source: str, translation: Translation, given: str | None, overwrite: bool
-) -> None:
+def write(source: str, translation: Translation, given: str | None, overwrite: bool) -> None:
     """Writes our configuration to the given path, else beside the run, and prints how to run it.
 
     Raises ConfigError where another file is in the way.
@@ -54,14 +52,10 @@ def write(
     if translation.evaluates:
         asked = translation.config.evaluation
         model = shlex.quote(translation.config.model.path)
-        words = (
-            f"eval --config {config} --model {model} --temperature {asked.temperature:g}"
-        )
+        words = f"eval --config {config} --model {model} --temperature {asked.temperature:g}"
         words += f" --samples {asked.samples_per_prompt}"
         words += f" --questions {asked.questions}" if asked.questions else ""
-    print(
-        f"\nwritten: {path}. Nothing was started; run it with\n\n  {command()} {words}"
-    )
+    print(f"\nwritten: {path}. Nothing was started; run it with\n\n  {command()} {words}")
 
 
 def _shown(key: ReadKey) -> str:

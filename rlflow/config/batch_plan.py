@@ -55,24 +55,12 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
     ranks, layout = max(config.cluster.ranks, 1), trainer.layout
     data = layout.data_parallel(ranks)
-    context = (
-        f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
-    )
-    chunks = (
-        f" ({layout.virtual_pipeline} chunks each)"
-        if layout.virtual_pipeline > 1
-        else ""
-    )
-    rows = (
-        rollout.prompts_per_step
-        * rollout.samples_per_prompt
-        // algorithm.minibatches_per_step
-    )
+    context = f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
+    chunks = f" ({layout.virtual_pipeline} chunks each)" if layout.virtual_pipeline > 1 else ""
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt // algorithm.minibatches_per_step
     packed = trainer.packing or layout.virtual_pipeline > 1
     counted = "sum of the rows' lengths" if packed else "rows x longest row"
-    rows_per_microbatch = max(
-        trainer.tokens_per_microbatch // rollout.max_total_tokens, 1
-    )
+    rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
     microbatches = math.ceil(rows / data / rows_per_microbatch)
     updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
     where = "in this process" if config.cluster.ranks == 0 else "a Ray actor each"
@@ -97,11 +85,7 @@ def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout = config.rollout
     trajectories = run.steps * rollout.prompts_per_step * rollout.samples_per_prompt
     minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
-    target = (
-        f"; ends when the evaluation reaches {run.target:g}"
-        if run.target is not None
-        else ""
-    )
+    target = f"; ends when the evaluation reaches {run.target:g}" if run.target is not None else ""
     asked, last = (
         "all tasks" if count is None else _count(count, "task")
         for count in (evaluation.questions, evaluation.final_questions)

@@ -47,25 +47,19 @@ def check_config(config: RunConfig, components: bool = True) -> None:
         check()
 
 
-def config_checks(
-    config: RunConfig, components: bool = True
-) -> Iterator[Callable[[], object]]:
+def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callable[[], object]]:
     """The checks of `check_config`; the others rely on the first, of every value by itself."""
     yield lambda: check_values(config)
     yield lambda: _check_asynchrony(config)
     yield lambda: _check_sampling(config)
     yield lambda: _check_batch(config)
-    yield lambda: config.trainer.decaying_over(config.policy_updates).check(
-        config.cluster.ranks
-    )
+    yield lambda: config.trainer.decaying_over(config.policy_updates).check(config.cluster.ranks)
     if critic := config.algorithm.critic:
         yield lambda: critic.decaying_over(config.updates).check()
     yield lambda: _check_name(config)
     yield from _component_checks(config)
     if components:
-        yield lambda: ENGINE.check(
-            config.rollout.engine, _ENGINE_GETS, "rollout.engine"
-        )
+        yield lambda: ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
         yield lambda: environment_name(config) and ENVIRONMENT.check(config.environment)
 
 
@@ -81,9 +75,7 @@ def check_values(config: Any, path: str = "") -> None:
         elif isinstance(value, section):
             check_values(value, here)
         else:
-            raise ConfigError(
-                f"{here}: expected a {section.__name__} object, found {show(value)}."
-            )
+            raise ConfigError(f"{here}: expected a {section.__name__} object, found {show(value)}.")
 
 
 def check_secrets(values: Mapping[str, Any]) -> None:
@@ -181,9 +173,7 @@ def _check_batch(config: RunConfig) -> None:
         f"expected at most {MOST_TRAJECTORIES:,} trajectories per step, which are all in memory at "
         f"once; found {prompts:,} x {samples:,}",
     )
-    divisors = [
-        str(n) for n in range(1, min(trajectories, 64) + 1) if trajectories % n == 0
-    ]
+    divisors = [str(n) for n in range(1, min(trajectories, 64) + 1) if trajectories % n == 0]
     _require(
         trajectories % minibatches == 0,
         "algorithm.minibatches_per_step",
@@ -198,9 +188,7 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield lambda: _check_advantage(config)
     if algorithm.teacher:
         yield lambda: TEACHER.check(algorithm.teacher, where="algorithm.teacher")
-    yield lambda: AGGREGATE.check(
-        algorithm.aggregate, ("tokens",), "algorithm.aggregate"
-    )
+    yield lambda: AGGREGATE.check(algorithm.aggregate, ("tokens",), "algorithm.aggregate")
     for index, component in enumerate(algorithm.filters):
         yield partial(_check_filter, config, component, f"algorithm.filters[{index}]")
     for index, component in enumerate(algorithm.transforms):
@@ -241,8 +229,7 @@ def _check_filter(config: RunConfig, component: Any, where: str) -> None:
 
 def _check_attempts(config: RunConfig, component: Any, part: Any) -> None:
     _require(
-        not getattr(part, "compares_attempts", False)
-        or config.rollout.samples_per_prompt > 1,
+        not getattr(part, "compares_attempts", False) or config.rollout.samples_per_prompt > 1,
         "rollout.samples_per_prompt",
         f"{component['name']} compares attempts at the same prompt; expected at least 2, found 1",
     )

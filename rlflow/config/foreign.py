@@ -37,9 +37,7 @@ from rlflow.errors import ConfigError
 TABLES = "rlflow.foreign_configs"
 """Entry-point group of sequences of paths to tables."""
 MOST_KEYS = 10_000
-MOST_CHARACTERS = (
-    10_000  # of a value: references to references could double it at each level
-)
+MOST_CHARACTERS = 10_000  # of a value: references to references could double it at each level
 DEEPEST = 20  # references inside of references, sections inside of sections
 OUTCOMES = ("taken", "taken under another name", "no counterpart", "not known")
 
@@ -81,13 +79,9 @@ def foreign_table(path: str | Path) -> dict[str, Any] | None:
         keys = _flat(read_yaml(Path(path)))
     except ConfigError:
         return None  # load_config says why
-    for entry in sorted(
-        metadata.entry_points(group=TABLES), key=lambda entry: entry.name
-    ):
+    for entry in sorted(metadata.entry_points(group=TABLES), key=lambda entry: entry.name):
         for table in map(read_yaml, entry.load()):
-            if all(
-                any(_fits(known, key) for key in keys) for known in table["known_by"]
-            ):
+            if all(any(_fits(known, key) for key in keys) for known in table["known_by"]):
                 return table
     return None
 
@@ -104,9 +98,7 @@ def translate(
     for name in (path.name, *table.get("beside", ())):
         if (path.parent / name).is_file():
             keys.update(_flat(read_yaml(path.parent / name)))
-    evaluates = any(
-        keys.get(key) == value for key, value in table.get("evaluates", {}).items()
-    )
+    evaluates = any(keys.get(key) == value for key, value in table.get("evaluates", {}).items())
     if evaluates:
         table = {**table, "taken": {**table["taken"], **table["evaluating"]}}
     work = _Translator(table, keys)
@@ -143,17 +135,13 @@ class _Translator:
         kind, rule = self._rule(key)
         value = self.keys[key]
         if kind in ("", "none"):
-            return self._tell(
-                "no counterpart" if kind else "not known", key, value, rule
-            )
+            return self._tell("no counterpart" if kind else "not known", key, value, rule)
         try:
             value = self.resolve(value)
         except _UnresolvedError as missing:
             return self._tell("not known", key, value, f"refers to {missing}")
         if kind == "taken":
-            return self._take(
-                key, value, rule if isinstance(rule, dict) else {"to": rule}
-            )
+            return self._take(key, value, rule if isinstance(rule, dict) else {"to": rule})
         if value == rule:
             return self._tell("taken", key, value, "always so here")
         return self._tell("no counterpart", key, value, f"always {_show(rule)} here")
@@ -161,9 +149,7 @@ class _Translator:
     def _take(self, key: str, value: Any, rule: Mapping[str, Any]) -> None:
         targets = rule["to"] if isinstance(rule["to"], list) else [rule["to"]]
         if value is None:
-            return self._tell(
-                "no counterpart", key, value, f"unset, so {targets[0]} is what it is"
-            )
+            return self._tell("no counterpart", key, value, f"unset, so {targets[0]} is what it is")
         try:
             ours = self._ours(value, rule, targets[0])
         except (ConfigError, _UnresolvedError) as problem:
@@ -197,9 +183,7 @@ class _Translator:
                 found = [key for key in self.keys if _fits(rule[name], key)]
                 other = self.resolve(self.keys[found[0]]) if found else None
                 if not _is_number(value) or not _is_number(other) or other == 0:
-                    raise ConfigError(
-                        f"{target} takes numbers, of this key and of {rule[name]}"
-                    )
+                    raise ConfigError(f"{target} takes numbers, of this key and of {rule[name]}")
                 return int(function(value, other))
         return value
 
@@ -221,9 +205,7 @@ class _Translator:
         if isinstance(value, list):
             return [self.resolve(item, depth) for item in value]
         for _ in range(DEEPEST):
-            if not isinstance(value, str) or (
-                "${" not in value and len(value) <= MOST_CHARACTERS
-            ):
+            if not isinstance(value, str) or ("${" not in value and len(value) <= MOST_CHARACTERS):
                 return value
             if depth > DEEPEST or len(value) > MOST_CHARACTERS:
                 break
@@ -231,9 +213,7 @@ class _Translator:
             if whole:
                 value = self._referred(whole[1], depth)
             else:
-                value = _REFERENCE.sub(
-                    lambda found: str(self._referred(found[1], depth)), value
-                )
+                value = _REFERENCE.sub(lambda found: str(self._referred(found[1], depth)), value)
         raise _UnresolvedError("itself, or to too much")
 
     def _referred(self, expression: str, depth: int) -> Any:
@@ -270,9 +250,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
 def _leaves(content: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if len(above) > DEEPEST:
         raise ConfigError(f"{'.'.join(above)}: nested too deeply.")
-    nested = isinstance(content, list) and any(
-        isinstance(item, (dict, list)) for item in content
-    )
+    nested = isinstance(content, list) and any(isinstance(item, (dict, list)) for item in content)
     items = dict(enumerate(content)) if nested else content
     if isinstance(items, dict) and items:
         for key, value in items.items():

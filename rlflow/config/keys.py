@@ -39,9 +39,7 @@ _OTHERS = {
     "trainer.tensor_parallel": "tensor_model_parallel_size",
     "trainer.tokens_per_microbatch": "micro_batch_size per_device_train_batch_size",
 }
-FIELD_NAMES = {
-    other: ours for ours, others in _OTHERS.items() for other in others.split()
-}
+FIELD_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 """Names in other libraries -> the key, or the assignment, that does the same here."""
 _COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
 

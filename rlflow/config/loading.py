@@ -122,9 +122,7 @@ def differences(config: Any) -> dict[str, Any]:
     for item in dataclasses.fields(config):
         value, default = getattr(config, item.name), getattr(type(config)(), item.name)
         if value != default:
-            found[item.name] = (
-                differences(value) if dataclasses.is_dataclass(value) else value
-            )
+            found[item.name] = differences(value) if dataclasses.is_dataclass(value) else value
     return found
 
 
@@ -133,9 +131,7 @@ def config_keys(schema: type) -> list[str]:
     return [key.name for key in described_keys(schema)]
 
 
-def _read_files(
-    path: Path, chain: tuple[Path, ...]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file name, content) of the file and the files it is based on, the deepest base first."""
     if path.resolve() in chain:
         links = " -> ".join(map(str, chain))
@@ -144,9 +140,7 @@ def _read_files(
     base = content.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
-            raise ConfigError(
-                f"{path}: base: expected a file name (text), found {show(base)}."
-            )
+            raise ConfigError(f"{path}: base: expected a file name (text), found {show(base)}.")
         below = path.parent / base
         if base.startswith(PRESET):
             below = preset_path(base.removeprefix(PRESET), f"{path}: base")
@@ -190,17 +184,12 @@ class _Draft:
         """The value, a component's bare name in it as {name: ...}."""
         if path in self.lists and isinstance(value, (str, list)):
             entries = [value] if isinstance(value, str) else value
-            return [
-                {"name": entry} if isinstance(entry, str) else entry
-                for entry in entries
-            ]
+            return [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
         chosen = isinstance(value, str) and self.holds_component(path)
         return {"name": value} if chosen else value
 
     def holds_component(self, path: tuple[str, ...]) -> bool:
-        return path in self.components or (
-            path[:-1] in self.components and path[-1].isdecimal()
-        )
+        return path in self.components or (path[:-1] in self.components and path[-1].isdecimal())
 
     def chooses(self, override: str) -> bool:
         """Whether an override names a component, as `environment=mine` does."""
@@ -212,9 +201,7 @@ class _Draft:
         key, value = read_assignment(text, "section.key=value")
         path = tuple(key.split("."))
         if not all(path):
-            raise ConfigError(
-                f"{COMMAND_LINE}: expected section.key=value, found '{text}'."
-            )
+            raise ConfigError(f"{COMMAND_LINE}: expected section.key=value, found '{text}'.")
         node: Any = self.raw
         for depth, part in enumerate(path[:-1], start=1):
             if isinstance(node, dict) and node.get(part) is None:
@@ -241,15 +228,10 @@ class _Draft:
                 here = (*path, str(key))
                 # A file names what may be imported, its misspelt keys do not import it
                 ours = self.origins.get(".".join(here)) == COMMAND_LINE
-                hint = _suggest(
-                    here, list(fields), self.schema, self.raw if ours else {}
-                )
+                hint = _suggest(here, list(fields), self.schema, self.raw if ours else {})
                 raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
         return cls(
-            **{
-                key: self.value(fields[key], value, (*path, key))
-                for key, value in raw.items()
-            }
+            **{key: self.value(fields[key], value, (*path, key)) for key, value in raw.items()}
         )
 
     def value(self, hint: Any, raw: Any, path: tuple[str, ...]) -> Any:
@@ -274,9 +256,7 @@ def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _sections(section, (*path, name))
 
 
-def _component_hints(
-    schema: Any, path: tuple[str, ...]
-) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def _component_hints(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(annotation, key) of what holds a component or a list of them."""
     for name, hint in section_hints(schema).items():
         if section := section_of(hint):
@@ -316,23 +296,17 @@ def _suggest(
         return known
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
-        return did_you_mean(
-            ".".join(path), [".".join((*path[:-1], name)) for name in close]
-        )
+        return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
     shortest_first = sorted(config_keys(root), key=lambda key: key.count("."))
     everywhere = {key: key.split(".")[-1] for key in shortest_first}
     same = [key for key, name in everywhere.items() if name == path[-1]]
     if option and (path[:-1] or not same):
         return f" Did you mean '{option}'?"
-    same = same or [
-        key for key, name in everywhere.items() if did_you_mean(path[-1], [name])
-    ]
+    same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
     if same and in_a_section:
         return f" Did you mean '{same[0]}'?"
     section = f" of {'.'.join(path[:-1])}" if path[:-1] else ""
-    return (
-        f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
-    )
+    return f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
 
 
 def _option_of_a_component(

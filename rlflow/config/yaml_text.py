@@ -17,9 +17,7 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             twice = isinstance(key, yaml.ScalarNode) and key.value in seen
@@ -68,18 +66,14 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
     """The sections of one YAML file without its `base`. aliases: allowed. Raises ConfigError."""
     try:
-        content = parsed(
-            path.read_text(encoding="utf-8"), _Loader if aliases else _PlainLoader
-        )
+        content = parsed(path.read_text(encoding="utf-8"), _Loader if aliases else _PlainLoader)
     except FileNotFoundError:
         beside = sorted(other.name for other in path.parent.glob("*.yaml"))
         found = f" {path.parent} holds: {', '.join(beside)}." if beside else ""
         hint = did_you_mean(path.name, beside)
         raise ConfigError(f"{path}: no such configuration file.{hint}{found}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as a UTF-8 text file: {error}."
-        ) from None
+        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file: {error}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -87,9 +81,7 @@ def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path}: expected sections such as 'trainer:', found {show(content)}."
-        )
+        raise ConfigError(f"{path}: expected sections such as 'trainer:', found {show(content)}.")
     return content
 
 

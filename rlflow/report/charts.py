@@ -71,16 +71,12 @@ def has_curves(records: Records, registered: Metrics) -> bool:
     return any(values_of(records, name) for name in names)
 
 
-def run_png(
-    records: Records, path: str | Path, title: str, registered: Metrics
-) -> bool:
+def run_png(records: Records, path: str | Path, title: str, registered: Metrics) -> bool:
     """Writes what a run learned and where its time went; returns whether there was anything."""
     if not has_curves(records, registered):
         return False
     with figure(10, 6.4, size=11) as made:
-        made.suptitle(
-            printable(title), x=0.01, ha="left", size=17, weight="bold", color=INK
-        )
+        made.suptitle(printable(title), x=0.01, ha="left", size=17, weight="bold", color=INK)
         draw_run(made, records, drawn_score(records, registered))
         told = printable(headline(records, registered))
         made.axes[0].set_title(told, loc="left", size=11)
@@ -126,9 +122,7 @@ def _draw_learning(axes: Any, records: Records, score: str) -> None:
     axes.set_ylabel("share of tasks / reward")
 
 
-def _draw_trained(
-    axes: Any, points: Sequence[Measurement], name: str, color: str
-) -> None:
+def _draw_trained(axes: Any, points: Sequence[Measurement], name: str, color: str) -> None:
     """Values of steps, pale, and their trailing mean."""
     if points:
         steps, values = [one.step for one in points], [one.value for one in points]
@@ -145,9 +139,7 @@ def trailing_mean(values: Sequence[float]) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-def _draw_evaluated(
-    axes: Any, points: Sequence[Measurement], color: str, **look: Any
-) -> None:
+def _draw_evaluated(axes: Any, points: Sequence[Measurement], color: str, **look: Any) -> None:
     """Evaluations joined by a line, each with its interval where it was measured, none between."""
     bottom, top = axes.get_ylim()
     bars = [
@@ -156,9 +148,7 @@ def _draw_evaluated(
         if point.low is not None and point.high is not None
     ]
     if bars:
-        axes.vlines(
-            *zip(*bars, strict=True), color=color, alpha=0.4, linewidth=2.2, zorder=2
-        )
+        axes.vlines(*zip(*bars, strict=True), color=color, alpha=0.4, linewidth=2.2, zorder=2)
     mark = {
         "marker": "o",
         "markersize": 5,

@@ -190,17 +190,12 @@ def sections(comparison: Comparison) -> list[Section]:
     rows = [[name, _rise(points, 12)] for name, points in comparison.evaluated.items()]
     found = [(f"{score}, evaluated: first -> last [95% interval]", rows)]
     if any(len(points) > 1 for points in comparison.trained.values()):
-        trained = {
-            name: points for name, points in comparison.trained.items() if points
-        }
+        trained = {name: points for name, points in comparison.trained.items() if points}
         rows = [[name, _rise(points, 24)] for name, points in trained.items()]
         found.append((f"{score}, in training: first -> last step", rows))
     if target is not None:
         title = f"to {score} {target:.3f}: steps, time in steps, trained tokens"
-        rows = [
-            [name, _when(points, target)]
-            for name, points in comparison.evaluated.items()
-        ]
+        rows = [[name, _when(points, target)] for name, points in comparison.evaluated.items()]
         found.append((title, rows))
     found += [_duel_section(one) for one in comparison.duels]
     title = f"configuration keys that differ: {', '.join(comparison.names)}"

@@ -83,18 +83,14 @@ class Watch:
             **{label(name): alarm(recent, name, known) for name in known},
             **undeclared(metrics, known),
         }
-        found = {
-            key: text for key, text in texts.items() if text and key not in self._told
-        }
+        found = {key: text for key, text in texts.items() if text and key not in self._told}
         self._told |= found.keys()
         return [Fault(name, text, step) for name, text in found.items()]
 
     def recall(self, records: Records) -> list[Fault]:
         """The faults of earlier sessions' records, which are not told again."""
         trained = [one for one in records if "train/reward" in one]
-        return [
-            fault for one in trained for fault in self.observe(int(one["step"]), one)
-        ]
+        return [fault for one in trained for fault in self.observe(int(one["step"]), one)]
 
 
 def no_difference(recent: Records, registered: Metrics) -> str:
@@ -138,8 +134,7 @@ def _scores_without_difference(recent: Records, registered: Metrics) -> list[flo
         return []
     shares = {name: one for name, one in registered.items() if one.unit in ("share", "1")}
     return [
-        one.get(f"train/{leading_score(shares, one, 'train')}", 0.0)
-        for one in recent[-LASTING:]
+        one.get(f"train/{leading_score(shares, one, 'train')}", 0.0) for one in recent[-LASTING:]
     ]
 
 
@@ -207,9 +202,7 @@ def router_collapse(recent: Records) -> str:
 def routed_apart(recent: Records) -> str:
     """Log-probs differ where the trainer routes tokens itself, without the engine's routes."""
     gaps = _gaps_of_fresh_tokens(recent)
-    free = _lasting(recent, "train/expert_spread") and not values_of(
-        recent, "train/routes_differ"
-    )
+    free = _lasting(recent, "train/expert_spread") and not values_of(recent, "train/routes_differ")
     if not free or not gaps or min(gaps) < FREE_GAP:
         return ""
     return (
@@ -280,9 +273,7 @@ def findings(run: RunFiles) -> list[Fault]:
     episodes = []
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
         for step in sorted(steps)[-RECENT:]:
-            episodes += [
-                one for one in run.records(kind, step) if one.get("stop") != "aborted"
-            ]
+            episodes += [one for one in run.records(kind, step) if one.get("stop") != "aborted"]
     most = run.settings.get("rollout.max_response_tokens")
     found = {fault.name: fault for fault in Watch(run.registered).recall(run.metrics)}
     for fault in (stale(run), never_stopping(episodes, most), unproven(episodes)):
@@ -323,14 +314,10 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault 
     cut = [record for record in records if record.get("stop") == "max_tokens"]
     if len(records) < LEAST or len(cut) < CUT_SHARE * len(records):
         return None
-    full = [
-        one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens
-    ]
+    full = [one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens]
     told = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
     if len(full) < CUT_SHARE * len(cut):
-        advice = (
-            ": raise rollout.max_total_tokens or shorten what the environment shows."
-        )
+        advice = ": raise rollout.max_total_tokens or shorten what the environment shows."
     else:
         advice = (
             f", {len(full)} of them in a response of exactly rollout.max_response_tokens = "
@@ -344,11 +331,7 @@ def unproven(records: Sequence[Record]) -> Fault | None:
     """Rewards above 0 without the answer in any observation, where policies are shown something:
     what follows the last response is none of it."""
     judged = [one for one in records if (one["reward"] or 0) > 0 and provable(one)]
-    shows = any(
-        turn.get("observation")
-        for record in records
-        for turn in record["turns"][:-1]
-    )
+    shows = any(turn.get("observation") for record in records for turn in record["turns"][:-1])
     without = [record for record in judged if not evidence(record)]
     if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):
         return None

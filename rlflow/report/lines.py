@@ -57,9 +57,7 @@ def curve(records: Records, name: str) -> list[Measurement]:
         tokens += record.get("train/tokens", 0.0)
         if name in record:
             ends = record.get(f"{name}_low"), record.get(f"{name}_high")
-            points.append(
-                Measurement(int(record["step"]), seconds, tokens, record[name], *ends)
-            )
+            points.append(Measurement(int(record["step"]), seconds, tokens, record[name], *ends))
     return points
 
 
@@ -106,9 +104,7 @@ def _filled(metrics: Mapping[str, float], *texts: str) -> list[str]:
 
 def shown_names(registered: Metrics) -> list[str]:
     """The registered metrics that are no scores and stand in the progress line."""
-    return [
-        name for name, metric in registered.items() if metric.shown and not metric.score
-    ]
+    return [name for name, metric in registered.items() if metric.shown and not metric.score]
 
 
 def _registered(
@@ -125,12 +121,8 @@ def _registered(
 
 def phase_times(metrics: Mapping[str, float]) -> str:
     """`rollout 1.2 + update 0.8 = 2.1 s`; an evaluation comes after the step and is not in it."""
-    spent = {
-        name: metrics.get(f"time/{name}_s", 0) for name in PHASES if name != "evaluate"
-    }
-    parts = " + ".join(
-        f"{name} {value:.1f}" for name, value in spent.items() if value >= 0.05
-    )
+    spent = {name: metrics.get(f"time/{name}_s", 0) for name in PHASES if name != "evaluate"}
+    parts = " + ".join(f"{name} {value:.1f}" for name, value in spent.items() if value >= 0.05)
     total = metrics.get("time/step_s")
     return parts + (f" = {total:.1f} s" if parts and total is not None else "")
 
@@ -145,9 +137,7 @@ def evaluation_line(metrics: Mapping[str, float], registered: Metrics) -> str:
     else:
         parts = _filled(metrics, "reward {eval/reward:.3f}")
     others = [name for name in scores(registered) if name != first]
-    parts += _registered(
-        metrics, registered, [*others, *shown_names(registered)], "eval"
-    )
+    parts += _registered(metrics, registered, [*others, *shown_names(registered)], "eval")
     parts += _filled(metrics, "turns {eval/turns:.2f}", "{eval/questions:.0f} tasks")
     if metrics.get("eval/failed", 0) > 0:
         parts += _filled(metrics, "{eval/failed:.0f} FAILED")
@@ -164,11 +154,7 @@ def headline(records: Records, registered: Metrics) -> str:
     name = drawn_score(records, registered)
     form = ".0%" if name in registered and registered[name].unit == "share" else ".2f"
     evaluated = [one for one in records if f"eval/{name}" in one]
-    others = (
-        " of other tasks"
-        if evaluated and other_tasks(evaluated[0], evaluated[-1])
-        else ""
-    )
+    others = " of other tasks" if evaluated and other_tasks(evaluated[0], evaluated[-1]) else ""
     for section, where in (("eval", ""), ("train", " in training")):
         if values := values_of(records, f"{section}/{name}"):
             before = f", was {values[0]:{form}}{others}" if len(values) > 1 else ""
@@ -185,9 +171,7 @@ def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
     width = max(map(len, rows), default=0)
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
     following = [f"  {command}  # {what}" for command, what in next_commands(summary)]
-    return "\n".join(
-        [ending(summary), *lines, *(["next"] if following else []), *following]
-    )
+    return "\n".join([ending(summary), *lines, *(["next"] if following else []), *following])
 
 
 def ending(summary: Mapping[str, Any]) -> str:
@@ -199,9 +183,7 @@ def ending(summary: Mapping[str, Any]) -> str:
 
 def other_tasks(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
     """Whether two evaluations were over other tasks, by their number, failed attempts included."""
-    made = [
-        one.get("eval/attempts", 0) + one.get("eval/failed", 0) for one in (first, last)
-    ]
+    made = [one.get("eval/attempts", 0) + one.get("eval/failed", 0) for one in (first, last)]
     return made[0] != made[1]
 
 
@@ -210,14 +192,8 @@ def evaluations_of(summary: Mapping[str, Any], registered: Metrics) -> dict[str,
     interrupted has no `after`."""
     found = {}
     names = {summary["steps"]: "after", 0: "before"}
-    first, last = (
-        summary.get(f"{which}_evaluation") or {} for which in ("first", "last")
-    )
-    others = (
-        "  (other tasks than the first evaluation's)"
-        if other_tasks(first, last)
-        else ""
-    )
+    first, last = (summary.get(f"{which}_evaluation") or {} for which in ("first", "last"))
+    others = "  (other tasks than the first evaluation's)" if other_tasks(first, last) else ""
     for which, metrics, note in (("first", first, ""), ("last", last, others)):
         step = summary.get(f"{which}_evaluation_step", -1)
         line = evaluation_line(metrics, registered)
@@ -255,9 +231,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(index * len(finite) / count) for index in range(count + 1)]
-    means = [
-        sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)
-    ]
+    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
@@ -272,6 +246,5 @@ def clock(seconds: float) -> str:
 def printable(text: str) -> str:
     """The text without control characters and halves of emoji, which no document may hold."""
     return "".join(
-        letter if letter in "\n\t" or letter.isprintable() else "\ufffd"
-        for letter in text
+        letter if letter in "\n\t" or letter.isprintable() else "\ufffd" for letter in text
     )

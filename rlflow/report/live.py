@@ -71,9 +71,7 @@ class LivePage:
             self._server = PageServer(self._answer)
         except OSError as error:
             found = error.strerror or error
-            logger.warning(
-                "metrics.page: no page (%s); the run goes on without it", found
-            )
+            logger.warning("metrics.page: no page (%s); the run goes on without it", found)
         else:
             self.url = self._server.url
             progress.message(f"page: {self.url}")
@@ -85,9 +83,7 @@ class LivePage:
         try:
             write_page(RunFiles.open(self.run), path, opens="run")
         except (OSError, RLFlowError) as error:
-            logger.warning(
-                "metrics.page: %s not written (%s); the run goes on", path, error
-            )
+            logger.warning("metrics.page: %s not written (%s); the run goes on", path, error)
 
     def close(self) -> None:
         """Ends the service."""
@@ -165,9 +161,7 @@ class _Request(BaseHTTPRequestHandler):
             return
         body = text.encode("utf-8", "replace")
         self.send_response(200)
-        self.send_header(
-            "Content-Type", f"text/{'plain' if rest else 'html'}; charset=utf-8"
-        )
+        self.send_header("Content-Type", f"text/{'plain' if rest else 'html'}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Security-Policy", RULES.format(nonce=nonce))
         self.send_header("Cache-Control", "no-store")

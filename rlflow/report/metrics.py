@@ -48,9 +48,7 @@ class Metric:
             self.shown.format(0.5)
         except (ValueError, IndexError, KeyError) as error:
             told = "expected a format of one number such as 'tools {:.2f}'"
-            raise ConfigError(
-                f"{name}: shown: {told}, found '{self.shown}' ({error})."
-            ) from None
+            raise ConfigError(f"{name}: shown: {told}, found '{self.shown}' ({error}).") from None
 
 
 Metrics = Mapping[str, Metric]
@@ -67,16 +65,12 @@ _PHASE_MEANING = {
 
 
 METRICS: Metrics = {
-    "train/loss": Metric(
-        "nats", "the minimized loss, mean over the step's minibatches"
-    ),
+    "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
     "train/shaped_reward": Metric(
         "reward", "as train/reward, with what algorithm.transforms added"
     ),
-    "train/gradient_norm": Metric(
-        "1", "global L2 norm before clipping, mean over minibatches"
-    ),
+    "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric(
         "share", "of trained tokens in the rows that were fed whose ratio was clipped"
@@ -85,9 +79,7 @@ METRICS: Metrics = {
         "1",
         "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens",
     ),
-    "train/old_kl": Metric(
-        "nats/token", "KL(old policy || policy), the same two (k3 estimator)"
-    ),
+    "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
     "train/kept": Metric(
         "share", "of trained tokens that transforms left in the policy-gradient terms"
@@ -109,9 +101,7 @@ METRICS: Metrics = {
         "nats^2",
         "mean square of the log-ratios that a transform bounds, before it does",
     ),
-    "train/value_loss": Metric(
-        "reward^2", "the critic's loss per trained token (value)"
-    ),
+    "train/value_loss": Metric("reward^2", "the critic's loss per trained token (value)"),
     "train/value_clip_fraction": Metric(
         "share", "of trained tokens whose value moved beyond the clip"
     ),
@@ -119,9 +109,7 @@ METRICS: Metrics = {
         "reward",
         "mean value of the states before trained tokens, before the step's first update",
     ),
-    "train/return": Metric(
-        "reward", "mean return that the critic learns, over the same tokens"
-    ),
+    "train/return": Metric("reward", "mean return that the critic learns, over the same tokens"),
     "train/value_explained_variance": Metric(
         "1",
         "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all "
@@ -133,9 +121,7 @@ METRICS: Metrics = {
     "train/critic_gradient_norm": Metric(
         "1", "global L2 norm of the critic before clipping, mean over minibatches"
     ),
-    "train/critic_lr": Metric(
-        "1", "learning rate of the critic, mean over minibatches"
-    ),
+    "train/critic_lr": Metric("1", "learning rate of the critic, mean over minibatches"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric(
         "nats/token",
@@ -150,13 +136,9 @@ METRICS: Metrics = {
         "nats/token",
         "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)",
     ),
-    "train/teacher_mass": Metric(
-        "share", "of the teacher's probability on those tokens"
-    ),
+    "train/teacher_mass": Metric("share", "of the teacher's probability on those tokens"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
-    "train/entropy_coefficient": Metric(
-        "1", "of the entropy bonus, with the entropy_target loss"
-    ),
+    "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
     "train/logprob_gap": Metric(
         "nats",
         "mean absolute difference of engine and trainer log-probs of sampled tokens, before the "
@@ -222,12 +204,8 @@ METRICS: Metrics = {
         "tokens/episode",
         "fed again after forks, rewritten: what was in view before them",
     ),
-    "rollout/truncated_max_turns": Metric(
-        "share", "of episodes cut by rollout.max_turns"
-    ),
-    "rollout/truncated_max_tokens": Metric(
-        "share", "of episodes cut by a token budget"
-    ),
+    "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
+    "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
     "rollout/aborted": Metric(
         "share", "of episodes lost to infrastructure; out of loss and baseline"
     ),
@@ -239,12 +217,8 @@ METRICS: Metrics = {
         "of the oldest token; at most rollout.asynchronous.max_staleness",
         "max",
     ),
-    "rollout/on_policy": Metric(
-        "share", "of trained tokens that the weights in training sampled"
-    ),
-    "rollout/groups_ahead": Metric(
-        "count", "groups that are finished and wait for a later step"
-    ),
+    "rollout/on_policy": Metric("share", "of trained tokens that the weights in training sampled"),
+    "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
     "rollout/groups_running": Metric("count", "groups under way beyond the step"),
     "rollout/groups_stale": Metric(
         "count", "groups that were too old for the step and are sampled again", "sum"
@@ -260,15 +234,11 @@ METRICS: Metrics = {
         "max",
     ),
     "workers/up": Metric("count", "rollout workers that are up at the end of the step"),
-    "workers/restarts": Metric(
-        "count", "rollout workers that were started again", "sum"
-    ),
+    "workers/restarts": Metric("count", "rollout workers that were started again", "sum"),
     "workers/attempts_lost": Metric(
         "count", "attempts that were lost with a rollout worker and issued again", "sum"
     ),
-    "workers/attempts_most": Metric(
-        "count", "attempts that ended on the worker that ended most"
-    ),
+    "workers/attempts_most": Metric("count", "attempts that ended on the worker that ended most"),
     "workers/attempts_fewest": Metric(
         "count", "attempts that ended on the worker that ended fewest"
     ),
@@ -297,9 +267,7 @@ METRICS: Metrics = {
         "count", "prompts over data.max_prompt_tokens, of the training split"
     ),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
-    "speed/tokens_per_s": Metric(
-        "tokens/s", "train/fed_tokens by the seconds of the whole step"
-    ),
+    "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
     "time/run_s": Metric(
@@ -307,16 +275,11 @@ METRICS: Metrics = {
         "the run so far, from its start on and all its sessions: loading, steps, evaluations, "
         "checkpoints",
     ),
-    **{
-        f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}")
-        for phase in PHASES
-    },
+    **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
     "memory/engine_freed_gib": Metric(
         "GiB", "that engines gave back before the trainer's turn on their device"
     ),
-    "memory/engine_taken_gib": Metric(
-        "GiB", "that they took again with the new weights"
-    ),
+    "memory/engine_taken_gib": Metric("GiB", "that they took again with the new weights"),
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
     "eval/reward_high": Metric("reward", "upper end of its 95% interval"),
@@ -363,9 +326,7 @@ def shown(name: str, metric: Metric, value: float) -> str:
 
 def save_registered(path: str | Path, registered: Metrics) -> None:
     """Writes an environment's metrics, so that its run can be read without it."""
-    write_json(
-        path, {name: dataclasses.asdict(metric) for name, metric in registered.items()}
-    )
+    write_json(path, {name: dataclasses.asdict(metric) for name, metric in registered.items()})
 
 
 def load_registered(path: str | Path) -> dict[str, Metric]:

@@ -78,9 +78,7 @@ class Content:
         return {**told, "attributes": _attributes(self.groups)}
 
 
-def write_page(
-    run: RunFiles, out: str | Path, opens: str = "train"
-) -> tuple[Content, list[Fault]]:
+def write_page(run: RunFiles, out: str | Path, opens: str = "train") -> tuple[Content, list[Fault]]:
     """Writes the page as a file; returns what is on it and what was found wrong with the run.
 
     Raises ConfigError for a run without episodes, unless it opens with the charts; CheckpointError
@@ -98,9 +96,7 @@ def write_page(
     return content, found
 
 
-def content_of(
-    run: RunFiles, groups: list[Entry], opens: str
-) -> tuple[Content, list[Fault]]:
+def content_of(run: RunFiles, groups: list[Entry], opens: str) -> tuple[Content, list[Fault]]:
     """Everything but the chunks, and what is wrong with the run."""
     found = findings(run)
     rows = [f"<li><b>{markup(one.title)}</b> {markup(one.text)}</li>" for one in found]
@@ -187,9 +183,7 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     found = [one for one in records if any(name.startswith("eval/") for name in one)]
     if found:
         kept = found[:1] + found[1:][1 - MOST_EVALUATIONS :]
-        rows = [
-            (str(int(one["step"])), evaluation_line(one, registered)) for one in kept
-        ]
+        rows = [(str(int(one["step"])), evaluation_line(one, registered)) for one in kept]
         parts.append("<h2>Evaluations</h2>" + table(["step", ""], rows))
     if commands := next_commands(summary):
         parts.append("<h2>Next</h2>" + table([], commands))
@@ -307,8 +301,7 @@ def chunk_of(
     found = []
     for group in groups:
         attempts = [
-            {key: value for key, value in one.items() if key not in OF_THE_TASK}
-            for one in group
+            {key: value for key, value in one.items() if key not in OF_THE_TASK} for one in group
         ]
         for attempt in attempts:
             if str(attempt.get("id")) in tokens:
@@ -339,9 +332,7 @@ def columns(episode: EpisodeTokens) -> dict[str, Any]:
         }
         for name, column in numbers.items():
             scaled = (column.astype(float) * SCALES[name]).round().tolist()
-            told[name] = [
-                int(one) if abs(one) < 1e16 else None for one in scaled
-            ]  # NaN: None
+            told[name] = [int(one) if abs(one) < 1e16 else None for one in scaled]  # NaN: None
         segments.append(told)
     return {"segments": segments, "turns": [list(turn) for turn in episode.turns]}
 

@@ -50,8 +50,7 @@ class RunFiles:
         # Files of later steps a resumed run is about to replace
         last = run.metrics[-1]["step"] if run.metrics else math.inf
         run.training, run.evaluations, run.tokens = (
-            _by_step(path / kind, last)
-            for kind in ("trajectories", "evaluations", "tokens")
+            _by_step(path / kind, last) for kind in ("trajectories", "evaluations", "tokens")
         )
         return run
 

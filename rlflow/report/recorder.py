@@ -31,9 +31,7 @@ class Recorder:
     `observe` comes before the step's first update, `write` after its last; without `observe`
     episodes are kept as text alone."""
 
-    def __init__(
-        self, directory: RunDirectory, tokenizer: Tokenizer, episodes: int
-    ) -> None:
+    def __init__(self, directory: RunDirectory, tokenizer: Tokenizer, episodes: int) -> None:
         self._directory = directory
         self._texts = TokenTexts(tokenizer)
         self._episodes = episodes
@@ -45,11 +43,7 @@ class Recorder:
         if not self._episodes:
             return
         owners = [one for group in groups for one in group.usable]
-        kept = [
-            one
-            for group in whole_groups(groups, self._episodes)
-            for one in group.trajectories
-        ]
+        kept = [one for group in whole_groups(groups, self._episodes) for one in group.trajectories]
         self._tokens = score_tokens(batch, owners, kept, trainer, always=self._episodes)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
@@ -64,12 +58,8 @@ class Recorder:
             for attempt, own in enumerate(group.trajectories):
                 segments = tokens.get(len(rows), [])
                 advantage = mean_advantage(segments)
-                records.append(
-                    {**trajectory_record(group, attempt), "advantage": advantage}
-                )
-                rows.append(
-                    (own, segments or [segment_tokens(one) for one in own.segments])
-                )
+                records.append({**trajectory_record(group, attempt), "advantage": advantage})
+                rows.append((own, segments or [segment_tokens(one) for one in own.segments]))
         self._directory.confirm()
         write_json_lines(self._directory.trajectories(step), records)
         if tokens:
@@ -166,9 +156,7 @@ class TokenTexts:
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Each token's text; a character of several tokens stands at the first of them."""
         texts: list[str] = []
-        for unreadable, run in groupby(
-            tokens, lambda token: UNREADABLE in self._own(token)
-        ):
+        for unreadable, run in groupby(tokens, lambda token: UNREADABLE in self._own(token)):
             found = list(run)
             if unreadable and len(found) > 1:
                 whole = self._tokenizer.decode(found, skip_special_tokens=False)
@@ -183,7 +171,5 @@ class TokenTexts:
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             named = self._tokenizer.inner.convert_ids_to_tokens(token)
             marked = isinstance(named, str) and named.startswith("\u2581")
-            self._texts[token] = (
-                f" {text}" if marked and not text.startswith(" ") else text
-            )
+            self._texts[token] = f" {text}" if marked and not text.startswith(" ") else text
         return self._texts[token]

@@ -18,12 +18,8 @@ if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
 
 def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
     """Writes one line of JSON per episode: turns, rewards, token counts."""
-    attempts = (
-        (group, place) for group in groups for place in range(len(group.trajectories))
-    )
-    write_json_lines(
-        path, (trajectory_record(group, place) for group, place in attempts)
-    )
+    attempts = ((group, place) for group in groups for place in range(len(group.trajectories)))
+    write_json_lines(path, (trajectory_record(group, place) for group, place in attempts))
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
@@ -34,9 +30,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     total = sum(len(segment) for segment in trajectory.segments)
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
     # Segments repeat what stood before them
-    observed = trajectory.metrics.get(
-        "observation_tokens", total - sampled - prompt_tokens
-    )
+    observed = trajectory.metrics.get("observation_tokens", total - sampled - prompt_tokens)
     turns = [
         {
             "response": turn.response,
@@ -82,19 +76,13 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     records = read_json_lines(path)
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not record.keys() >= EXPECTED:
-            raise CheckpointError(
-                f"{path}:{number}: expected an episode, found another value."
-            )
+            raise CheckpointError(f"{path}:{number}: expected an episode, found another value.")
     return records
 
 
 def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
     """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
-    values = [
-        record["metrics"][name]
-        for name in scores(registered)
-        if name in record["metrics"]
-    ]
+    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
     return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
 
 
@@ -115,9 +103,7 @@ def text_of(observation: Any, roles: bool = False) -> str:
     if not isinstance(observation, list):
         return str(observation)
     shown = "[{role}] {content}" if roles else "{content}"
-    return "\n".join(
-        shown.format_map({"role": "?", "content": "", **one}) for one in observation
-    )
+    return "\n".join(shown.format_map({"role": "?", "content": "", **one}) for one in observation)
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:
@@ -125,7 +111,5 @@ def answers_of(record: Mapping[str, Any]) -> list[str]:
     answer = record.get("answer")
     values = answer if isinstance(answer, list) else [answer]
     return [
-        str(value)
-        for value in values
-        if type(value) in (str, int, float) and str(value).strip()
+        str(value) for value in values if type(value) in (str, int, float) and str(value).strip()
     ]

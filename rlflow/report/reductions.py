@@ -25,9 +25,7 @@ def total(values: Sequence[float]) -> float:
 REDUCTIONS: dict[str, Any] = {"mean": mean, "max": max, "min": min, "sum": total}
 
 
-def reduced(
-    records: Sequence[Mapping[str, float]], metrics: Metrics
-) -> dict[str, float]:
+def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[str, float]:
     """Per key one number from the records that have it, by its metric's reduction, else a mean."""
     values: dict[str, list[float]] = {}
     for record in records:
@@ -35,8 +33,7 @@ def reduced(
             values.setdefault(key, []).append(value)
     unknown = Metric("", "")
     return {
-        key: REDUCTIONS[metrics.get(key, unknown).reduction](found)
-        for key, found in values.items()
+        key: REDUCTIONS[metrics.get(key, unknown).reduction](found) for key, found in values.items()
     }
 
 
@@ -45,9 +42,7 @@ def update_metrics(
 ) -> dict[str, float]:
     """`train/` metrics of a step from its minibatches. reductions: of the loss's own metrics."""
     metrics = {f"train/{name}": Metric("", "", how) for name, how in reductions.items()}
-    records = [
-        {f"train/{name}": value for name, value in update.items()} for update in updates
-    ]
+    records = [{f"train/{name}": value for name, value in update.items()} for update in updates]
     return reduced(records, {**METRICS, **metrics})
 
 
@@ -84,20 +79,13 @@ def interval95(values: Sequence[float], share: bool = True) -> tuple[float, floa
     return center - half, center + half
 
 
-def episode_records(
-    trajectories: Sequence[Any], registered: Metrics
-) -> list[dict[str, float]]:
+def episode_records(trajectories: Sequence[Any], registered: Metrics) -> list[dict[str, float]]:
     """Per usable trajectory its environment's metrics and `turns`.
 
     A score that others report and this one lacks is 0: a mean over answered episodes would lie."""
     measured = {name for trajectory in trajectories for name in trajectory.metrics}
-    missing = dict.fromkeys(
-        (name for name in scores(registered) if name in measured), 0.0
-    )
-    return [
-        {"turns": float(len(one.turns)), **missing, **one.metrics}
-        for one in trajectories
-    ]
+    missing = dict.fromkeys((name for name in scores(registered) if name in measured), 0.0)
+    return [{"turns": float(len(one.turns)), **missing, **one.metrics} for one in trajectories]
 
 
 def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, float]:
@@ -110,17 +98,11 @@ def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, f
     return reduced(records, {})
 
 
-def scores_by_set(
-    groups: Sequence[Any], registered: Metrics, section: str
-) -> dict[str, float]:
+def scores_by_set(groups: Sequence[Any], registered: Metrics, section: str) -> dict[str, float]:
     """`<section>/<score>/<set>`: means over the usable attempts at tasks of a set.
 
     groups: `rlflow.types.Group`; a task names its set in `metadata["set"]`."""
-    attempts = [
-        (group.task.metadata.get("set"), one)
-        for group in groups
-        for one in group.usable
-    ]
+    attempts = [(group.task.metadata.get("set"), one) for group in groups for one in group.usable]
     records = episode_records([one for _, one in attempts], registered)
     named = [
         {
@@ -134,9 +116,7 @@ def scores_by_set(
     return dict(sorted(reduced(named, {}).items()))
 
 
-def rollout_metrics(
-    trajectories: Sequence[Any], registered: Metrics
-) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[str, float]:
     """`train/` and `rollout/` metrics of a step's trajectories (`rlflow.types.Trajectory`).
 
     Reductions are over usable trajectories, shares over all. A metric that only some episodes
@@ -161,12 +141,8 @@ def rollout_metrics(
 
 def staleness_metrics(groups: Sequence[Any], version: int) -> dict[str, float]:
     """Versions that tokens of usable attempts lag behind the weights that train on them."""
-    segments = [
-        segment for group in groups for one in group.usable for segment in one.segments
-    ]
-    lags = [
-        version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments
-    ]
+    segments = [segment for group in groups for one in group.usable for segment in one.segments]
+    lags = [version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments]
     lags = [one for one in lags if len(one)]
     tokens = sum(map(len, lags))
     if not tokens:

@@ -76,9 +76,7 @@ class TensorBoardSink:
         with needing("metrics.sinks", install_command("tensorboard")):
             from torch.utils.tensorboard import SummaryWriter
         purge_step = None if resumed_step is None else resumed_step + 1
-        self.writer = SummaryWriter(
-            str(Path(directory) / "tensorboard"), purge_step=purge_step
-        )
+        self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -92,9 +92,7 @@ class Progress:
     def message(self, text: str) -> None:
         """A line that stays on the screen."""
         if self._live:
-            self._live.console.print(
-                text, markup=False, highlight=False, soft_wrap=True
-            )
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._stream:
             print(text, file=self._stream, flush=True)
 
@@ -142,9 +140,7 @@ def _redrawn_line(progress: Progress, stream: TextIO) -> Live:
         return Text(progress.status(), no_wrap=True, overflow="ellipsis", style="dim")
 
     console = Console(file=stream)
-    live = Live(
-        get_renderable=drawn, console=console, refresh_per_second=4, transient=True
-    )
+    live = Live(get_renderable=drawn, console=console, refresh_per_second=4, transient=True)
     live.start()
     return live
 
@@ -163,9 +159,7 @@ class RunLog:
     def write_to(self, path: Path) -> None:
         """Appends what was kept, and every later record at once."""
         self._file = _LogFile(path, encoding="utf-8")
-        self._file.setFormatter(
-            _Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        )
+        self._file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handler.setTarget(self._file)
         self._handler.flush()
         self._handler.flushLevel = logging.DEBUG

@@ -54,9 +54,7 @@ class PeakMemory:
 def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Per name the highest of the processes' peaks."""
     found = list(peaks)
-    return {
-        name: max(peak.get(name, 0.0) for peak in found) for name in set().union(*found)
-    }
+    return {name: max(peak.get(name, 0.0) for peak in found) for name in set().union(*found)}
 
 
 def _start() -> Callable[[], int]:
@@ -101,9 +99,7 @@ class PhaseTimer:
                 yield
         finally:
             self.current = ""
-            self.seconds[name] = (
-                self.seconds.get(name, 0.0) + time.perf_counter() - start
-            )
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take_phase(self, name: str) -> dict[str, float]:
         """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which `take` then leaves out."""
@@ -119,8 +115,6 @@ class PhaseTimer:
         now = time.perf_counter()
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         taken["time/step_s"] = now - self.started
-        taken |= {
-            f"memory/{name}_gib": peak for name, peak in self.memory.take().items()
-        }
+        taken |= {f"memory/{name}_gib": peak for name, peak in self.memory.take().items()}
         self.seconds, self.started = {}, now
         return taken

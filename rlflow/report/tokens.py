@@ -122,10 +122,7 @@ def _episodes(
     for name, count, turns in about["episodes"]:
         own = list(itertools.islice(segments, count))
         said = [
-            [
-                exceptions.get(next(places), texts[token])
-                for token in segment.tokens.tolist()
-            ]
+            [exceptions.get(next(places), texts[token]) for token in segment.tokens.tolist()]
             for segment in own
         ]
         yield EpisodeTokens(name, own, said, [tuple(turn) for turn in turns])

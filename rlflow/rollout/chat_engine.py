@@ -134,9 +134,7 @@ class ChatEngine(FixedEngine):
 
         Raises ConfigError."""
         key = os.environ.get(api_key_variable)
-        self._base, self._client = model_client(
-            "--server", url, ROUTE, key, concurrency, timeout_s
-        )
+        self._base, self._client = model_client("--server", url, ROUTE, key, concurrency, timeout_s)
         self._text = text
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self.max_concurrency = concurrency

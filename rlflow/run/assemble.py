@@ -47,13 +47,9 @@ def make_rollout(config: RunConfig, gpus: list[list[str]] | None = None) -> Roll
     if config.run.deterministic:
         PRODUCTS.fix()
     section = config.rollout
-    tokenizer = Tokenizer.from_pretrained(
-        config.model.path, config.model.trust_remote_code
-    )
+    tokenizer = Tokenizer.from_pretrained(config.model.path, config.model.trust_remote_code)
     environment = make_environment(config)
-    rollout = rollout_over(
-        make_engine(config, tokenizer, gpus), environment, tokenizer, config
-    )
+    rollout = rollout_over(make_engine(config, tokenizer, gpus), environment, tokenizer, config)
     if environment.max_turns is not None:
         logger.info(
             "the environment's limit of %d responses replaces rollout.max_turns = %d",
@@ -128,9 +124,7 @@ def make_environment(config: RunConfig, **offered: Any) -> Environment:
     if not isinstance(environment, Environment):
         found = type(environment).__name__
         expected = "expected a function that makes an Environment"
-        raise ConfigError(
-            f"environment.name: '{name}': {expected}, it returned {found}."
-        )
+        raise ConfigError(f"environment.name: '{name}': {expected}, it returned {found}.")
     return environment
 
 
@@ -146,11 +140,7 @@ def environment_class(
     missing = sorted(getattr(target, "__abstractmethods__", ()))
     derived = issubclass(target, Environment)
     if missing or not derived:
-        found = (
-            f"one without {', '.join(missing)}"
-            if derived
-            else "a class that is not one"
-        )
+        found = f"one without {', '.join(missing)}" if derived else "a class that is not one"
         expected = "expected an rlflow.Environment"
         raise ConfigError(f"environment.name: '{name}': {expected}, found {found}.")
     return target, options
@@ -206,9 +196,7 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
             "stall_timeout_s",
         )
     }
-    return RayTrainer(
-        config.model.path, ranks=ranks, placement=placement, **places, **options
-    )
+    return RayTrainer(config.model.path, ranks=ranks, placement=placement, **places, **options)
 
 
 @contextmanager
@@ -250,9 +238,7 @@ def make_metrics(
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
-    return MetricsLog(
-        directory.path, sinks, resumed_step, evaluations, directory.confirm
-    )
+    return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
 
 
 def make_groups(
@@ -291,9 +277,7 @@ TOLERANCE = 1e-3
 
 def trainable(rollout: Rollout) -> Rollout:
     """The same rollout. Raises ConfigError where an engine takes no weights."""
-    fixed = next(
-        (engine for engine in rollout.engines if not engine.takes_weights), None
-    )
+    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
     if fixed is not None:
         raise ConfigError(
             f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not "
@@ -316,10 +300,7 @@ def make_probe(
         logprobs = trainer.score(
             batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
         )["logprobs"]
-        return [
-            values[: len(row)].tolist()
-            for row, values in zip(rows, logprobs, strict=True)
-        ]
+        return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
 
     dtypes = {
         getattr(torch, dtype),

@@ -60,9 +60,7 @@ class Checkpoints:
 
     confirm: called before any change; raises where this process may make none."""
 
-    def __init__(
-        self, folder: Path, confirm: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, folder: Path, confirm: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
         self.confirm = confirm
         self.partial = folder  # where the checkpoint begun last is until it is complete
@@ -280,9 +278,7 @@ class Saver:
             self.checkpoints.clean()
             reason, left = str(error).removesuffix("."), self.checkpoints.newest_text()
             advice = "Free some space, or fix what is named, and continue with --resume"
-            raise StorageError(
-                f"saving step {step}: {reason}; {left}. {advice}"
-            ) from error
+            raise StorageError(f"saving step {step}: {reason}; {left}. {advice}") from error
 
 
 class RunState:

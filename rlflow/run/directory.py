@@ -94,9 +94,7 @@ class RunDirectory:
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = DirectoryLock(run.path)
         except OSError as error:
-            told = (
-                f"{run.path} cannot be written ({error.strerror}); choose another one"
-            )
+            told = f"{run.path} cannot be written ({error.strerror}); choose another one"
             raise ConfigError(f"run.directory: {told}.") from None
         if overwrite or not begun:
             run._remove_run()
@@ -104,15 +102,11 @@ class RunDirectory:
         for folder in ("", *EPISODES):
             clear_partials(run.path / folder)
         if resume and run.saved.latest() is None:
-            logger.warning(
-                "resume: no checkpoint in %s, the run starts at step 0", run.path
-            )
+            logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
         return run
 
     @classmethod
-    def check(
-        cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False
-    ) -> None:
+    def check(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
         """Raises ConfigError as `create` would; makes nothing."""
         run = cls(directory)
         run._refuse_if_taken(resume, overwrite)
@@ -183,14 +177,8 @@ class RunDirectory:
                 self.path.rmdir()
 
     def _present(self) -> list[str]:
-        names = (
-            sorted(entry.name for entry in self.path.iterdir())
-            if self.path.is_dir()
-            else []
-        )
-        return [
-            name for name in names if name != "run.lock" and not name.endswith(PARTIAL)
-        ]
+        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        return [name for name in names if name != "run.lock" and not name.endswith(PARTIAL)]
 
     def _begun(self, present: Sequence[str]) -> bool:
         """Whether there is more than what a start writes before its first metrics."""
@@ -202,9 +190,7 @@ class RunDirectory:
         """Whether a run has begun here. Raises ConfigError where it may not be written."""
         place = f"run.directory: {self.path}"
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(
-                f"{place} is a file; expected a directory, or a name that is free."
-            )
+            raise ConfigError(f"{place} is a file; expected a directory, or a name that is free.")
         if resume and overwrite:
             raise ConfigError(
                 "run.resume and run.overwrite are both on; resume continues a run, overwrite "

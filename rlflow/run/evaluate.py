@@ -46,14 +46,10 @@ def evaluate(
         max_aborted_share=1 - 0.5 / max(1, len(tasks) * samples_per_prompt),
     )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return Evaluation(
-        evaluation_metrics(trajectories, rollout.environment.metrics), groups
-    )
+    return Evaluation(evaluation_metrics(trajectories, rollout.environment.metrics), groups)
 
 
-def evaluation_metrics(
-    trajectories: Sequence[Trajectory], registered: Metrics
-) -> dict[str, float]:
+def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) -> dict[str, float]:
     """`eval/<name>` by the registered reductions; of scores and reward also `_low` and `_high`.
 
     These are the ends of 95% intervals over tasks, each the mean of its attempts."""
@@ -83,20 +79,14 @@ def evaluation_metrics(
     return metrics
 
 
-def metrics_by_set(
-    groups: Sequence[Group], registered: Metrics
-) -> dict[str, dict[str, float]]:
+def metrics_by_set(groups: Sequence[Group], registered: Metrics) -> dict[str, dict[str, float]]:
     """{set: evaluation_metrics} by the tasks' `metadata["set"]`; empty for a single set."""
     by_set: dict[str, list[Trajectory]] = {}
     for group in groups:
-        by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(
-            group.trajectories
-        )
+        by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)
     if len(by_set) < 2:
         return {}
-    return {
-        name: evaluation_metrics(found, registered) for name, found in by_set.items()
-    }
+    return {name: evaluation_metrics(found, registered) for name, found in by_set.items()}
 
 
 def means_over_sets(
@@ -144,13 +134,9 @@ class EvaluationSchedule:
     def tasks(self, final: bool = False) -> list[Task]:
         """The tasks of a scheduled evaluation, or of the last one."""
         section = self._section
-        return list(
-            self._tasks[: section.final_questions if final else section.questions]
-        )
+        return list(self._tasks[: section.final_questions if final else section.questions])
 
-    def record(
-        self, step: int, metrics: Mapping[str, float], final: bool = False
-    ) -> None:
+    def record(self, step: int, metrics: Mapping[str, float], final: bool = False) -> None:
         """Notes an evaluation of `tasks(final)`."""
         self._made, self._asked = self.made(step) + 1, len(self.tasks(final))
         self.last, self.last_step = dict(metrics), step

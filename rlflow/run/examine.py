@@ -128,10 +128,7 @@ def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
     parts = [
         (ADVANTAGE, section.advantage, "algorithm.advantage"),
         (AGGREGATE, section.aggregate, "algorithm.aggregate"),
-        *(
-            (LOSS, one, f"algorithm.losses[{place}]")
-            for place, one in enumerate(section.losses)
-        ),
+        *((LOSS, one, f"algorithm.losses[{place}]") for place, one in enumerate(section.losses)),
         *(
             (TRANSFORM, one, f"algorithm.transforms[{place}]")
             for place, one in enumerate(section.transforms)
@@ -151,9 +148,7 @@ def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
             if problem.option is None:
                 return None
             rest = {
-                key: value
-                for key, value in config.environment.items()
-                if key != problem.option
+                key: value for key, value in config.environment.items() if key != problem.option
             }
             config = replace(config, environment=rest)  # what else is wrong is told as well
     target, options = known
@@ -202,9 +197,7 @@ def _check_stop(text: str, tokenizer: Tokenizer) -> None:
         )
 
 
-def _count_tasks(
-    rollout: Rollout, split: str, config: RunConfig, found: Readiness
-) -> None:
+def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readiness) -> None:
     total = len(tasks_of(rollout.environment, split))
     try:
         kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
@@ -221,19 +214,13 @@ def _count_tasks(
     )
     first, tokenizer = kept[0], rollout.tokenizer
     chat = config.rollout.chat_template or not isinstance(first.prompt, str)
-    note = (
-        tokenizer.history_note if chat and config.rollout.history == "template" else ""
-    )
+    note = tokenizer.history_note if chat and config.rollout.history == "template" else ""
     if note and note not in found.notes:
         found.notes.append(note)
     templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(
         rollout.prompt_tokens(first)
     )
-    if (
-        tokenizer.inner.chat_template
-        and isinstance(first.prompt, str)
-        and not templated
-    ):
+    if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
         found.notes.append(
             f"split '{split}': prompts are used as they stand and hold no token of the model's "
             "chat template; "
@@ -244,8 +231,7 @@ def _count_tasks(
 def task_notes(config: RunConfig, environment: Environment) -> list[str]:
     """How often the run takes each training task, and which validation tasks are among them."""
     train, val = (
-        tasks_of(environment, split)
-        for split in (config.data.train_split, config.data.val_split)
+        tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
     )
     steps, prompts = config.run.steps, config.rollout.prompts_per_step
     epochs = steps * prompts / len(train)
@@ -292,9 +278,7 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         try:
             address, port = urlsplit(url), urlsplit(url).port
         except ValueError as problem:
-            raise ConfigError(
-                f"algorithm.teacher.url: {url}: no address ({problem})."
-            ) from None
+            raise ConfigError(f"algorithm.teacher.url: {url}: no address ({problem}).") from None
         check_address(
             "algorithm.teacher.url",
             address.hostname or "",
@@ -304,14 +288,8 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 def _check_cluster(config: RunConfig) -> None:
     """Raises RLFlowError where nobody answers at `cluster.address`."""
-    host, _, port = (
-        (config.cluster.address or "").removeprefix("ray://").rpartition(":")
-    )
-    if (
-        (config.cluster.ranks or config.cluster.rollout_workers)
-        and host
-        and port.isdecimal()
-    ):
+    host, _, port = (config.cluster.address or "").removeprefix("ray://").rpartition(":")
+    if (config.cluster.ranks or config.cluster.rollout_workers) and host and port.isdecimal():
         check_address("cluster.address", host, int(port))
 
 
@@ -329,14 +307,10 @@ def _check_disk(config: RunConfig, model: Architecture) -> None:
     """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
     and the export, in place of the checkpoints that a run replaces."""
     path = run_path(config)
-    ground = next(
-        folder for folder in (path, *path.absolute().parents) if folder.is_dir()
-    )
+    ground = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
     each, export = size
-    needed = each * (config.checkpoint.keep + 1) + (
-        export if config.checkpoint.export else 0
-    )
+    needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
     if config.run.resume or config.run.overwrite:
         saved = RunDirectory(path).saved
         files = (file for step in saved.steps() for file in saved.path(step).rglob("*"))

@@ -101,9 +101,7 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
             model = AutoModelForCausalLM.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ModelError(
-            f"{path}: transformers cannot load the export ({reason})."
-        ) from error
+        raise ModelError(f"{path}: transformers cannot load the export ({reason}).") from error
     batch = token_batch(_random_rows(model.config.vocab_size))
     with torch.no_grad():
         logits = model(batch.tokens).logits[:, :-1]
@@ -159,9 +157,7 @@ def export_files(
         "stop_strings": list(rollout.environment.stop) or None,
     }
     prompts = [rollout.prompt_tokens(task) for task in evaluation.tasks(final=True)[:1]]
-    decoded = [
-        rollout.tokenizer.decode(one, skip_special_tokens=False) for one in prompts
-    ]
+    decoded = [rollout.tokenizer.decode(one, skip_special_tokens=False) for one in prompts]
     facts = _facts(config, rollout, evaluation, steps)
     base = base_name(config.model.path)
     card = _CARD.format(

@@ -124,10 +124,7 @@ def store_bytes(config: RunConfig) -> int:
     """What Ray's object store holds at a time: the two newest versions of the weights, what readers
     have of a third, and batches."""
     values = sum(map(math.prod, WeightFiles(config.model.path).shapes().values()))
-    return (
-        VERSIONS_STORED * values * torch_dtype(config.model.dtype).itemsize
-        + BATCHES_BYTES
-    )
+    return VERSIONS_STORED * values * torch_dtype(config.model.dtype).itemsize + BATCHES_BYTES
 
 
 def make_placement(config: RunConfig) -> Placement | None:
@@ -159,9 +156,7 @@ def make_placement(config: RunConfig) -> Placement | None:
     return placement
 
 
-def engine_gpus(
-    config: RunConfig, placement: Placement | None
-) -> list[list[str]] | None:
+def engine_gpus(config: RunConfig, placement: Placement | None) -> list[list[str]] | None:
     """The GPUs of each engine of this process, as CUDA_VISIBLE_DEVICES names them; None where
     nobody has placed them. Raises ConfigError for engines that cannot be where they would have to
     be."""
@@ -272,18 +267,12 @@ def _planned(config: RunConfig, model: Architecture, placement: Placement | None
     """Bytes at the most of each GPU of the run; of the ranks' alone where the engine is not
     vLLM."""
     if is_vllm(config):
-        found = [
-            gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config, placement)
-        ]
-        return [
-            max(sum(parts.values()) for parts in phases.values()) for phases in found
-        ]
+        found = [gpu_phases(config, model, gpu_bytes(), *role) for role in roles(config, placement)]
+        return [max(sum(parts.values()) for parts in phases.values()) for phases in found]
     ranks = config.cluster.ranks or 1
     held = [one for one in estimate(config, model) if one.process != "driver"]
     names = list(dict.fromkeys(phase.process for phase in held))
-    most = [
-        max(phase.total for phase in held if phase.process == name) for name in names
-    ]
+    most = [max(phase.total for phase in held if phase.process == name) for name in names]
     return [size for size in most for _ in range(ranks // len(most))]
 
 

@@ -110,9 +110,7 @@ class Interrupt:
             except TimeoutError:
                 pass
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            place = (
-                f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
-            )
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "no code"
             text = (
                 f"rlflow: {signal.Signals(number).name}: the process ends without closing what "
                 f"hangs (in {place}).\n"

@@ -182,9 +182,7 @@ def _open_files(
     return directory
 
 
-def _open_placement(
-    config: RunConfig, progress: Progress, stack: ExitStack
-) -> Placement | None:
+def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> Placement | None:
     """The ranks' places, for as long as the run is open, told with the engines' before anything is
     loaded."""
     placement = make_placement(config)
@@ -230,16 +228,14 @@ def _score_early(run: Run) -> None:
     algorithm, stages = run.algorithm, dict[str, Stage]()
     if "reference" in algorithm.needs:
         stages["reference"] = lambda batch, tasks: batch.replace(
-            reference_logprobs=run.trainer.score(
-                batch.replace(wanted=batch.trained), "reference"
-            )["logprobs"]
+            reference_logprobs=run.trainer.score(batch.replace(wanted=batch.trained), "reference")[
+                "logprobs"
+            ]
         )
     if algorithm.teacher is not None and algorithm.teacher.frozen:
         stages["teacher"] = algorithm.teacher.fill
     if not stages:
-        logger.info(
-            "rollout.asynchronous.score_early: no reference and no frozen teacher is there"
-        )
+        logger.info("rollout.asynchronous.score_early: no reference and no frozen teacher is there")
         return
     algorithm.early = EarlyScores(stages)
     run.rollout.on_group = algorithm.early.take

@@ -88,9 +88,7 @@ def trusted(config: Path) -> Path | dict[str, Any]:
         elif key != "model.path" and not (key in defaults and defaults[key] == value):
             left.append(f"{key} = {value}" if section in USED else section)
     if left:
-        named = [
-            re.sub(r"[^ -~]", "?", name)[:LONGEST_NAMED] for name in dict.fromkeys(left)
-        ]
+        named = [re.sub(r"[^ -~]", "?", name)[:LONGEST_NAMED] for name in dict.fromkeys(left)]
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         logger.warning(
             "%s was not made by you on this machine; left out: %s. Give what you trust as "
@@ -142,11 +140,7 @@ def _key(create: bool) -> bytes | None:
                 with open(file, "xb", opener=for_us) as out:
                     out.write(secrets.token_bytes(KEY_BYTES))
         key, owner = file.read_bytes(), file.stat()
-        if (
-            len(key) == KEY_BYTES
-            and owner.st_uid == os.getuid()
-            and not owner.st_mode & 0o077
-        ):
+        if len(key) == KEY_BYTES and owner.st_uid == os.getuid() and not owner.st_mode & 0o077:
             return key
     return None
 
@@ -181,9 +175,7 @@ def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
 
     weights: False fetches the small files alone, and returns a line per file that is missing.
     Raises ModelError."""
-    policy = local_model(
-        config.model.path, weights, code=config.model.trust_remote_code
-    )
+    policy = local_model(config.model.path, weights, code=config.model.trust_remote_code)
     config.model.path, notes = policy.path, policy.notes
     teacher = config.algorithm.teacher
     if teacher.get("name") == "model" and isinstance(teacher.get("path"), str):
@@ -243,9 +235,7 @@ def _checkpoint(path: Path) -> tuple[Path | None, Path | None]:
     if (path / "config.yaml").is_file():
         newest = RunDirectory.open(path).saved.latest()
         if newest is None and not (path / "export" / "config.json").is_file():
-            raise ConfigError(
-                f"--model {path}: this run has no checkpoint and no export yet."
-            )
+            raise ConfigError(f"--model {path}: this run has no checkpoint and no export yet.")
         return (newest[1] if newest else None), path
     step = path.resolve()
     step = step.parent if step.name == "trainer" else step

@@ -143,9 +143,7 @@ def _check_workers(config: RunConfig) -> None:
             "rollout.engine.transfer: 'ipc' needs the engines in the run's process; take 'files', "
             "or set cluster.rollout_workers=0."
         )
-    if "url" in options and (
-        section.rollout_workers > 1 or not isinstance(options["url"], str)
-    ):
+    if "url" in options and (section.rollout_workers > 1 or not isinstance(options["url"], str)):
         raise ConfigError(
             f"rollout.engine.url: {section.rollout_workers} workers would load their weights into "
             "the same servers, each at its "
@@ -160,9 +158,7 @@ def _check_vllm(config: RunConfig) -> None:
         section.rollout_workers and section.address
     ):  # workers elsewhere have interpreters of their own
         options = config.rollout.engine
-        named = (
-            config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
-        )
+        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
         check_python(find_python(options.get("python")), triton=named)
         if not section.rollout_workers:  # theirs have GPUs that Ray gives them
             check_engine_devices(options, section.ranks, section.gpus_per_rank)
@@ -171,9 +167,7 @@ def _check_vllm(config: RunConfig) -> None:
 def _check_directory(config: RunConfig) -> None:
     run = config.run
     if run.resume_step is not None and not run.resume:
-        raise ConfigError(
-            f"run.resume_step: {run.resume_step} needs run.resume (--resume)."
-        )
+        raise ConfigError(f"run.resume_step: {run.resume_step} needs run.resume (--resume).")
     RunDirectory.check(run_path(config), resume=run.resume, overwrite=run.overwrite)
 
 
@@ -227,6 +221,4 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
 
 def _check_package(key: str, package: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(
-            f"{key}: the package '{package}' is not installed: {command}."
-        )
+        raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")

@@ -80,9 +80,7 @@ def check_continuation(config: RunConfig) -> None:
                 "run with --overwrite or run.name."
             )
     if changed:
-        told = ", ".join(
-            f"{key} {_short(old, key)} -> {_short(new, key)}" for key in changed
-        )
+        told = ", ".join(f"{key} {_short(old, key)} -> {_short(new, key)}" for key in changed)
         logger.warning("resume: other values than at step %d: %s", chosen[0], told)
 
 
@@ -97,9 +95,7 @@ def resume(run: Run) -> None:
     saved, (step, path) = run.directory.saved, chosen
     with _advised(saved, step):
         state = saved.read_state(step)
-    missing = [
-        name for name in run.state_dict() if name not in state and name != CONFIG
-    ]
+    missing = [name for name in run.state_dict() if name not in state and name != CONFIG]
     if missing:
         raise CheckpointError(
             f"{path / STATE}: expected {', '.join(run.state_dict())}, found no "
@@ -112,9 +108,7 @@ def resume(run: Run) -> None:
     run.sync_weights(version=step)
     run.directory.drop_after(step)
     for aside in saved.set_aside_after(step):
-        logger.warning(
-            "resume: the newer checkpoint is set aside as %s; remove it at will", aside
-        )
+        logger.warning("resume: the newer checkpoint is set aside as %s; remove it at will", aside)
     logger.info("resumed after step %d from %s", step, path)
 
 
@@ -130,9 +124,7 @@ def _advised(saved: Checkpoints, step: int) -> Iterator[None]:
 def _compared(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) to compare; objects without their addresses in memory."""
     for key, value in leaves(config):
-        if value in ([], {}) or not f"{key}.".startswith(
-            tuple(f"{one}." for one in COMPARED)
-        ):
+        if value in ([], {}) or not f"{key}.".startswith(tuple(f"{one}." for one in COMPARED)):
             continue
         if isinstance(value, str):
             value = re.sub(r" at 0x[0-9a-f]+", "", value)

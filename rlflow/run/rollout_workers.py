@@ -151,9 +151,7 @@ class RolloutWorker:
         there = time.monotonic()
         self._open.pause(update.mode)
         try:
-            answers = self._open.load_and_ask(
-                read.weights, update.version, update.questions
-            )
+            answers = self._open.load_and_ask(read.weights, update.version, update.questions)
         except BaseException:
             # With the old weights, or refusing to sample from half of the new ones
             self._open.resume()
@@ -192,15 +190,10 @@ class RolloutWorker:
             for item in events
             if isinstance(item, Ended)
         ]
-        return WorkerNews(
-            tuple(item for item in events if isinstance(item, Begun)), tuple(ended)
-        )
+        return WorkerNews(tuple(item for item in events if isinstance(item, Begun)), tuple(ended))
 
     def _check_loop(self) -> None:
-        if (
-            self._watch is not None
-            and time.monotonic() - self._watched_at >= self._watch.poll_s
-        ):
+        if self._watch is not None and time.monotonic() - self._watched_at >= self._watch.poll_s:
             self._watched_at = time.monotonic()
             self._watch.check()
 
@@ -297,25 +290,19 @@ def make_run_rollout(config: RunConfig, placement: Placement | None = None) -> R
     return make_rollout(config, engine_gpus(config, placement))
 
 
-def make_worker_rollout(
-    config: RunConfig, placement: Placement | None = None
-) -> WorkerRollout:
+def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -> WorkerRollout:
     """The rollout of a configuration over `cluster.rollout_workers` workers, on the GPUs of a
     placement where they share those of the ranks; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
     section, demand = config.cluster, gpu_demand(config)
     host = own_address(section.address) if section.address else LOOPBACK
-    here = (
-        {} if host == LOOPBACK else {"host": host}
-    )  # else everybody is on this machine
+    here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
     environment = make_environment(config, **({"network_host": host} if here else {}))
     tokenizer = Tokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
-    publisher = WEIGHT_TRANSFER.build(
-        section.weight_transfer, "cluster.weight_transfer", put=put
-    )
+    publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer", put=put)
     workers = RayWorkers(
         partial(
             RolloutWorker,

@@ -21,9 +21,7 @@ SCORES = ("proximal", "reference", "values", "teacher")
 """Needs of an algorithm that cost a forward pass over the step's rows."""
 
 
-def estimate_step(
-    config: RunConfig, model: Architecture, cores: int
-) -> dict[str, float]:
+def estimate_step(config: RunConfig, model: Architecture, cores: int) -> dict[str, float]:
     """{what takes them: seconds} of a step on so many cores, without the environment's own and
     without the weights' way to the engine. Decoding is bound by the bytes of weights, keys and
     values that each token reads, or by its operations."""
@@ -45,9 +43,7 @@ def estimate_step(
     }
 
 
-def _decoding_s(
-    config: RunConfig, model: Architecture, cores: int, sampled: int
-) -> float:
+def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int) -> float:
     """Of one engine, whose threads have all cores."""
     width, count = DTYPE_BYTES[config.model.dtype], episodes(config)
     at_once = min(count, int(config.rollout.engine.get("max_concurrency", 128)))

@@ -231,9 +231,18 @@ def _save_legacy(job: Job, chunks: list[Any]) -> None:
     content = {name: _state(chunk, job) for name, chunk in zip(names, chunks)}
     if job.args:
         content["args"] = _arguments(job, chunks)
-    content |= {"iteration": ITERATION, "checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0.0}
-    content["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
-    content["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]}
+    content |= {
+        "iteration": ITERATION,
+        "checkpoint_version": 3.0,
+        "num_floating_point_operations_so_far": 0.0,
+    }
+    content["rng_state"] = [
+        {"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}
+    ]
+    content["optimizer"] = {
+        "state": {0: {"exp_avg": torch.ones(3)}},
+        "param_groups": [{"lr": 1e-3, "params": [0]}],
+    }
     file = job.save_to / "torch" / f"iter_{ITERATION:07d}" / directory / "model_optim_rng.pt"
     file.parent.mkdir(parents=True)
     torch.save(content, file)
@@ -250,18 +259,31 @@ def _state(chunk: Any, job: Job) -> dict[str, Any]:
     for name, value in found.items():
         for pattern, fused in (*(FUSED_LATENT if latent else FUSED), *GROUPED):
             layer = re.search(r"layers\.\d+\.", name)
-            sparse = layer and any(other.startswith(f"decoder.{layer[0]}mlp.router") for other in found)
-            if not ("pre_mlp" in pattern and sparse):  # a router comes between that norm and the experts
+            sparse = layer and any(
+                other.startswith(f"decoder.{layer[0]}mlp.router") for other in found
+            )
+            if not (
+                "pre_mlp" in pattern and sparse
+            ):  # a router comes between that norm and the experts
                 name = re.sub(pattern, fused, name)
         renamed[name] = value
     if job.tensor > 1 and latent:
-        raise ValueError("down projections are whole on every rank of Transformer Engine; not written by hand")
+        raise ValueError(
+            "down projections are whole on every rank of Transformer Engine; not written by hand"
+        )
     return renamed
 
 
 def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
     """Some of the arguments that Megatron-LM keeps."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups")
+    names = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "ffn_hidden_size",
+        "num_query_groups",
+    )
     values = {name: getattr(chunks[0].config, name) for name in names}
     return argparse.Namespace(
         **values,
@@ -293,7 +315,9 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
     if (job.load_from / ".metadata").is_file():
         content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
         strict = StrictHandling.RETURN_ALL
-        loaded, unused, lacking = dist_checkpointing.load(content, str(job.load_from), strict=strict)
+        loaded, unused, lacking = dist_checkpointing.load(
+            content, str(job.load_from), strict=strict
+        )
         assert not lacking, f"Megatron asks for {sorted(lacking)[:4]}"
         weights = [key for key in unused if "_extra_state" not in key]
         assert not weights, f"Megatron does not ask for {weights[:4]}"

@@ -45,7 +45,8 @@ def build(config: dict[str, Any]) -> Any:
         hidden_size=config["hidden_size"],
         num_attention_heads=config["num_attention_heads"],
         num_query_groups=config["num_key_value_heads"],
-        kv_channels=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        kv_channels=config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"],
         ffn_hidden_size=config["intermediate_size"],
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -60,11 +61,22 @@ def build(config: dict[str, Any]) -> Any:
         **(sparse if experts else {}),
     )
     known = inspect.signature(get_gpt_layer_local_spec).parameters
-    options = {"num_experts": experts, "qk_layernorm": megatron.qk_layernorm, "normalization": "RMSNorm"}
-    spec = get_gpt_layer_local_spec(**{name: value for name, value in options.items() if name in known})
+    options = {
+        "num_experts": experts,
+        "qk_layernorm": megatron.qk_layernorm,
+        "normalization": "RMSNorm",
+    }
+    spec = get_gpt_layer_local_spec(
+        **{name: value for name, value in options.items() if name in known}
+    )
     tied = config["tie_word_embeddings"]
     model = GPTModel(
-        megatron, spec, config["vocab_size"], 64, share_embeddings_and_output_weights=tied, position_embedding_type="rope"
+        megatron,
+        spec,
+        config["vocab_size"],
+        64,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
     )
     return model.bfloat16()
 
@@ -84,16 +96,22 @@ def main(config_file: str, out: str, common: str) -> None:
             parameter.copy_(torch.randn(parameter.shape))
     place = Path(out) / "iter_0000007"
     place.mkdir(parents=True)
-    args = argparse.Namespace(num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"])
+    args = argparse.Namespace(
+        num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"]
+    )
     beside = {"args": args, "iteration": 7, "checkpoint_version": 3.0}
     dist_checkpointing.save({"model": model.sharded_state_dict(), **beside}, str(place))
     if common == "object" and (place / "common.pt").exists():
         shutil.rmtree(place)
         place.mkdir()
         held = ShardedObject("common_state", beside, (1,), (0,), replica_id=0)
-        dist_checkpointing.save({"model": model.sharded_state_dict(), "common_state": held}, str(place))
+        dist_checkpointing.save(
+            {"model": model.sharded_state_dict(), "common_state": held}, str(place)
+        )
         (place / "common.pt").unlink()
-    torch.save({name: value.detach() for name, value in model.named_parameters()}, Path(out) / "weights.pt")
+    torch.save(
+        {name: value.detach() for name, value in model.named_parameters()}, Path(out) / "weights.pt"
+    )
     print(megatron.core.__version__)
     dist.destroy_process_group()
 

@@ -39,7 +39,10 @@ def train(
     result: dict[str, Any] = {"metrics": [trainer.update(batch, LOSS) for _ in range(UPDATES)]}
 
     def look() -> dict[str, Any]:
-        return {"values": trainer.score(batch, want=("values",))["values"], "weights": dict(trainer.critic.weights())}
+        return {
+            "values": trainer.score(batch, want=("values",))["values"],
+            "weights": dict(trainer.critic.weights()),
+        }
 
     result |= look()
     if save_to is not None:
@@ -53,7 +56,9 @@ def train(
     return result
 
 
-def make_job(directory: Path, model: str, case: str, options: dict[str, Any], few: bool = False) -> dict[str, Any]:
+def make_job(
+    directory: Path, model: str, case: str, options: dict[str, Any], few: bool = False
+) -> dict[str, Any]:
     """For the ranks of `megatron_ranks`: trains and saves, then goes on from what `train_alone` has saved."""
     place = f"critic-{case.replace(' ', '-')}"
     return {

@@ -35,10 +35,14 @@ class PlainLora:
     def __init__(self, path: Path, factors: dict[str, Tensor]) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(
+            False
+        )
         self.base = dict(iterate_weights(path))
         self.factors = {name: value.clone().requires_grad_() for name, value in factors.items()}
-        self.adam = torch.optim.AdamW(list(self.factors.values()), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+        self.adam = torch.optim.AdamW(
+            list(self.factors.values()), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """The merged model."""
@@ -52,12 +56,16 @@ class PlainLora:
 
     def score(self, batch: Batch) -> PolicyOutput:
         """Log-probs and entropies (B, T) at the rows' temperatures; 0 at padding."""
-        logits = torch.func.functional_call(self.model, self.weights(), (), {"input_ids": batch.tokens}).logits
+        logits = torch.func.functional_call(
+            self.model, self.weights(), (), {"input_ids": batch.tokens}
+        ).logits
         logprobs = (logits[:, :-1] / batch.temperatures[:, None, None]).log_softmax(-1)
         valid = torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
         chosen = logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return PolicyOutput(*(torch.nn.functional.pad(value * valid, (1, 0)) for value in (chosen, entropy)))
+        return PolicyOutput(
+            *(torch.nn.functional.pad(value * valid, (1, 0)) for value in (chosen, entropy))
+        )
 
     def update(self, batch: Batch) -> dict[str, Any]:
         """One step; loss, gradient norm, and the gradients after clipping."""
@@ -65,7 +73,11 @@ class PlainLora:
         loss = (batch.weights * LOSS(self.score(batch), batch)[0]).sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.factors.values(), 1.0)
-        gradients = {name: value.grad.clone() for name, value in self.factors.items() if value.grad is not None}
+        gradients = {
+            name: value.grad.clone()
+            for name, value in self.factors.items()
+            if value.grad is not None
+        }
         self.adam.step()
         return {"loss": loss.item(), "gradient_norm": norm.item(), "gradients": gradients}
 
@@ -92,27 +104,39 @@ def gathered_gradients(trainer: Any) -> dict[str, Tensor]:
 
 
 def train(
-    model: Path, batch: Batch, options: dict[str, Any], save_to: Path | None = None, load_from: Path | None = None
+    model: Path,
+    batch: Batch,
+    options: dict[str, Any],
+    save_to: Path | None = None,
+    load_from: Path | None = None,
 ) -> dict[str, Any]:
     """Everything that the tests compare: updates with their gradients, adapters and merged weights before and after; then
     of one update after a save, and of one after loading another layout's checkpoint."""
     from rlflow.trainer.base import Trainer
 
     trainer: Any = Trainer.from_pretrained(model, **{**OPTIONS, **options})
-    result: dict[str, Any] = {"start": dict(trainer.adapter_weights()), "start_weights": dict(trainer.weights())}
+    result: dict[str, Any] = {
+        "start": dict(trainer.adapter_weights()),
+        "start_weights": dict(trainer.weights()),
+    }
     result["score"] = trainer.score(batch)["logprobs"]
     trainer.snapshot("reference")
     result["metrics"], result["gradients"] = [], []
     for _ in range(UPDATES):
         result["metrics"].append(trainer.update(batch, LOSS))
-        if "distributed_optimizer" not in options:  # there each rank has the sum of its own part only
+        if (
+            "distributed_optimizer" not in options
+        ):  # there each rank has the sum of its own part only
             result["gradients"].append(gathered_gradients(trainer))
     trainer.snapshot("proximal")
     result |= {"adapters": dict(trainer.adapter_weights()), "weights": dict(trainer.weights())}
     result["after"] = trainer.score(batch)["logprobs"]
     if save_to is not None:
         trainer.save(save_to, UPDATES)
-        result |= {"next_metrics": trainer.update(batch, LOSS), "next": dict(trainer.adapter_weights())}
+        result |= {
+            "next_metrics": trainer.update(batch, LOSS),
+            "next": dict(trainer.adapter_weights()),
+        }
     result["reference"] = trainer.score(batch, "reference")["logprobs"]
     result["proximal"] = trainer.score(batch, "proximal")["logprobs"]
     if load_from is not None:
@@ -139,7 +163,9 @@ def train_plainly(model: Path, batch: Batch, factors: dict[str, Tensor]) -> dict
         }
 
 
-def make_job(directory: Path, model: str, case: str, options: dict[str, Any], saved: bool = True) -> dict[str, Any]:
+def make_job(
+    directory: Path, model: str, case: str, options: dict[str, Any], saved: bool = True
+) -> dict[str, Any]:
     """For the ranks of `megatron_ranks`: trains and saves, then goes on from what one process has saved."""
     place = f"lora-{case.replace(' ', '-')}"
     return {
@@ -165,7 +191,9 @@ def check_against_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
     for got, wanted in zip(found["metrics"], plain["metrics"], strict=True):
         assert abs(got["loss"] - wanted["loss"]) <= 1e-5 * max(1.0, abs(wanted["loss"]))
         assert abs(got["gradient_norm"] - wanted["gradient_norm"]) <= 1e-5 * wanted["gradient_norm"]
-    for got, wanted in zip(found["gradients"], (metrics["gradients"] for metrics in plain["metrics"])):
+    for got, wanted in zip(
+        found["gradients"], (metrics["gradients"] for metrics in plain["metrics"])
+    ):
         assert set(got) == set(wanted)
         whole = torch.cat([value.flatten() for value in wanted.values()]).norm()
         for name, gradient in wanted.items():

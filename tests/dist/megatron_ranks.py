@@ -34,7 +34,11 @@ def make_batch(vocab: int, rows: int = 11, width: int = 32, seed: int = 3) -> Ba
     lengths[0] = width
     positions = torch.arange(width)
     tokens = torch.randint(0, vocab, (rows, width), generator=draw) * (positions < lengths[:, None])
-    mask = (positions < lengths[:, None]) & (positions >= 1) & (torch.rand(rows, width, generator=draw) < 0.7)
+    mask = (
+        (positions < lengths[:, None])
+        & (positions >= 1)
+        & (torch.rand(rows, width, generator=draw) < 0.7)
+    )
     weights = mask * torch.rand(rows, width, generator=draw)
     return Batch(
         tokens=tokens,
@@ -56,7 +60,11 @@ class PolicyGradientWithEntropy(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -batch.advantages * output.logprobs - 0.1 * output.entropy
         entropy = output.entropy
-        return loss, {"entropy": entropy, "highest_entropy": entropy, "tokens_seen": torch.ones_like(entropy)}
+        return loss, {
+            "entropy": entropy,
+            "highest_entropy": entropy,
+            "tokens_seen": torch.ones_like(entropy),
+        }
 
 
 def gathered_logits(trainer: Any, batch: Batch) -> Tensor:
@@ -68,7 +76,9 @@ def gathered_logits(trainer: Any, batch: Batch) -> Tensor:
 
     world = trainer._world
 
-    def collect(microbatch: Any, hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, tuple[list[int], Tensor]]:
+    def collect(
+        microbatch: Any, hidden: Tensor, layer: Any
+    ) -> tuple[Tensor, Tensor, tuple[list[int], Tensor]]:
         if layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=layer.group)
         local = (hidden.flatten(0, 1) @ layer.weight.t()).float()
@@ -82,7 +92,9 @@ def gathered_logits(trainer: Any, batch: Batch) -> Tensor:
 
     with torch.no_grad(), cpu.adapted():
         trainer._set_training(False)
-        parts = step._run(trainer._model, step.plan(batch, trainer._limits, world), collect, forward_only=True)
+        parts = step._run(
+            trainer._model, step.plan(batch, trainer._limits, world), collect, forward_only=True
+        )
         whole = torch.zeros(*batch.tokens.shape, trainer._architecture.vocab)
         for rows, logits in parts:
             if rows:
@@ -162,7 +174,12 @@ def _run_saved(rank: int, main: Callable[..., None], port: int, jobs: Path) -> N
     main(rank, port, torch.load(jobs, weights_only=False))
 
 
-def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
+def launch(
+    directory: Path,
+    jobs: list[dict[str, Any]],
+    limit_s: float,
+    main: Callable[..., None] = rank_main,
+) -> None:
     """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
     import multiprocessing
 
@@ -175,7 +192,9 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Ca
     # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
     torch.save(jobs, directory / "jobs.pt")
     arguments = (main, store.port, directory / "jobs.pt")
-    context = mp.start_processes(_run_saved, args=arguments, nprocs=RANKS, join=False, start_method="forkserver")
+    context = mp.start_processes(
+        _run_saved, args=arguments, nprocs=RANKS, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit_s
     try:
         while not context.join(timeout=1.0):

@@ -57,7 +57,9 @@ def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
-def run_elsewhere(megatron: str, directory: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_elsewhere(
+    megatron: str, directory: Path, jobs: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """What rank 0 of four found in each job, with the megatron-core of another folder (RLFLOW_MEGATRON_PATHS)."""
     torch.save(jobs, directory / "elsewhere.pt")
     root = Path(__file__).resolve().parents[2]
@@ -72,7 +74,11 @@ if __name__ == "__main__":
     megatron_ranks.launch(directory, jobs, limit_s=280, main=resume_ranks.rank_main)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [torch.load(f"{job['result']}.0", weights_only=False) for job in jobs]

@@ -33,7 +33,9 @@ from tests import gpu_memory, rounding
 from tests.fixtures import tiny_model
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+)
 ADAMW = {"name": "adamw", "eps": 1e-3}  # a small eps would turn rounding into Adam's direction
 OPTIONS = {"lr": 1e-2, "optimizer": ADAMW, "max_gradient_norm": 0.5}
 
@@ -62,8 +64,12 @@ def batch() -> Batch:
     for length in (7, 12, 3, 9, 30):
         tokens = torch.randint(0, 384, (length,), generator=generator)
         mask = torch.arange(length) >= 2
-        segment = Segment(tokens, mask, -6 - torch.rand(length, generator=generator), torch.where(mask, 0, -1))
-        owners.append(Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.8))
+        segment = Segment(
+            tokens, mask, -6 - torch.rand(length, generator=generator), torch.where(mask, 0, -1)
+        )
+        owners.append(
+            Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.8)
+        )
     whole = make_batch(owners)
     advantages = torch.randn(len(owners), 1, generator=generator).expand(whole.tokens.shape)
     return whole.replace(weights=token_weights(whole), advantages=advantages)
@@ -79,7 +85,11 @@ def processes_before() -> set[psutil.Process]:
 def two_ranks(model_path, processes_before) -> Iterator[RayTrainer]:
     section = TrainerOptions(tensor_parallel=2, **OPTIONS)
     trainer = make_trainer(
-        config_of(model=ModelSection(path=str(model_path)), trainer=section, cluster=ClusterSection(ranks=2))
+        config_of(
+            model=ModelSection(path=str(model_path)),
+            trainer=section,
+            cluster=ClusterSection(ranks=2),
+        )
     )
     assert isinstance(trainer, RayTrainer)
     yield trainer
@@ -92,7 +102,11 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 def still_alive(processes: list[psutil.Process], within_s: float = 15.0) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in alive
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @needs_ray
@@ -120,8 +134,12 @@ def test_two_tensor_parallel_ranks_train_like_one_process(two_ranks, model_path,
 
 @needs_ray
 @pytest.mark.dist
-def test_a_frozen_model_of_another_size_scores_as_in_one_process(two_ranks, model_path, batch, tmp_path):
-    teacher = tiny_model(tmp_path / "teacher", "llama", tokenizer=False, num_hidden_layers=3, seed=1)
+def test_a_frozen_model_of_another_size_scores_as_in_one_process(
+    two_ranks, model_path, batch, tmp_path
+):
+    teacher = tiny_model(
+        tmp_path / "teacher", "llama", tokenizer=False, num_hidden_layers=3, seed=1
+    )
     oracle = ReferenceTrainer(model_path)
     for trainer in (two_ranks, oracle):
         trainer.load_frozen("teacher", teacher)
@@ -154,7 +172,9 @@ def test_a_checkpoint_brings_weights_and_step_back(two_ranks, batch, tmp_path):
 
 @needs_ray
 @pytest.mark.dist
-def test_ranks_begin_when_weights_are_asked_for_and_make_no_copies_of_their_own(two_ranks, monkeypatch):
+def test_ranks_begin_when_weights_are_asked_for_and_make_no_copies_of_their_own(
+    two_ranks, monkeypatch
+):
     """What they free for it is free before an engine takes memory; rank 0's tensors are copied once, into Ray's memory."""
     whole, called, call = dict(two_ranks.weights()), [], two_ranks._call
     monkeypatch.setattr(two_ranks, "_call", lambda *given: called.append(given) or call(*given))
@@ -222,7 +242,9 @@ def test_every_socket_listens_on_the_loopback_only(two_ranks):
 def test_an_error_of_the_ranks_is_one_line_and_the_trainer_lives_on(two_ranks, batch):
     with pytest.raises(ConfigError, match="referense"):
         two_ranks.score(batch, model="referense")
-    with pytest.raises(RLFlowError, match=r"^trainer rank \d: ZeroDivisionError: a loss gone wrong$"):
+    with pytest.raises(
+        RLFlowError, match=r"^trainer rank \d: ZeroDivisionError: a loss gone wrong$"
+    ):
         two_ranks.update(batch, FailingLoss())
     assert two_ranks.score(batch)["logprobs"].isfinite().all()
 
@@ -234,7 +256,9 @@ def slow_disk(rank: object) -> None:
 
 @needs_ray
 @pytest.mark.dist
-def test_a_checkpoint_may_take_longer_than_ranks_may_stand_still(two_ranks, tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_may_take_longer_than_ranks_may_stand_still(
+    two_ranks, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.2)
     two_ranks._gather([actor.__ray_call__.remote(slow_disk) for actor in two_ranks._actors])
     monkeypatch.setattr(two_ranks, "_stall_timeout_s", 1.0)
@@ -265,17 +289,32 @@ def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch, pr
 def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_path):
     """Its checkpoint too."""
     draw = torch.Generator().manual_seed(3)
-    targets = batch.replace(values=torch.zeros(batch.tokens.shape), returns=torch.randn(batch.tokens.shape, generator=draw))
-    options, loss = {**OPTIONS, "critic": {"lr": 1e-2}}, SumLoss((PPOClipLoss(), ValueLoss(clip=None)))
+    targets = batch.replace(
+        values=torch.zeros(batch.tokens.shape),
+        returns=torch.randn(batch.tokens.shape, generator=draw),
+    )
+    options, loss = (
+        {**OPTIONS, "critic": {"lr": 1e-2}},
+        SumLoss((PPOClipLoss(), ValueLoss(clip=None))),
+    )
     oracle = Trainer.from_pretrained(model_path, "reference", **options)
     ranks = RayTrainer(model_path, ranks=2, **options)
     try:
         for _ in range(3):
             expected, report = oracle.update(targets, loss), ranks.update(targets, loss)
-            for name in ("loss", "gradient_norm", "critic_loss", "critic_gradient_norm", "critic_lr", "value_loss"):
+            for name in (
+                "loss",
+                "gradient_norm",
+                "critic_loss",
+                "critic_gradient_norm",
+                "critic_lr",
+                "value_loss",
+            ):
                 assert report[name] == pytest.approx(expected[name], rel=2e-5), name
         values = ranks.score(targets, want=("values",))["values"]
-        torch.testing.assert_close(values, oracle.score(targets, want=("values",))["values"], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            values, oracle.score(targets, want=("values",))["values"], atol=1e-4, rtol=1e-4
+        )
         ranks.save(tmp_path / "checkpoint", 3)
         ranks.update(targets, loss)
         assert ranks.load(tmp_path / "checkpoint") == 3
@@ -324,7 +363,9 @@ class HangingLoss:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True], ids=["hangs", "stopped"])
-def test_a_rank_that_does_not_move_is_named_and_no_process_stays(model_path, batch, monkeypatch, caplog, stops):
+def test_a_rank_that_does_not_move_is_named_and_no_process_stays(
+    model_path, batch, monkeypatch, caplog, stops
+):
     monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.5)
     before = set(descendants())
     trainer = RayTrainer(model_path, ranks=2, tensor_parallel=2, stall_timeout_s=20.0, **OPTIONS)
@@ -345,7 +386,9 @@ def test_a_rank_that_does_not_move_is_named_and_no_process_stays(model_path, bat
 @needs_ray
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["score", "save", "begin_save", "start_weights", "snapshot", "load"])
+@pytest.mark.parametrize(
+    "phase", ["score", "save", "begin_save", "start_weights", "snapshot", "load"]
+)
 def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp_path, monkeypatch):
     monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.5)
     trainer = RayTrainer(model_path, ranks=2, tensor_parallel=2, **OPTIONS)
@@ -362,7 +405,9 @@ def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp
         trainer._stall_timeout_s = 4.0  # only now: a start may take longer
         (pid,) = trainer._gather([trainer._actors[1].__ray_call__.remote(lambda rank: os.getpid())])
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RankStuck, match=rf"^cluster: {phase}: nothing moved for 4 s: rank 1 does not answer"):
+        with pytest.raises(
+            RankStuck, match=rf"^cluster: {phase}: nothing moved for 4 s: rank 1 does not answer"
+        ):
             calls[phase]()
     finally:
         trainer.close()
@@ -391,9 +436,17 @@ if __name__ == "__main__":
 def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
     command = [sys.executable, "-c", DRIVER, str(model_path)]
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
     driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=environment,
     )
     try:
         assert driver.stdout is not None and driver.stdout.readline().strip() == "ready"
@@ -419,7 +472,11 @@ def config_of(**changes: object) -> RunConfig:
     ("trainer", "ranks", "message"),
     [
         ({"tensor_parallel": 2}, 0, "set cluster.ranks=2"),
-        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 6, "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8"),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            6,
+            "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8",
+        ),
         ({"backend": "reference"}, 2, "runs on one device"),
         ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),
     ],
@@ -437,10 +494,16 @@ def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(mo
         model=ModelSection(path=str(model_path)),
         trainer=TrainerOptions(backend="reference", schedule={"name": "cosine"}, lr=0.5),
     )
-    config.run.steps, config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step = 7, 2, 3
+    config.run.steps, config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step = (
+        7,
+        2,
+        3,
+    )
     trainer = make_trainer(config)
     assert isinstance(trainer, ReferenceTrainer)
-    assert trainer.learning_rate(0) == 0.5 and trainer.learning_rate(41) > 0 == trainer.learning_rate(42)
+    assert trainer.learning_rate(0) == 0.5 and trainer.learning_rate(
+        41
+    ) > 0 == trainer.learning_rate(42)
 
 
 def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):

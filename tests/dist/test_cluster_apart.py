@@ -19,7 +19,9 @@ from rlflow.report.sinks import read_metrics
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "asearcher"
 SMALL = ("environment.world.size=0.1", "environment.world.train_questions=40", "environment.world.val_questions=20",
@@ -31,7 +33,12 @@ DEADLINE_S = 420.0
 
 def started(script: str, run: Path) -> subprocess.Popen[str]:
     """The script of the recipe, in the environment of these tests."""
-    options = [f"run.directory={run}", "run.steps=6", f"environment.world.directory={run.parent}/world", *SMALL]
+    options = [
+        f"run.directory={run}",
+        "run.steps=6",
+        f"environment.world.directory={run.parent}/world",
+        *SMALL,
+    ]
     variables = {**os.environ, "RLFLOW_VENV": sys.prefix, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         ["bash", str(RECIPE / script), "--recipe", "m2po_delta", *options],
@@ -55,7 +62,9 @@ def wait_until(met: Callable[[], bool], what: str, process: subprocess.Popen[str
 def trained(run: Path) -> list[tuple[int, str]]:
     """(step, id) of every attempt that was trained."""
     files = sorted((run / "trajectories").glob("step_*.jsonl"))
-    return [(int(file.stem[5:]), record["id"]) for file in files for record in read_trajectories(file)]
+    return [
+        (int(file.stem[5:]), record["id"]) for file in files for record in read_trajectories(file)
+    ]
 
 
 @pytest.mark.slow
@@ -77,7 +86,9 @@ def test_whichever_process_is_killed_the_run_comes_to_its_end(tmp_path: Path) ->
         for step, victim in ((1, "WorkerActor"), (2, "TrainerRank"), (3, "rlflow train")):
             wait_until(lambda step=step: steps_of(run) >= step, f"step {step}", process)
             family = psutil.Process(process.pid).children(recursive=True)
-            found = [one for one in family if victim in " ".join(one.cmdline()) and one.name() != "bash"]
+            found = [
+                one for one in family if victim in " ".join(one.cmdline()) and one.name() != "bash"
+            ]
             found[0].kill()
         output = process.communicate(timeout=DEADLINE_S)[0]
         assert process.returncode == 0, output[-3000:]
@@ -87,7 +98,9 @@ def test_whichever_process_is_killed_the_run_comes_to_its_end(tmp_path: Path) ->
             process.wait(60)
     assert output.count("train ended with status") >= 2
     found = trained(run)
-    assert len(found) == len({name for _, name in found}) == 6 * 4  # 2 groups of 2 attempts in each step, none twice
+    assert (
+        len(found) == len({name for _, name in found}) == 6 * 4
+    )  # 2 groups of 2 attempts in each step, none twice
     assert sorted({step for step, _ in found}) == [1, 2, 3, 4, 5, 6]
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

@@ -32,7 +32,14 @@ LAYOUTS = (  # (tensor, pipeline, options); the rest of the four ranks is data p
 def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path) -> None:
     jobs = []
     for name, options in MODELS.items():
-        tiny_model(tmp_path / name, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15, **options)
+        tiny_model(
+            tmp_path / name,
+            tokenizer=False,
+            vocab_size=VOCAB,
+            num_hidden_layers=4,
+            scale=0.15,
+            **options,
+        )
         for tensor, pipeline, how in LAYOUTS:
             place = f"{name}-{tensor}-{pipeline}"
             jobs.append(
@@ -52,4 +59,6 @@ def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path)
         out = tmp_path / f"out-{job['result'].stem}"
         to_huggingface(job["save_to"], out, job["model"], Options(verify="full"))
         assert digest(iterate_weights(out)) == digest(trained.items()), job["result"].stem
-        assert digest(iterate_weights(out)) != digest(iterate_weights(job["model"])), "the base's weights"
+        assert digest(iterate_weights(out)) != digest(iterate_weights(job["model"])), (
+            "the base's weights"
+        )

@@ -73,9 +73,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Job]]:
     found: dict[str, list[Job]] = {}
     for name, (family, sizes) in MODELS.items():
         place = root / name
-        reference = tiny_model(place / "hf", family, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, **sizes)
+        reference = tiny_model(
+            place / "hf", family, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, **sizes
+        )
         found[name] = [
-            Job(read_config(reference), place / f"{number}.pt", VOCAB, save_to=place / f"saved-{number}", **layout)
+            Job(
+                read_config(reference),
+                place / f"{number}.pt",
+                VOCAB,
+                save_to=place / f"saved-{number}",
+                **layout,
+            )
             for number, layout in enumerate(layouts(name))
         ]
     launch([job for jobs in found.values() for job in jobs], limit_s=1200)
@@ -93,7 +101,9 @@ def test_every_layout_and_format_gives_the_same_weights_and_megatrons_logits(
         assert job.save_to is not None
         for saved in ("torch_dist", "torch"):
             out = tmp_path / f"{number}-{saved}"
-            to_huggingface(job.save_to / saved, out, job.result.parent / "hf", Options(verify="full"))
+            to_huggingface(
+                job.save_to / saved, out, job.result.parent / "hf", Options(verify="full")
+            )
             digests.add(digest(iterate_weights(out)))
         with torch.no_grad():
             found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(TOKENS).logits
@@ -103,13 +113,17 @@ def test_every_layout_and_format_gives_the_same_weights_and_megatrons_logits(
     assert len(digests) == 1
 
 
-def test_imports_load_in_megatron_at_other_layouts(made: dict[str, list[Job]], tmp_path: Path) -> None:
+def test_imports_load_in_megatron_at_other_layouts(
+    made: dict[str, list[Job]], tmp_path: Path
+) -> None:
     jobs = []
     for name, (family, _) in MODELS.items():
         job = made[name][0]
         assert job.save_to is not None
         model = tmp_path / f"{name}-hf"
-        to_huggingface(job.save_to / "torch_dist", model, job.result.parent / "hf", Options(verify="none"))
+        to_huggingface(
+            job.save_to / "torch_dist", model, job.result.parent / "hf", Options(verify="none")
+        )
         for number, (layout, loads) in enumerate(BACK):
             if family == "deepseek_v3" and layout.tensor == 4:
                 continue  # 4 latent ranks do not divide its compressed keys
@@ -118,15 +132,28 @@ def test_imports_load_in_megatron_at_other_layouts(made: dict[str, list[Job]], t
             if family == "qwen3_moe":
                 loads, own = (
                     {**loads, "expert": 2},
-                    CheckpointLayout(**loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False),
+                    CheckpointLayout(
+                        **loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False
+                    ),
                 )
             to_megatron(model, place / "torch_dist", Options(layout=layout, verify="full"))
             to_megatron(model, place / "torch", Options(layout=own, format="torch", verify="full"))
             rows = {"options": {"vocab_multiple": layout.vocab_multiple}}
             for saved in ("torch_dist", "torch"):
                 result = place / f"{saved}.pt"
-                jobs.append(Job(job.config, result, VOCAB, load_from=place / saved / "release", **loads, **rows))
+                jobs.append(
+                    Job(
+                        job.config,
+                        result,
+                        VOCAB,
+                        load_from=place / saved / "release",
+                        **loads,
+                        **rows,
+                    )
+                )
     launch(jobs, limit_s=1200)
     assert {
-        str(job.load_from): torch.load(job.result)["wrong"] for job in jobs if torch.load(job.result)["wrong"]
+        str(job.load_from): torch.load(job.result)["wrong"]
+        for job in jobs
+        if torch.load(job.result)["wrong"]
     } == {}

@@ -28,7 +28,12 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("direction", ["to-hf", "to-megatron"])
 def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    sizes = {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+    }
     reference = tiny_model(tmp_path / "hf", "qwen2", tokenizer=False, **sizes)
     config = read_config(reference)
     plain = Job(config, tmp_path / "plain.pt", VOCAB, save_to=tmp_path / "plain")
@@ -37,11 +42,15 @@ def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> N
         for number, layout in enumerate(LAYOUTS)
     ]
     launch([plain, *(saved if direction == "to-hf" else [])], limit_s=600)
-    to_huggingface(tmp_path / "plain" / "torch_dist", tmp_path / "model", reference, Options(verify="full"))
+    to_huggingface(
+        tmp_path / "plain" / "torch_dist", tmp_path / "model", reference, Options(verify="full")
+    )
     if direction == "to-hf":
         for number in range(len(LAYOUTS)):
             for kind in ("torch_dist", "torch"):
-                to_huggingface(tmp_path / str(number) / kind, tmp_path / f"{number}-{kind}", reference)
+                to_huggingface(
+                    tmp_path / str(number) / kind, tmp_path / f"{number}-{kind}", reference
+                )
                 found = digest(iterate_weights(tmp_path / f"{number}-{kind}"))
                 assert found == digest(iterate_weights(tmp_path / "model")), (LAYOUTS[number], kind)
         return
@@ -51,7 +60,15 @@ def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> N
             out = tmp_path / f"{number}-{kind}"
             cut = CheckpointLayout(**layout, vocab_multiple=1, fused=False)
             to_megatron(tmp_path / "model", out, Options(layout=cut, format=kind, verify="full"))
-            jobs.append(Job(config, tmp_path / f"{number}-{kind}.pt", VOCAB, load_from=out / "release", **layout))
+            jobs.append(
+                Job(
+                    config,
+                    tmp_path / f"{number}-{kind}.pt",
+                    VOCAB,
+                    load_from=out / "release",
+                    **layout,
+                )
+            )
     launch(jobs, limit_s=600)
     wrong = {str(job.load_from): torch.load(job.result)["wrong"] for job in jobs}
     assert not any(wrong.values()), wrong

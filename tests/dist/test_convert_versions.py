@@ -29,9 +29,19 @@ PATHS = [None, *filter(None, os.environ.get("RLFLOW_MEGATRON_PATHS", "").split("
 @pytest.mark.parametrize("common", ["own", "object"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: Path(path).name if path else "installed")
-def test_what_a_version_wrote_is_its_model(path: str | None, family: str, common: str, tmp_path: Path) -> None:
-    reference = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, tied=family == "qwen2")
-    command = [sys.executable, str(WRITER), str(reference / "config.json"), str(tmp_path / "saved"), common]
+def test_what_a_version_wrote_is_its_model(
+    path: str | None, family: str, common: str, tmp_path: Path
+) -> None:
+    reference = tiny_model(
+        tmp_path / "hf", family, tokenizer=False, vocab_size=101, tied=family == "qwen2"
+    )
+    command = [
+        sys.executable,
+        str(WRITER),
+        str(reference / "config.json"),
+        str(tmp_path / "saved"),
+        common,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path or ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -40,7 +50,10 @@ def test_what_a_version_wrote_is_its_model(path: str | None, family: str, common
     manifest = to_huggingface(step, tmp_path / "out", reference, Options(verify="full"))
     assert manifest["source"]["iteration"] == 7 and open_source(step).arguments["num_layers"] == 2
     model = stored_architecture(read_config(reference))
-    saved, found = torch.load(tmp_path / "saved" / "weights.pt"), dict(iterate_weights(tmp_path / "out"))
+    saved, found = (
+        torch.load(tmp_path / "saved" / "weights.pt"),
+        dict(iterate_weights(tmp_path / "out")),
+    )
     for rule, layer in placed_rules(model):
         parts = merge(rule, [saved.pop(rule.megatron_name(layer, rule.expert or 0))], model)
         for name, part in zip(rule.names(layer), parts):

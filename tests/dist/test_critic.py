@@ -16,7 +16,10 @@ from tests.dist.test_layouts import options_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-MODELS: dict[str, dict[str, Any]] = {"qwen2-tied": {"family": "qwen2", "tied": True}, "qwen3": {"family": "qwen3"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3"},
+}
 CASES = [
     f"{model} {layout}".strip()
     for model in MODELS
@@ -31,7 +34,14 @@ CASES = [
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("critic")
     for name, options in MODELS.items():
-        tiny_model(path / name, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15, **options)
+        tiny_model(
+            path / name,
+            tokenizer=False,
+            vocab_size=VOCAB,
+            num_hidden_layers=4,
+            scale=0.15,
+            **options,
+        )
     return path
 
 
@@ -42,15 +52,22 @@ def single(directory: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
-    made = {case: make_job(directory, case.split()[0], case, options_of(case), few="few" in case) for case in CASES}
+    made = {
+        case: make_job(directory, case.split()[0], case, options_of(case), few="few" in case)
+        for case in CASES
+    }
     launch(directory, list(made.values()), limit_s=1400)
     return made
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_of_a_critic_is_one_plain_critic(case: str, jobs: Any, directory: Path, single: Any) -> None:
+def test_every_layout_of_a_critic_is_one_plain_critic(
+    case: str, jobs: Any, directory: Path, single: Any
+) -> None:
     """Its checkpoints load into one process, and that of one process into it."""
     expected = single[case.split()[0]]
     if "few" in case.split():  # fewer rows than data-parallel ranks: some micro-batches are dummies
-        expected = train(directory / case.split()[0], make_targets(VOCAB, 3), {"backend": "reference"})
+        expected = train(
+            directory / case.split()[0], make_targets(VOCAB, 3), {"backend": "reference"}
+        )
     check(jobs[case], expected)

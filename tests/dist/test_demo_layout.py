@@ -30,13 +30,17 @@ from rlflow_environments.search import SearchEnvironment
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "searchr1"
 UPDATES = 3
 RELATIVE = 1e-5
-GRADIENT_NOISE = 6e-8  # half a unit in the last place of float32, of gradients whose norm is clipped to 1
+GRADIENT_NOISE = (
+    6e-8  # half a unit in the last place of float32, of gradients whose norm is clipped to 1
+)
 
 
 @dataclasses.dataclass
@@ -55,12 +59,26 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         shutil.copytree(RECIPE / "starting_policy", policy)
     else:
         from rlflow.models.tiny import write_random_model, write_tokenizer
-        from rlflow_environments.search.world.warm_up import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
+        from rlflow_environments.search.world.warm_up import (
+            LEARNED_ON,
+            TAGS,
+            VOCABULARY,
+            tokenizer_texts,
+        )
 
-        write_tokenizer(policy, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
+        write_tokenizer(
+            policy, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON
+        )
         write_random_model(policy)
-    config = load_config(RECIPE / "config" / "demo.yaml", [f"model.path={policy}", "trainer.schedule.warmup_steps=1"])
-    world = {"directory": str(directory / "world"), "size": 0.1, "train_questions": 60, "val_questions": 20}
+    config = load_config(
+        RECIPE / "config" / "demo.yaml", [f"model.path={policy}", "trainer.schedule.warmup_steps=1"]
+    )
+    world = {
+        "directory": str(directory / "world"),
+        "size": 0.1,
+        "train_questions": 60,
+        "val_questions": 20,
+    }
     environment = SearchEnvironment(world=world, retriever="bm25")
     tasks = environment.tasks("train")
     section = config.rollout
@@ -68,8 +86,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
         policy, environment, samples_per_prompt=4, max_turns=section.max_turns,
         max_response_tokens=section.max_response_tokens, max_total_tokens=section.max_total_tokens,
     ) as rollout:  # fmt: skip
-        steps = [rollout.collect(tasks[start : start + 2], step) for step, start in enumerate((0, 2, 4))]
-    return Demo(config, [_with_rewards([one for group in groups for one in group.usable]) for groups in steps])
+        steps = [
+            rollout.collect(tasks[start : start + 2], step) for step, start in enumerate((0, 2, 4))
+        ]
+    return Demo(
+        config,
+        [_with_rewards([one for group in groups for one in group.usable]) for groups in steps],
+    )
 
 
 def _with_rewards(trajectories: list[Any]) -> Batch:
@@ -88,7 +111,9 @@ def trained(
     """Metrics of each update, after which `observe` sees the trainer, and the weights after the last."""
     config = dataclasses.replace(
         demo.config,
-        trainer=dataclasses.replace(demo.config.trainer, **{k: v for k, v in layout.items() if k != "ranks"}),
+        trainer=dataclasses.replace(
+            demo.config.trainer, **{k: v for k, v in layout.items() if k != "ranks"}
+        ),
         cluster=dataclasses.replace(demo.config.cluster, ranks=layout.get("ranks", 0)),
     )
     algorithm = Algorithm.from_config(config, response_budget=1)
@@ -119,7 +144,13 @@ def smallest_gradients(demo: Demo) -> dict[str, Tensor]:
 
     def observe(trainer: Trainer) -> None:
         assert isinstance(trainer, ReferenceTrainer)
-        updates.append({name: one.grad.abs() for name, one in trainer.model.named_parameters() if one.grad is not None})
+        updates.append(
+            {
+                name: one.grad.abs()
+                for name, one in trainer.model.named_parameters()
+                if one.grad is not None
+            }
+        )
 
     trained(demo, observe, backend="reference", packing=False)
     return {name: torch.stack([update[name] for update in updates]).amin(0) for name in updates[0]}
@@ -129,7 +160,9 @@ def smallest_gradients(demo: Demo) -> dict[str, Tensor]:
     "layout",
     [
         {"ranks": 2, "tensor_parallel": 2},
-        pytest.param({"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.slow
+        ),
         pytest.param({"ranks": 4, "tensor_parallel": 2}, marks=pytest.mark.slow),
     ],
     ids=["TP2", "TP2xPP2", "TP2xDP2"],
@@ -142,7 +175,9 @@ def test_the_demo_trains_alike_in_one_process_and_over_ranks(
 ) -> None:
     metrics, weights = trained(demo, **layout)
     expected, expected_weights = alone
-    assert len(metrics) == UPDATES and [one["lr"] for one in metrics] == [one["lr"] for one in expected]
+    assert len(metrics) == UPDATES and [one["lr"] for one in metrics] == [
+        one["lr"] for one in expected
+    ]
     for found, one in zip(metrics, expected):
         # The loss is a sum of terms of both signs that nearly cancel: relative to the terms' size, about 1.
         assert abs(found["loss"] - one["loss"]) <= RELATIVE
@@ -152,14 +187,22 @@ def test_the_demo_trains_alike_in_one_process_and_over_ranks(
         # exp(r) - r - 1 of a log ratio r: rounding of the few tokens that moved far is multiplied by exp(r).
         assert found["kl"] == pytest.approx(one["kl"], rel=10 * RELATIVE, abs=1e-7)
     assert set(weights) == set(expected_weights)
-    distance, size = _norm({name: weights[name] - tensor for name, tensor in expected_weights.items()}), _norm(weights)
+    distance, size = (
+        _norm({name: weights[name] - tensor for name, tensor in expected_weights.items()}),
+        _norm(weights),
+    )
     assert distance <= RELATIVE * size
     rate = demo.config.trainer.lr
     for name, tensor in expected_weights.items():
-        excess = (weights[name] - tensor).abs() / rate - _most_apart(smallest_gradients[name], demo.config.trainer.adamw.eps)
+        excess = (weights[name] - tensor).abs() / rate - _most_apart(
+            smallest_gradients[name], demo.config.trainer.adamw.eps
+        )
         assert excess.max() <= 0, f"{name}: {excess.max():.2g} lr too far apart"
     start = dict(iterate_weights(demo.config.model.path))
-    assert _norm({name: tensor - start[name] for name, tensor in expected_weights.items()}) > 100 * RELATIVE * size
+    assert (
+        _norm({name: tensor - start[name] for name, tensor in expected_weights.items()})
+        > 100 * RELATIVE * size
+    )
 
 
 def _most_apart(gradient: Tensor, eps: float) -> Tensor:

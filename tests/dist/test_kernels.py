@@ -21,32 +21,62 @@ VOCAB = 301
 PROXIMAL = {"anchor": "proximal"}
 ALGORITHMS: dict[str, tuple[list[Any], list[Any]]] = {
     "ppo_clip": ([{"name": "ppo_clip", "clip_high": 0.28, "dual_clip": 3.0}], []),
-    "gspo": ([{"name": "gspo", "clip_low": 0.2, "clip_high": 0.3}], [{"name": "sequence_mask", "threshold": 0.01}]),
+    "gspo": (
+        [{"name": "gspo", "clip_low": 0.2, "clip_high": 0.3}],
+        [{"name": "sequence_mask", "threshold": 0.01}],
+    ),
     "gspo of tokens": (
         [{"name": "gspo", "level": "token", "clip_low": 0.2, "clip_high": 0.3}],
         [{"name": "kpop", "threshold": 1e-3}],
     ),
-    "gmpo": (["gmpo"], [{"name": "mis", "level": "geometric", "low": 0.5, "high": 2.0, "weigh": False}]),
+    "gmpo": (
+        ["gmpo"],
+        [{"name": "mis", "level": "geometric", "low": 0.5, "high": 2.0, "weigh": False}],
+    ),
     "cispo": (["cispo"], [{"name": "dppo", "divergence": "kl", "low": 1e-5, "high": 1e-5}]),
     "aipo": ([{"name": "aipo", "max_ratio": 20.0}], [{"name": "dppo", "low": 1e-4, "high": 1e-4}]),
     "soft_adaptive": (["soft_adaptive"], [{"name": "mis", "low": 0.3, "weigh": False}]),
     "icepop": ([{"name": "ppo_clip", **PROXIMAL}], ["icepop"]),
-    "reinforce and sft": (["reinforce", {"name": "sft", "coefficient": 0.1}], [{"name": "tis", "level": "sequence"}]),
-    "decoupled": ([{"name": "ppo_clip", **PROXIMAL}], ["decoupled", {"name": "kpop", "threshold": 1e-3}, "kept_mean"]),
-    "interpolated": ([{"name": "ppo_clip", **PROXIMAL}], [{"name": "decoupled", "proximal": "loglinear"}]),
+    "reinforce and sft": (
+        ["reinforce", {"name": "sft", "coefficient": 0.1}],
+        [{"name": "tis", "level": "sequence"}],
+    ),
+    "decoupled": (
+        [{"name": "ppo_clip", **PROXIMAL}],
+        ["decoupled", {"name": "kpop", "threshold": 1e-3}, "kept_mean"],
+    ),
+    "interpolated": (
+        [{"name": "ppo_clip", **PROXIMAL}],
+        [{"name": "decoupled", "proximal": "loglinear"}],
+    ),
     "m2po": ([{"name": "ppo_clip", "clip_low": None, "clip_high": None}], ["m2po"]),
     "m2po by range": (["ppo_clip"], [{"name": "m2po", "variant": "range"}]),
     "m2po by winsor": (["ppo_clip"], [{"name": "m2po", "variant": "winsor"}]),
-    "m2po over all": ([{"name": "ppo_clip", **PROXIMAL}], [{"name": "m2po", "variant": "mask_all"}, "decoupled"]),
+    "m2po over all": (
+        [{"name": "ppo_clip", **PROXIMAL}],
+        [{"name": "m2po", "variant": "mask_all"}, "decoupled"],
+    ),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP4": {},
     "DP2 TP2": {"tensor_parallel": 2},
     "DP2 CP2": {"context_parallel": 2},
-    "DP2 CP2 packed, small micro-batches": {"context_parallel": 2, "packing": True, "tokens_per_microbatch": 32},
-    "TP2 PP2, one micro-batch": {"tensor_parallel": 2, "pipeline_parallel": 2, "tokens_per_microbatch": 4096},
+    "DP2 CP2 packed, small micro-batches": {
+        "context_parallel": 2,
+        "packing": True,
+        "tokens_per_microbatch": 32,
+    },
+    "TP2 PP2, one micro-batch": {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "tokens_per_microbatch": 4096,
+    },
 }
-ALONE = {"96 tokens": {}, "one row": {"tokens_per_microbatch": 1}, "all rows": {"tokens_per_microbatch": 4096}}
+ALONE = {
+    "96 tokens": {},
+    "one row": {"tokens_per_microbatch": 1},
+    "all rows": {"tokens_per_microbatch": 4096},
+}
 
 
 def updates(model: Path, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -62,7 +92,9 @@ def updates(model: Path, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
         result: dict[str, Any] = {"metrics": [], "coefficients": []}
         for rows in (range(6), range(6, 11)):
             minibatch = batch.select(list(rows))
-            minibatch, reported = algorithm.transform(score_minibatch(minibatch, trainer, algorithm.needs))
+            minibatch, reported = algorithm.transform(
+                score_minibatch(minibatch, trainer, algorithm.needs)
+            )
             result["metrics"].append({**reported, **trainer.update(minibatch, algorithm.loss)})
             result["coefficients"].append(minibatch.coefficients)
         result["weights"] = {key: value.clone() for key, value in trainer.weights()}
@@ -146,13 +178,17 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_and_corrections_do_not_depend_on_the_layout(layout: str, algorithm: str, over_ranks: Any, alone: Any) -> None:
+def test_kernels_and_corrections_do_not_depend_on_the_layout(
+    layout: str, algorithm: str, over_ranks: Any, alone: Any
+) -> None:
     check(over_ranks[layout][algorithm], alone["96 tokens"][algorithm])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", ["one row", "all rows"])
-def test_kernels_and_corrections_do_not_depend_on_micro_batches(size: str, algorithm: str, alone: Any) -> None:
+def test_kernels_and_corrections_do_not_depend_on_micro_batches(
+    size: str, algorithm: str, alone: Any
+) -> None:
     check(alone[size][algorithm], alone["96 tokens"][algorithm])
 
 
@@ -160,7 +196,11 @@ def test_kernels_and_corrections_do_not_depend_on_micro_batches(size: str, algor
 def test_every_algorithm_learns_and_every_correction_bites(algorithm: str, alone: Any) -> None:
     result = alone["96 tokens"][algorithm]
     assert all(metrics["gradient_norm"] > 1e-4 for metrics in result["metrics"])
-    assert len({digest(other["weights"].items()) for other in alone["96 tokens"].values()}) == len(ALGORITHMS)
+    assert len({digest(other["weights"].items()) for other in alone["96 tokens"].values()}) == len(
+        ALGORITHMS
+    )
     corrected = [found for found in result["coefficients"] if found is not None]
-    assert len(corrected) == (0 if algorithm in ("ppo_clip", "m2po by range", "m2po by winsor") else 2)
+    assert len(corrected) == (
+        0 if algorithm in ("ppo_clip", "m2po by range", "m2po by winsor") else 2
+    )
     assert not corrected or any(bool((found != 1).any()) for found in corrected)

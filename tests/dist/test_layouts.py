@@ -21,9 +21,19 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 from tests import rounding
 from tests.dist import critic_ranks, lora_ranks
-from tests.dist.megatron_ranks import OPTIONS, UPDATES, PolicyGradientWithEntropy, launch, make_batch, train
+from tests.dist.megatron_ranks import (
+    OPTIONS,
+    UPDATES,
+    PolicyGradientWithEntropy,
+    launch,
+    make_batch,
+    train,
+)
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(1000),
+]  # the ranks of all cases start with the first test
 
 VOCAB = 301  # odd, so that every split pads it
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,12 +63,18 @@ WORDS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True},
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
-    "chunked": {"logits_chunk_mib": 0.01},  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
+    "chunked": {
+        "logits_chunk_mib": 0.01
+    },  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
     "bf16": {"dtype": "bfloat16"},
     "replayed": {"router_replay": "rollout"},  # and a batch that names random experts
-    "recorded": {"router_replay": "recompute"},  # others than the first weights choose, in all updates
+    "recorded": {
+        "router_replay": "recompute"
+    },  # others than the first weights choose, in all updates
     "losses": {"balance": {"aux_loss": 0.1, "z_loss": 0.01}},  # of the routers
-    "balanced": {"balance": {"aux_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.003}},  # and biases that move
+    "balanced": {
+        "balance": {"aux_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.003}
+    },  # and biases that move
     # Other batches:
     "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
     "observed": {},  # the last token of every row is an observation, not trained
@@ -85,7 +101,11 @@ CONTINUED = [
     "mixtral-short EP2 DO",
 ]
 """Their checkpoints continue in one process."""
-LOADED = ["qwen2-tied TP2 PP2 VPP2", "qwen3-short TP2 CP2 SP DO packed chunked full", "qwen3_moe-short TP2 PP2 SP EP2 packed"]
+LOADED = [
+    "qwen2-tied TP2 PP2 VPP2",
+    "qwen3-short TP2 CP2 SP DO packed chunked full",
+    "qwen3_moe-short TP2 PP2 SP EP2 packed",
+]
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
 RECORDED = ["glm4_moe TP2 PP2 SP EP2 packed recorded balanced full"]
@@ -178,7 +198,12 @@ class Alone(dict[str, dict[str, Any]]):
 
     def __missing__(self, case: str) -> dict[str, Any]:
         model, *words = case.split()
-        keywords = {key: value for word in words if word in ONE_PROCESS for key, value in WORDS[word].items()}
+        keywords = {
+            key: value
+            for word in words
+            if word in ONE_PROCESS
+            for key, value in WORDS[word].items()
+        }
         saved = None if words else self._directory / f"checkpoint-{model}"
         self[case] = train(self._directory / model, batch_of(case), options=keywords, save_to=saved)
         return self[case]
@@ -195,7 +220,11 @@ def single(directory: Path) -> Alone:
 
 
 def run(
-    directory: Path, single: Alone, cases: Iterable[str], limit_s: float, others: Iterable[dict[str, Any]] = ()
+    directory: Path,
+    single: Alone,
+    cases: Iterable[str],
+    limit_s: float,
+    others: Iterable[dict[str, Any]] = (),
 ) -> dict[str, dict[str, Any]]:
     """What one launch of the ranks gives for each case; other jobs go with them."""
     for model in {case.split()[0] for case in cases if case in (*LOADED, *SLOW)}:
@@ -226,11 +255,15 @@ def critic(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def lora(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+def lora(
+    directory: Path,
+) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
     """The ranks' jobs by case; what one process gives, and LoRA written out in torch."""
     model = LORA[0].split()[0]
     expected = lora_ranks.train_alone(directory, model)
-    return {case: lora_ranks.make_job(directory, model, case, options_of(case)) for case in LORA}, expected
+    return {
+        case: lora_ranks.make_job(directory, model, case, options_of(case)) for case in LORA
+    }, expected
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +325,16 @@ def check(case: str, result: dict[str, Any], expected: dict[str, Any], directory
     _, bound = rounding.logits(model, rounding.rows_of(batch))  # of each side
     torch.testing.assert_close(result["logits"][valid], logits[valid], atol=2 * bound, rtol=0)
     for quantity, values in described(logits, batch).items():
-        torch.testing.assert_close(result["score"][quantity], values, atol=2 * score_bound(case, directory), rtol=0)
-    assert result["digest"] == digest(iterate_weights(model)), "HF -> Megatron -> HF is not bit-exact"
+        torch.testing.assert_close(
+            result["score"][quantity], values, atol=2 * score_bound(case, directory), rtol=0
+        )
+    assert result["digest"] == digest(iterate_weights(model)), (
+        "HF -> Megatron -> HF is not bit-exact"
+    )
     assert result["same_on_all_ranks"]
-    assert torch.equal(result["reference"], result["score"]["logprobs"]), "the snapshot moved with the policy"
+    assert torch.equal(result["reference"], result["score"]["logprobs"]), (
+        "the snapshot moved with the policy"
+    )
     for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
         check_metrics(got, wanted)
     start = dict(iterate_weights(model))
@@ -308,11 +347,21 @@ def check(case: str, result: dict[str, Any], expected: dict[str, Any], directory
 def score_bound(case: str, directory: Path) -> float:
     """How far rounding may bring a log-prob at the lowest temperature; entropies depend less on the logits."""
     batch = batch_of(case)
-    return rounding.logprobs(directory / case.split()[0], rounding.rows_of(batch), float(batch.temperatures.min()))[1]
+    return rounding.logprobs(
+        directory / case.split()[0], rounding.rows_of(batch), float(batch.temperatures.min())
+    )[1]
 
 
 def check_metrics(got: dict[str, float], wanted: dict[str, float]) -> None:
-    for metric in ("loss", "gradient_norm", "entropy", "highest_entropy", "tokens_seen", "lr", "tokens"):
+    for metric in (
+        "loss",
+        "gradient_norm",
+        "entropy",
+        "highest_entropy",
+        "tokens_seen",
+        "lr",
+        "tokens",
+    ):
         assert got[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-7), metric
 
 
@@ -342,7 +391,9 @@ def check_loaded(result: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", FAST)
-def test_layout_equals_one_process_and_transformers(case: str, fast: Any, single: Any, directory: Path) -> None:
+def test_layout_equals_one_process_and_transformers(
+    case: str, fast: Any, single: Any, directory: Path
+) -> None:
     check(case, fast[case], single[case.split()[0]], directory)
 
 
@@ -361,12 +412,16 @@ def test_dummy_microbatches_change_nothing(case: str, fast: Any, directory: Path
     check(case, fast[case], train(directory / "qwen2-tied", batch_of(case)), directory)
 
 
-def test_a_critic_over_ranks_is_one_plain_critic_and_its_checkpoints_load_both_ways(fast: Any, critic: Any) -> None:
+def test_a_critic_over_ranks_is_one_plain_critic_and_its_checkpoints_load_both_ways(
+    fast: Any, critic: Any
+) -> None:
     critic_ranks.check(*critic)
 
 
 @pytest.mark.parametrize("case", LORA)
-def test_adapters_over_ranks_are_plain_lora_and_their_checkpoints_load_both_ways(case: str, fast: Any, lora: Any) -> None:
+def test_adapters_over_ranks_are_plain_lora_and_their_checkpoints_load_both_ways(
+    case: str, fast: Any, lora: Any
+) -> None:
     jobs, expected = lora
     lora_ranks.check_layout(jobs[case], *expected)
 
@@ -387,13 +442,17 @@ def check_routed(case: str, result: dict[str, Any], expected: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_experts_are_recorded_taken_and_balanced_on_all_ranks(case: str, fast: Any, single: Alone) -> None:
+def test_experts_are_recorded_taken_and_balanced_on_all_ranks(
+    case: str, fast: Any, single: Alone
+) -> None:
     check_routed(case, fast[case], single.of(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROUTED_SLOW)
-def test_experts_are_routed_and_balanced_in_every_layout(case: str, slow: Any, single: Alone) -> None:
+def test_experts_are_routed_and_balanced_in_every_layout(
+    case: str, slow: Any, single: Alone
+) -> None:
     check_routed(case, slow[case], single.of(case))
 
 
@@ -402,12 +461,16 @@ def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) 
     one, other = (fast[f"{OBSERVATIONS} {word}"] for word in ("observed", "changed"))
     assert one["metrics"] == other["metrics"]
     assert digest(one["weights"].items()) == digest(other["weights"].items())
-    assert not torch.equal(one["score"]["logprobs"], other["score"]["logprobs"]), "the tokens are the same"
+    assert not torch.equal(one["score"]["logprobs"], other["score"]["logprobs"]), (
+        "the tokens are the same"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
-def test_every_layout_equals_one_process_and_transformers(case: str, slow: Any, single: Any, directory: Path) -> None:
+def test_every_layout_equals_one_process_and_transformers(
+    case: str, slow: Any, single: Any, directory: Path
+) -> None:
     name = case.split()[0]
     expected = single[name] if "few" not in case else train(directory / name, batch_of(case))
     check(case, slow[case], expected, directory)
@@ -423,7 +486,9 @@ ROUNDOFF = 2.0**-8
 @pytest.fixture(scope="module")
 def rounded(directory: Path) -> dict[str, Any]:
     """One process in bfloat16 with float32 master weights."""
-    return train(directory / "qwen2-tied", batch_of("qwen2-tied"), options=options_of("qwen2-tied bf16"))
+    return train(
+        directory / "qwen2-tied", batch_of("qwen2-tied"), options=options_of("qwen2-tied bf16")
+    )
 
 
 @pytest.mark.parametrize("case", ROUNDED)
@@ -441,8 +506,12 @@ def test_bfloat16_is_as_exact_over_ranks_as_in_one_process(
         "logits": lambda side: side["logits"][valid],
         "log-probs": lambda side: side["score"]["logprobs"],
         "losses": lambda side: torch.tensor([metrics["loss"] for metrics in side["metrics"]]),
-        "gradient norms": lambda side: torch.tensor([metrics["gradient_norm"] for metrics in side["metrics"]]),
-        "updates": lambda side: torch.cat([(side["weights"][key] - start[key]).flatten() for key in sorted(start)]),
+        "gradient norms": lambda side: torch.tensor(
+            [metrics["gradient_norm"] for metrics in side["metrics"]]
+        ),
+        "updates": lambda side: torch.cat(
+            [(side["weights"][key] - start[key]).flatten() for key in sorted(start)]
+        ),
     }
     found = {name: (error(result, of), error(rounded, of)) for name, of in quantities.items()}
     for name, (over_ranks, alone) in found.items():

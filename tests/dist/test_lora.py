@@ -19,7 +19,10 @@ from tests.dist.test_layouts import options_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-MODELS: dict[str, dict[str, Any]] = {"qwen2-tied": {"family": "qwen2", "tied": True}, "qwen3": {"family": "qwen3"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3"},
+}
 CASES = [
     f"{model} {layout}".strip()
     for model in MODELS
@@ -34,7 +37,14 @@ CASES = [
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lora")
     for name, options in MODELS.items():
-        tiny_model(path / name, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15, **options)
+        tiny_model(
+            path / name,
+            tokenizer=False,
+            vocab_size=VOCAB,
+            num_hidden_layers=4,
+            scale=0.15,
+            **options,
+        )
     return path
 
 
@@ -51,7 +61,9 @@ def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
-def test_peft_loads_what_ranks_export_with_the_same_logits(layout: str, directory: Path, jobs: Any) -> None:
+def test_peft_loads_what_ranks_export_with_the_same_logits(
+    layout: str, directory: Path, jobs: Any
+) -> None:
     """The package itself, where it is installed: log-probs of its model and of the ranks' policy, and its merged weights."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
@@ -60,8 +72,12 @@ def test_peft_loads_what_ranks_export_with_the_same_logits(layout: str, director
     found, base = torch.load(job["result"], weights_only=False), job["model"]
     targets = LoraOptions(**LORA).targets
     adapter = directory / f"adapter-{layout}"
-    write_adapter(adapter, found["adapters"].items(), base=base, rank=RANK, alpha=ALPHA, targets=targets)
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    write_adapter(
+        adapter, found["adapters"].items(), base=base, rank=RANK, alpha=ALPHA, targets=targets
+    )
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter
+    )
     batch = job["batch"]
     with torch.no_grad():
         logits = model.eval()(batch.tokens).logits[:, :-1] / batch.temperatures[:, None, None]

@@ -28,7 +28,9 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 LIMIT_S = 150.0
 CUT_S = 20.0
@@ -51,8 +53,15 @@ def step_of(run: RunDirectory) -> int:
 
 def played_by(run: RunDirectory) -> list[int]:
     """How many of two workers have ended attempts in each step."""
-    records = [record for record in read_metrics(run.metrics) if "workers/up" in record] if run.metrics.is_file() else []
-    return [(record["workers/attempts_most"] > 0) + (record["workers/attempts_fewest"] > 0) for record in records]
+    records = (
+        [record for record in read_metrics(run.metrics) if "workers/up" in record]
+        if run.metrics.is_file()
+        else []
+    )
+    return [
+        (record["workers/attempts_most"] > 0) + (record["workers/attempts_fewest"] > 0)
+        for record in records
+    ]
 
 
 def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_nothing_else_is_lost(
@@ -73,7 +82,9 @@ def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_no
         until = time.monotonic() + LIMIT_S
         while not met():
             assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < until, f"{what} within {LIMIT_S:.0f} s\n{log.read_text()[-3000:]}"
+            assert time.monotonic() < until, (
+                f"{what} within {LIMIT_S:.0f} s\n{log.read_text()[-3000:]}"
+            )
             time.sleep(0.1)
 
     def goes_on(what: str, steps: int = 5) -> None:
@@ -107,7 +118,10 @@ def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_no
         second = plays_there("the cable was mended")
         assert second != first  # who was silent for too long has lost its place
         os.kill(second, signal.SIGSTOP)
-        wait_for(lambda: worker_there() not in (0, second), "a worker in place of the stopped one, which is ended,")
+        wait_for(
+            lambda: worker_there() not in (0, second),
+            "a worker in place of the stopped one, which is ended,",
+        )
         plays_there("a worker was stopped there")
         machines.end_ray(node, signal.SIGKILL)
         goes_on("the second machine lost its power")

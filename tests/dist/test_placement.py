@@ -21,7 +21,9 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 
 
@@ -55,7 +57,10 @@ def seen_by_ranks(placement: Placement, ranks: int, share: float) -> list[str]:
 
     actors = start_ranks(placement, ranks, 1, share, False)
     try:
-        look = [actor.__ray_call__.remote(lambda rank: os.environ["CUDA_VISIBLE_DEVICES"]) for actor in actors]
+        look = [
+            actor.__ray_call__.remote(lambda rank: os.environ["CUDA_VISIBLE_DEVICES"])
+            for actor in actors
+        ]
         return ray.get(look)
     finally:
         for actor in actors:
@@ -77,15 +82,23 @@ def seen_by_workers(count: int, each: int, share: float, placement: Placement | 
 
 @pytest.mark.parametrize(
     ("ranks", "engines", "each"),
-    [pytest.param(4, 4, 1, marks=pytest.mark.slow), pytest.param(4, 2, 2, marks=pytest.mark.slow), (2, 1, 2)],
+    [
+        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, marks=pytest.mark.slow),
+        (2, 1, 2),
+    ],
 )
-def test_ranks_and_workers_share_gpus_as_the_table_says(four_gpus: None, ranks: int, engines: int, each: int) -> None:
+def test_ranks_and_workers_share_gpus_as_the_table_says(
+    four_gpus: None, ranks: int, engines: int, each: int
+) -> None:
     placement = Placement(None, ranks, cpus=2, gpus=True)
     try:
         table = plan(placement.bundles, ranks, engines, each, shared=True, again=False)
         gpus = [bundle.gpu for bundle in table.bundles]
         assert seen_by_ranks(placement, ranks, 0.4) == gpus == [str(gpu) for gpu in range(ranks)]
-        expected = {f"{i}: {','.join(one.gpu for one in found)}" for i, found in enumerate(table.engines)}
+        expected = {
+            f"{i}: {','.join(one.gpu for one in found)}" for i, found in enumerate(table.engines)
+        }
         assert seen_by_workers(engines, each, 0.4, placement) == expected
     finally:
         placement.close()

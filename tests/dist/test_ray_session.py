@@ -19,7 +19,9 @@ import pytest
 from rlflow.cluster import session
 from rlflow.errors import ConfigError, RLFlowError
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+)
 
 
 @pytest.fixture(params=["silent", "HTTP/1", "closes"])
@@ -43,18 +45,27 @@ def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @needs_ray
-def test_a_server_that_is_not_ray_is_named_within_the_probes_time(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_ray_is_named_within_the_probes_time(
+    stranger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "PROBE_TIMEOUT_S", 0.3)
-    with pytest.raises(ConfigError, match=rf"no Ray cluster answers at '{stranger}': what listens there is not Ray"):
+    with pytest.raises(
+        ConfigError, match=rf"no Ray cluster answers at '{stranger}': what listens there is not Ray"
+    ):
         session.connect(stranger, cpus=1)
 
 
 def test_a_failed_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise Exception("The current node timed out during startup.\nSee the logs.")  # as Ray raises it
+        raise Exception(
+            "The current node timed out during startup.\nSee the logs."
+        )  # as Ray raises it
 
     monkeypatch.setattr(session.RaySession, "close", lambda self: self.abandon())
-    with pytest.raises(RLFlowError, match=r"Ray did not start: Exception: The current node timed out.*cluster\.ranks=0") as error:
+    with pytest.raises(
+        RLFlowError,
+        match=r"Ray did not start: Exception: The current node timed out.*cluster\.ranks=0",
+    ) as error:
         session._start(session.RaySession(), fail)
     assert "\n" not in str(error.value)
 
@@ -112,7 +123,9 @@ def test_a_script_that_imported_ray_before_listens_on_the_loopback_too() -> None
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LISTENING]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert said.stdout.startswith("True"), said.stdout + said.stderr[-2000:]
 
 
@@ -120,22 +133,47 @@ def test_a_script_that_imported_ray_before_listens_on_the_loopback_too() -> None
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False], ids=["token", "open"])
-def test_a_running_cluster_is_joined_as_the_docs_print_it(tmp_path: Path, short_path: str, guarded: bool) -> None:
+def test_a_running_cluster_is_joined_as_the_docs_print_it(
+    tmp_path: Path, short_path: str, guarded: bool
+) -> None:
     """With the token of `ray start`, which guards its cluster where the user has one; and a token where the cluster has none."""
     root = Path(__file__).resolve().parents[2]
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**clean, "HOME": str(tmp_path), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
         port, client_port = (free.getsockname()[1] for free in (first, second))
-    starter = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
-    options = [f"--port={port}", "--disable-usage-stats", "--include-dashboard=false", "--num-cpus=1"]
-    options += [f"--ray-client-server-port={client_port}", "--min-worker-port=0", "--max-worker-port=0"]
+    starter = [
+        sys.executable,
+        "-c",
+        "from ray.scripts.scripts import main; main()",
+        "start",
+        "--head",
+        "--block",
+    ]
+    options = [
+        f"--port={port}",
+        "--disable-usage-stats",
+        "--include-dashboard=false",
+        "--num-cpus=1",
+    ]
+    options += [
+        f"--ray-client-server-port={client_port}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
     options += [f"--temp-dir={short_path}"]
     mode = {} if guarded else {"RAY_AUTH_MODE": "disabled"}
     cluster = subprocess.Popen(
-        [*starter, *options], env={**environment, **mode}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*starter, *options],
+        env={**environment, **mode},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         assert cluster.stdout is not None
@@ -143,9 +181,16 @@ def test_a_running_cluster_is_joined_as_the_docs_print_it(tmp_path: Path, short_
         while "Ray runtime started" not in (line := cluster.stdout.readline()):
             lines.append(line)
             assert line, "".join(lines)
-        address = next(line for line in cluster.stdout if "ray start --address=" in line).split("'")[1]
+        address = next(line for line in cluster.stdout if "ray start --address=" in line).split(
+            "'"
+        )[1]
         joined = subprocess.run(
-            [sys.executable, "-c", JOIN, address], env=environment, capture_output=True, text=True, timeout=90, check=False
+            [sys.executable, "-c", JOIN, address],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
         )
         assert joined.stdout == "joined\n", joined.stderr[-2000:]
     finally:

@@ -23,7 +23,10 @@ ALONE: dict[str, Any] = {}
 MODEL_PARALLEL: dict[str, Any] = {"tensor_parallel": 2, "pipeline_parallel": 2}
 SPLIT: dict[str, Any] = {"distributed_optimizer": True}
 TENSOR_SPLIT: dict[str, Any] = {"tensor_parallel": 2, **SPLIT}  # x DP2
-STAGES_SPLIT: dict[str, Any] = {"pipeline_parallel": 2, **SPLIT}  # x DP2; a tied output layer has a bucket of its own
+STAGES_SPLIT: dict[str, Any] = {
+    "pipeline_parallel": 2,
+    **SPLIT,
+}  # x DP2; a tied output layer has a bucket of its own
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 WRITERS: dict[str, dict[str, Any]] = {"TP2-PP2": MODEL_PARALLEL, "PP2-DP2-split": STAGES_SPLIT}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (written by, options)
@@ -33,7 +36,11 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (written by, optio
     "TP2 x DP2 from one process": ("alone", TENSOR_SPLIT),
     "damaged": ("damaged", MODEL_PARALLEL),
 }
-SLOW_WRITERS = {"PP2-split": STAGES_SPLIT, "PP2-split-bf16": {**STAGES_SPLIT, **BFLOAT16}, "DP4": ALONE}
+SLOW_WRITERS = {
+    "PP2-split": STAGES_SPLIT,
+    "PP2-split-bf16": {**STAGES_SPLIT, **BFLOAT16},
+    "DP4": ALONE,
+}
 SLOW_READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "the same split": ("PP2-split", STAGES_SPLIT),
     "split over twice as many": ("PP2-split", SPLIT),
@@ -48,7 +55,15 @@ OTHER_MEGATRON = list(filter(None, os.environ.get("RLFLOW_MEGATRON_PATHS", "").s
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resume")
-    tiny_model(path / "model", "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=2, scale=0.15)
+    tiny_model(
+        path / "model",
+        "qwen2",
+        tied=True,
+        tokenizer=False,
+        vocab_size=VOCAB,
+        num_hidden_layers=2,
+        scale=0.15,
+    )
     return path
 
 
@@ -71,11 +86,17 @@ def alone(directory: Path) -> dict[str, Any]:
 Results = dict[str, list[dict[str, Any]]]
 
 
-def on_four_ranks(directory: Path, writers: dict[str, dict[str, Any]], readers: dict[str, Any]) -> Results:
+def on_four_ranks(
+    directory: Path, writers: dict[str, dict[str, Any]], readers: dict[str, Any]
+) -> Results:
     """Of all writers and readers: what each rank found."""
-    jobs = [job(directory, name, options, save=directory / name) for name, options in writers.items()]
+    jobs = [
+        job(directory, name, options, save=directory / name) for name, options in writers.items()
+    ]
     for name, (writer, options) in readers.items():
-        jobs.append(job(directory, name, options, load=directory / writer, damage=writer == "damaged"))
+        jobs.append(
+            job(directory, name, options, load=directory / writer, damage=writer == "damaged")
+        )
     launch(directory, jobs, limit_s=280, main=rank_main)
     return {
         name: [torch.load(f"{one['result']}.{rank}", weights_only=False) for rank in range(RANKS)]
@@ -105,7 +126,9 @@ def assert_continues(found: dict[str, Any], expected: dict[str, Any], bound: flo
     torch.testing.assert_close(found["reference"], expected["reference"], atol=10 * bound, rtol=0)
 
 
-@pytest.mark.parametrize("reader", [name for name, (writer, _) in READERS.items() if writer in WRITERS])
+@pytest.mark.parametrize(
+    "reader", [name for name, (writer, _) in READERS.items() if writer in WRITERS]
+)
 def test_a_run_continues_in_another_layout(reader: str, results: Results) -> None:
     writer, options = READERS[reader]
     for found in results[reader]:
@@ -148,7 +171,9 @@ def test_versions_of_megatron_core_continue_each_others_runs(
     wrote, read = run_elsewhere(megatron, directory, [writer, reader])
     assert_continues(read, alone, 1e-6)
     for options in (ALONE, SPLIT):
-        assert_continues(run(job(directory, "here", options, load=directory / "other")), wrote, 1e-6)
+        assert_continues(
+            run(job(directory, "here", options, load=directory / "other")), wrote, 1e-6
+        )
 
 
 def test_damage_is_the_same_error_on_every_rank(results: Any) -> None:

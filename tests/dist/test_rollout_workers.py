@@ -33,7 +33,9 @@ from tests.flow.test_asynchronous import AHEAD, assert_trained_exactly_once
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 IN_STEP = (*LEARNING, "run.deterministic=true", "metrics.trajectories_per_step=1000000", "metrics.picture=false", "run.steps=3",
            "evaluation.questions=4", "checkpoint.every_steps=0")  # fmt: skip
@@ -48,7 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def leaves_no_process() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
-    left = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    left = [
+        process for process in psutil.Process().children(recursive=True) if process not in before
+    ]
     _, alive = psutil.wait_procs(left, timeout=15.0)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
@@ -67,7 +71,10 @@ def workers_of(process: psutil.Process | None = None) -> list[psutil.Process]:
     found = []
     for child in (process or psutil.Process()).children(recursive=True):
         try:
-            if "WorkerActor" in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+            if (
+                "WorkerActor" in " ".join(child.cmdline())
+                and child.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
@@ -94,7 +101,11 @@ def meanwhile(action: Callable[[], None]) -> Iterator[None]:
 
 def step_reached(run: RunDirectory, step: int, within_s: float = 120.0) -> None:
     until = time.monotonic() + within_s
-    while not (run.metrics.is_file() and read_metrics(run.metrics) and read_metrics(run.metrics)[-1]["step"] >= step):
+    while not (
+        run.metrics.is_file()
+        and read_metrics(run.metrics)
+        and read_metrics(run.metrics)[-1]["step"] >= step
+    ):
         assert time.monotonic() < until, f"step {step} was not reached"
         time.sleep(0.02)
 
@@ -104,7 +115,10 @@ def outcome(config: RunConfig) -> tuple[list, dict[str, torch.Tensor]]:
     train(config)
     run = RunDirectory.open(Path(config.run.directory.format(name=config.run.name)))
     played = [
-        [(record["id"], record["turns"], record["reward"]) for record in read_trajectories(run.trajectories(step))]
+        [
+            (record["id"], record["turns"], record["reward"])
+            for record in read_trajectories(run.trajectories(step))
+        ]
         for step in range(1, config.run.steps + 1)
     ]
     for step in played:
@@ -123,9 +137,14 @@ def assert_same(found: tuple, expected: tuple) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(model: Path, tmp_path: Path) -> None:
+def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
+    model: Path, tmp_path: Path
+) -> None:
     expected = outcome(letters_config(model, tmp_path / "alone", *IN_STEP))
-    assert_same(outcome(letters_config(model, tmp_path / "one", *IN_STEP, "cluster.rollout_workers=1")), expected)
+    assert_same(
+        outcome(letters_config(model, tmp_path / "one", *IN_STEP, "cluster.rollout_workers=1")),
+        expected,
+    )
     run = RunDirectory(tmp_path / "two" / "letters")
 
     def kill() -> None:
@@ -134,7 +153,10 @@ def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
             process.kill()
 
     with meanwhile(kill):
-        assert_same(outcome(letters_config(model, tmp_path / "two", *IN_STEP, "cluster.rollout_workers=2")), expected)
+        assert_same(
+            outcome(letters_config(model, tmp_path / "two", *IN_STEP, "cluster.rollout_workers=2")),
+            expected,
+        )
 
 
 @pytest.mark.slow
@@ -168,8 +190,14 @@ def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trai
 
 @pytest.mark.slow
 def test_a_worker_that_can_never_start_is_one_error(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RLFlowError, match=r"^rollout.engine.kv_tokens: expected a whole number from 32"):
-        train(letters_config(model, tmp_path, "cluster.rollout_workers=2", "rollout.engine.kv_tokens=1"))
+    with pytest.raises(
+        RLFlowError, match=r"^rollout.engine.kv_tokens: expected a whole number from 32"
+    ):
+        train(
+            letters_config(
+                model, tmp_path, "cluster.rollout_workers=2", "rollout.engine.kv_tokens=1"
+            )
+        )
     assert not (tmp_path / "letters").exists()
 
 

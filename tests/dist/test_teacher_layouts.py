@@ -39,9 +39,16 @@ def distill(policy: Path, teacher: Path, **options: Any) -> dict[str, Any]:
     trainer, batch = Trainer.from_pretrained(policy, **{**OPTIONS, **options}), make_batch(VOCAB)
     trainer.load_frozen("teacher", teacher)
     scores = trainer.score(batch, "teacher", top_k=K)
-    batch = batch.replace(extras={TEACHER_TOP_IDS: scores["top_ids"], TEACHER_TOP_LOGPROBS: scores["top_logprobs"]})
+    batch = batch.replace(
+        extras={TEACHER_TOP_IDS: scores["top_ids"], TEACHER_TOP_LOGPROBS: scores["top_logprobs"]}
+    )
     metrics = trainer.update(batch, LOSS)
-    result = {"scores": scores, "metrics": metrics, "weights": dict(trainer.weights()), "batch": batch}
+    result = {
+        "scores": scores,
+        "metrics": metrics,
+        "weights": dict(trainer.weights()),
+        "batch": batch,
+    }
     trainer.close()
     return result
 
@@ -63,13 +70,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     path = tmp_path_factory.mktemp("distillation")
     sizes = {"tokenizer": False, "vocab_size": VOCAB, "num_hidden_layers": 4}
     policy = tiny_model(path / "policy", tied=True, **sizes)
-    teacher = tiny_model(path / "teacher", "qwen3", seed=1, **{**sizes, "hidden_size": 96, "num_hidden_layers": 8})
+    teacher = tiny_model(
+        path / "teacher", "qwen3", seed=1, **{**sizes, "hidden_size": 96, "num_hidden_layers": 8}
+    )
     jobs = [
         {"policy": policy, "teacher": teacher, "options": options, "result": path / f"{number}.pt"}
         for number, options in enumerate(CASES.values())
     ]
     launch(path, jobs, 500, distill_on_rank)
-    results = {case: torch.load(job["result"], weights_only=False) for case, job in zip(CASES, jobs, strict=True)}
+    results = {
+        case: torch.load(job["result"], weights_only=False)
+        for case, job in zip(CASES, jobs, strict=True)
+    }
     return {"one": distill(policy, teacher), "policy": policy, **results}  # type: ignore[dict-item]
 
 
@@ -83,7 +95,10 @@ def test_every_layout_gives_what_one_process_gives(found: dict[str, Any], case: 
         assert many["metrics"][name] == pytest.approx(one["metrics"][name], rel=2e-5), name
     reference = {key: value for key, value in OPTIONS.items() if key != "tokens_per_microbatch"}
     exact = rounding.Updates(
-        lambda: Trainer.from_pretrained(found["policy"], "reference", **reference), one["batch"], LOSS, 1
+        lambda: Trainer.from_pretrained(found["policy"], "reference", **reference),
+        one["batch"],
+        LOSS,
+        1,
     )
     for name, ours in many["weights"].items():
         assert ((ours - one["weights"][name]).abs() <= exact.most_apart(name, ours)).all(), name

@@ -27,7 +27,11 @@ def test_tokens_are_those_of_one_process_in_every_layout(tmp_path: Path) -> None
     model = write_letters_model(tmp_path / "model")
     alone = kept(model, tmp_path / "one")
     assert len(alone) == 6
-    layouts = {"tensor": ["trainer.tensor_parallel=2"], "pipeline": ["trainer.pipeline_parallel=2"], "data": []}
+    layouts = {
+        "tensor": ["trainer.tensor_parallel=2"],
+        "pipeline": ["trainer.pipeline_parallel=2"],
+        "data": [],
+    }
     for name, layout in layouts.items():
         shared = kept(model, tmp_path / name, "cluster.ranks=2", *layout)
         assert list(shared) == list(alone)
@@ -36,4 +40,6 @@ def test_tokens_are_those_of_one_process_in_every_layout(tmp_path: Path) -> None
                 assert one.tokens.tolist() == other.tokens.tolist()
                 for column in ("trainer_logprobs", "entropy", "advantages"):
                     expected, found = getattr(one, column), getattr(other, column)
-                    np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=f"{name} {column}")
+                    np.testing.assert_allclose(
+                        found, expected, atol=1e-5, err_msg=f"{name} {column}"
+                    )

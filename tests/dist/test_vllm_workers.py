@@ -21,14 +21,21 @@ from tests.unit.rollout.vllm.real import NEEDS_VLLM
 pytestmark = [
     *NEEDS_VLLM,
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 
 
 def test_a_worker_with_vllm_passes_the_probe_after_every_update_and_old_weights_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = write_letters_model(tmp_path / "model", **sizes)
     options = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8", "evaluation.questions=4",
                "evaluation.final_questions=4", "evaluation.every_steps=0", "trainer.backend=reference", "trainer.lr=0.05",
@@ -46,11 +53,16 @@ def test_a_worker_with_vllm_passes_the_probe_after_every_update_and_old_weights_
 
     load = WorkerRollout.load_weights
 
-    def stale(rollout: WorkerRollout, _: object, version: int, probe: WeightProbe | None = None) -> None:
-        load(rollout, iterate_weights(model), version, probe)  # whole and undamaged, and those of version 0
+    def stale(
+        rollout: WorkerRollout, _: object, version: int, probe: WeightProbe | None = None
+    ) -> None:
+        load(
+            rollout, iterate_weights(model), version, probe
+        )  # whole and undamaged, and those of version 0
 
     monkeypatch.setattr(WorkerRollout, "load_weights", stale)
     with pytest.raises(
-        RolloutError, match=r"after version 1 engine and trainer differ by .* nats on a token of the probe"
+        RolloutError,
+        match=r"after version 1 engine and trainer differ by .* nats on a token of the probe",
     ):
         train(letters_config(model, tmp_path / "off", *options))

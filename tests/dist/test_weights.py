@@ -30,7 +30,9 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -80,7 +82,9 @@ def large(version: int) -> list[tuple[str, torch.Tensor]]:
     return [("a", torch.full((16 * MIB,), float(version), dtype=torch.bfloat16))]  # 32 MiB
 
 
-def test_other_processes_read_what_was_published_whole_or_as_what_changed(ray: Any, elsewhere: Any) -> None:
+def test_other_processes_read_what_was_published_whole_or_as_what_changed(
+    ray: Any, elsewhere: Any
+) -> None:
     publisher = WeightPublisher(put, delta=True)
     for version in (1, 2, 3):
         pairs = trained(version) if version < 3 else made(3)
@@ -88,10 +92,16 @@ def test_other_processes_read_what_was_published_whole_or_as_what_changed(ray: A
         found, size, delta = ray.get(elsewhere.read.remote(Update(offer)), timeout=60)
         assert found == offer.digest == digest(pairs) and delta == (version == 2)
         assert size < offer.bytes / 20 if delta else size == offer.bytes
-    assert ray.get(elsewhere.read.remote(Update(offer), "late"), timeout=60) == (found, offer.bytes, False)
+    assert ray.get(elsewhere.read.remote(Update(offer), "late"), timeout=60) == (
+        found,
+        offer.bytes,
+        False,
+    )
 
 
-def test_a_reader_goes_on_with_a_version_that_its_publisher_has_let_go(ray: Any, elsewhere: Any) -> None:
+def test_a_reader_goes_on_with_a_version_that_its_publisher_has_let_go(
+    ray: Any, elsewhere: Any
+) -> None:
     publisher = WeightPublisher(put)
     offer = publisher.publish(large(1), 1)
     expected, asked = offer.digest, elsewhere.read.remote(Update(offer), "slow")
@@ -129,7 +139,9 @@ def test_weights_whose_publisher_has_died_are_one_error(ray: Any) -> None:
             time.sleep(0.1)
 
 
-def test_a_bucket_that_does_not_come_is_given_up_at_the_deadline(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_does_not_come_is_given_up_at_the_deadline(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_store, "GET_S", 0.3)
     slow = ray.remote(num_cpus=0)(lambda: time.sleep(5.0)).remote()
     told = r"^weights of version 1: waited 0.3 s for 7 MiB from Ray's object store; is the network"
@@ -137,17 +149,26 @@ def test_a_bucket_that_does_not_come_is_given_up_at_the_deadline(ray: Any, monke
         object_store.StoredBucket(slow, 7 * MIB).get("weights of version 1")
 
 
-def test_a_store_that_is_too_small_is_told_once_at_the_start(ray: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_too_small_is_told_once_at_the_start(
+    ray: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         check_room(store_bytes())
         assert not caplog.records
         check_room(store_bytes() + MIB)
-    assert "the smallest object store of Ray here has" in caplog.text and "--shm-size" in caplog.text
+    assert (
+        "the smallest object store of Ray here has" in caplog.text and "--shm-size" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("needed", "free", "expected"),
-    [(20, 100, {}), (50, 100, {"object_store_memory": 50}), (50, 40, {"object_store_memory": 38}), (50, 20, {})],
+    [
+        (20, 100, {}),
+        (50, 100, {"object_store_memory": 50}),
+        (50, 40, {"object_store_memory": 38}),
+        (50, 20, {}),
+    ],
 )
 def test_a_store_of_rays_own_is_as_large_as_the_weights_need_and_memory_allows(
     needed: int, free: int, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -180,14 +201,18 @@ publisher.publish(endless(), 2)
 def test_a_driver_killed_while_it_publishes_leaves_neither_process_nor_memory() -> None:
     free = psutil.disk_usage("/dev/shm").free
     program = PUBLISHER.format(root=str(ROOT))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         family = [int(number) for number in process.stdout.readline().split()]
         held = psutil.disk_usage("/dev/shm").free
         assert family and held < free - 200 * MIB
         os.kill(process.pid, signal.SIGKILL)
     until(lambda: not any(map(psutil.pid_exists, family)), 30.0)
-    until(lambda: psutil.disk_usage("/dev/shm").free > held + 200 * MIB, 10.0)  # others' Rays come and go meanwhile
+    until(
+        lambda: psutil.disk_usage("/dev/shm").free > held + 200 * MIB, 10.0
+    )  # others' Rays come and go meanwhile
 
 
 def test_nothing_is_put_where_ray_was_left(monkeypatch: pytest.MonkeyPatch) -> None:

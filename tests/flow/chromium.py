@@ -12,7 +12,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: the extra 'browser'")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed: the extra 'browser'"
+    )
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:
         pytest.skip("no chromium or chromedriver: apt install chromium chromium-driver")
@@ -32,7 +34,9 @@ def browser() -> Iterator[Any]:
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    started = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(executable_path=driver)
+    )
     started.set_page_load_timeout(60)
     yield started
     started.quit()

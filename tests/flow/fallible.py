@@ -17,7 +17,11 @@ THEIRS = '{"process": 1, "host": "elsewhere", "epoch": 9, "token": "theirs"}'
 
 def written(run: Path) -> dict[str, str]:
     """The content of every file of the run, but for its log, its lock and what is half written."""
-    files = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith(("log", "run.lock"))]
+    files = [
+        path
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.startswith(("log", "run.lock"))
+    ]
     return {str(path): path.read_bytes().hex() for path in files if ".partial" not in str(path)}
 
 
@@ -32,7 +36,9 @@ class FallibleLetters(Letters):
     process takes at the hundredth step; what its files held then is noted beside it. holds: a file that is made at the
     three hundredth step, where it is not there; then one call holds the interpreter, for ever."""
 
-    def __init__(self, out: str = "", takes_s: float = 0.0, steals: str = "", holds: str = "") -> None:
+    def __init__(
+        self, out: str = "", takes_s: float = 0.0, steals: str = "", holds: str = ""
+    ) -> None:
         super().__init__()
         self._holds = Path(holds) if holds else None
         self._out, self._takes_s, self._steals, self._steps = out, takes_s, steals, 0

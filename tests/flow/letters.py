@@ -36,7 +36,10 @@ class Letters(Environment):
 
     def tasks(self, split: str) -> Sequence[Task]:
         pairs = [(one, other) for one in LETTERS for other in LETTERS][: self._count]
-        return [Task(f"{split}-{one}{other}", self._prompt.format(letter=one), (one, other)) for one, other in pairs]
+        return [
+            Task(f"{split}-{one}{other}", self._prompt.format(letter=one), (one, other))
+            for one, other in pairs
+        ]
 
     async def step(self, episode: Episode, response: str) -> Step:
         said = response == episode.task.answer[episode.turns - 1]
@@ -55,9 +58,17 @@ def write_letters_model(path: Path, family: str = "qwen2", **sizes: Any) -> Path
     words = [*SPECIAL, *LETTERS, DEMAND, "|"]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.Fuse()
-    small = {"vocab_size": len(words), "hidden_size": 32, "intermediate_size": 64, "eos_token_id": 1, "pad_token_id": 0}
+    small = {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     tiny_model(path, family, tokenizer=False, **{**small, **sizes})
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
     fast.save_pretrained(str(path))
     return path
 
@@ -66,7 +77,9 @@ LEARNING = ("rollout.prompts_per_step=12", "rollout.samples_per_prompt=8")
 """Overrides of a run that is to learn."""
 
 
-def letters_config(model: Path, runs: Path, *overrides: str, preset: str | None = None) -> RunConfig:
+def letters_config(
+    model: Path, runs: Path, *overrides: str, preset: str | None = None
+) -> RunConfig:
     """A run of few and small steps; the run directory is `runs/letters`. With LEARNING it solves the task in seconds.
     preset: another algorithm."""
     values = [

@@ -195,7 +195,10 @@ def follow(folder: Path) -> dict[str, float]:
         python = follower.run("python", ["bash", "-c", found]).strip()
         encoder = folder / "encoder"
         follower.run("encoder", [python, "-c", ENCODER, encoder])
-        for repo, place in {"intfloat/e5-base-v2": encoder, "Qwen/Qwen2.5-3B-Instruct": POLICY}.items():
+        for repo, place in {
+            "intfloat/e5-base-v2": encoder,
+            "Qwen/Qwen2.5-3B-Instruct": POLICY,
+        }.items():
             hub.files[repo] = {file.name: file.read_bytes() for file in place.iterdir()}
         follower.script("build_index")
         with socket.socket() as probe:
@@ -225,7 +228,11 @@ def train_and_evaluate(follower: Follower, python: str, server: str) -> None:
     assert (run / "metrics.jsonl").stat().st_size
     convert = [python, "tools/ckpt_convert", "to-hf", run / "checkpoints" / "step_000001", exported]
     follower.run("convert", [*convert, "--hf", POLICY])
-    places = {"/path/to/eval/model": str(exported), "/path/to/eval.jsonl": questions, "0.0.0.0:8000": server}
+    places = {
+        "/path/to/eval/model": str(exported),
+        "/path/to/eval.jsonl": questions,
+        "0.0.0.0:8000": server,
+    }
     theirs = filled("rlinf_eval.yaml", folder / "their_eval.yaml", places)
     ours = folder / "our_eval.yaml"
     follower.script("run_train", "--config", theirs, "--out", ours, *CPU)

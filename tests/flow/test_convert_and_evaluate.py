@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "searchr1"
@@ -29,7 +31,11 @@ def bash(*command: str | Path) -> str:
     """The standard error of a script of the recipe, run with this Python's environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", *map(str, command)], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=600
+        ["bash", *map(str, command)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stderr
@@ -38,10 +44,15 @@ def bash(*command: str | Path) -> str:
 def answers(file: Path) -> dict[str, tuple[float, list[str]]]:
     """{question: (exact match, what the policy wrote)} of a file of trajectories."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {one["task_id"]: (one["metrics"]["exact_match"], [turn["response"] for turn in one["turns"]]) for one in lines}
+    return {
+        one["task_id"]: (one["metrics"]["exact_match"], [turn["response"] for turn in one["turns"]])
+        for one in lines
+    }
 
 
-def test_training_over_tp2_pp2_converting_and_evaluating_agree_to_the_question(tmp_path: Path) -> None:
+def test_training_over_tp2_pp2_converting_and_evaluating_agree_to_the_question(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     bash(
         RECIPE / "run_train.sh",
@@ -59,9 +70,26 @@ def test_training_over_tp2_pp2_converting_and_evaluating_agree_to_the_question(t
     )
     checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
     start = RECIPE / "starting_policy"
-    assert main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--hf", str(start), "--tp", "2", "--pp", "2"]) == 0
+    assert (
+        main(
+            [
+                "to-hf",
+                str(checkpoint),
+                str(tmp_path / "out"),
+                "--hf",
+                str(start),
+                "--tp",
+                "2",
+                "--pp",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(run / "export"))
-    assert digest(iterate_weights(run / "export")) != digest(iterate_weights(start)), "nothing was trained"
+    assert digest(iterate_weights(run / "export")) != digest(iterate_weights(start)), (
+        "nothing was trained"
+    )
 
     own = answers(run / "evaluations" / f"step_{STEPS:06d}.jsonl")
     assert len(own) == QUESTIONS and 0 < sum(score for score, _ in own.values()) < QUESTIONS

@@ -42,21 +42,36 @@ class Places:
 
     routing = None
 
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)
+    ) -> dict[str, Tensor]:
         places = torch.arange(batch.tokens.shape[1]).expand(batch.tokens.shape).float()
         return {name: torch.where(places < batch.lengths[:, None], places, 0.0) for name in want}
 
 
 def test_a_step_asks_for_the_values_before_each_token_and_after_the_last() -> None:
     segments = [
-        Segment(torch.arange(length), torch.arange(length) >= 2, torch.zeros(length), torch.zeros(length, dtype=torch.int64))
+        Segment(
+            torch.arange(length),
+            torch.arange(length) >= 2,
+            torch.zeros(length),
+            torch.zeros(length, dtype=torch.int64),
+        )
         for length in (3, 5)
     ]
-    batch = make_batch([Trajectory("t", "g", [one], [], 1.0, StopReason.MAX_TURNS) for one in segments])
+    batch = make_batch(
+        [Trajectory("t", "g", [one], [], 1.0, StopReason.MAX_TURNS) for one in segments]
+    )
     scored = score_step(batch, Places(), frozenset({"values"}))  # type: ignore[arg-type]
-    assert scored.values.tolist() == [[0, 0, 2, 0, 0], [0, 0, 2, 3, 4]] and scored.final_values.tolist() == [3, 5]
+    assert scored.values.tolist() == [
+        [0, 0, 2, 0, 0],
+        [0, 0, 2, 3, 4],
+    ] and scored.final_values.tolist() == [3, 5]
     _, returns = GAE(bootstrap=True, whiten=False, lam=0.0)(scored)
-    assert returns.tolist() == [[0, 0, 4, 0, 0], [0, 0, 3, 4, 6]]  # the successor's value, at the end with the reward of 1
+    assert returns.tolist() == [
+        [0, 0, 4, 0, 0],
+        [0, 0, 3, 4, 6],
+    ]  # the successor's value, at the end with the reward of 1
     assert score_step(batch, Places(), frozenset()).values is None  # type: ignore[arg-type]
 
 
@@ -71,7 +86,9 @@ def test_the_preset_trains_three_steps(model: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in steps] == [1, 2, 3]
     for number, record in enumerate(steps):
         assert all(math.isfinite(value) for value in record.values())
-        assert record["train/critic_lr"] == pytest.approx(1e-5 * (2 * number + 1.5) / 30)  # the mean of two updates
+        assert record["train/critic_lr"] == pytest.approx(
+            1e-5 * (2 * number + 1.5) / 30
+        )  # the mean of two updates
         assert record["train/gradient_norm"] > 0 and record["train/critic_gradient_norm"] > 0
         assert record["train/value_clip_fraction"] == 0
     assert steps[0]["train/value"] == 0 != steps[1]["train/value"]  # the head starts as 0
@@ -82,9 +99,16 @@ def test_a_resumed_run_goes_on_with_its_critic(model: Path, tmp_path: Path) -> N
     """The same numbers as without an interruption, but for times, speed and memory."""
 
     def kept(steps: list[dict[str, float]]) -> list[dict[str, float]]:
-        return [{key: value for key, value in record.items() if key.startswith("train/")} for record in steps]
+        return [
+            {key: value for key, value in record.items() if key.startswith("train/")}
+            for record in steps
+        ]
 
-    options = ("run.deterministic=true", "algorithm.critic.lr=1e-3", "algorithm.critic.warmup_updates=3")
+    options = (
+        "run.deterministic=true",
+        "algorithm.critic.lr=1e-3",
+        "algorithm.critic.warmup_updates=3",
+    )
     whole = preset_run(model, tmp_path / "whole", *options)
     first = preset_run(model, tmp_path / "cut", *options, "run.steps=1")
     steps = preset_run(model, tmp_path / "cut", *options, "run.resume=true")
@@ -95,9 +119,18 @@ def test_a_resumed_run_goes_on_with_its_critic(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm.advantage=gae", "algorithm.losses=[ppo_clip, value]"], r"algorithm\.critic: .* none: set algorithm\.critic"),
-        (["algorithm.critic={lr: 1e-4}"], r"algorithm\.critic: the other parts expect null.*: remove it"),
-        (["algorithm.critic={}", "algorithm.advantage=gae"], "the advantage reads a critic that no loss trains"),
+        (
+            ["algorithm.advantage=gae", "algorithm.losses=[ppo_clip, value]"],
+            r"algorithm\.critic: .* none: set algorithm\.critic",
+        ),
+        (
+            ["algorithm.critic={lr: 1e-4}"],
+            r"algorithm\.critic: the other parts expect null.*: remove it",
+        ),
+        (
+            ["algorithm.critic={}", "algorithm.advantage=gae"],
+            "the advantage reads a critic that no loss trains",
+        ),
     ],
 )
 def test_a_critic_without_use_and_a_use_without_critic_are_refused(
@@ -110,7 +143,9 @@ def test_a_critic_without_use_and_a_use_without_critic_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 10])
-def test_critic_and_policy_learn_with_and_without_warm_up(model: Path, tmp_path: Path, warmup: int) -> None:
+def test_critic_and_policy_learn_with_and_without_warm_up(
+    model: Path, tmp_path: Path, warmup: int
+) -> None:
     critic = f"algorithm.critic={{lr: 5e-3, warmup_updates: {warmup}}}"
     found = records(letters_config(model, tmp_path, *PPO, critic, f"run.steps={60 + warmup}"))
     rewards = [record["train/reward"] for record in found]

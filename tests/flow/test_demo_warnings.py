@@ -71,10 +71,14 @@ def test_a_reward_that_is_the_same_for_all(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_reward_that_ignores_the_evidence(world: Path, tmp_path: Path) -> None:
-    assert told(world, tmp_path, f"environment.reward={HERE}:guess") == ["rewarded without evidence"]
+    assert told(world, tmp_path, f"environment.reward={HERE}:guess") == [
+        "rewarded without evidence"
+    ]
 
 
-def test_an_engine_with_old_weights(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_old_weights(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(rollout: Rollout, weights: object, version: int, probe: object = None) -> None:
         """The engine takes the version for the weights."""
         rollout.version = rollout.engines[0]._scheduler.runner.version = version

@@ -34,14 +34,23 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("place"))
     model = write_letters_model(place.path / "model")
-    options = ("run.steps=1", "evaluation.at_start=false", "checkpoint.export=false", "metrics.picture=false")
+    options = (
+        "run.steps=1",
+        "evaluation.at_start=false",
+        "checkpoint.export=false",
+        "metrics.picture=false",
+    )
     write_config(letters_config(model, place.runs, *options), place.config)
     _break_models(place.path, model)
     rows = [{"question": f"Who is {number}?", "answer": "me"} for number in range(5)]
     (place.path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows[3] = {"question": "Who?"}
-    (place.path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{not json\n")
-    (place.path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n")
+    (place.path / "bad.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + "{not json\n"
+    )
+    (place.path / "corpus.jsonl").write_text(
+        json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n"
+    )
     (place.path / "not.yaml").write_text("run: [unclosed\n")
     (place.path / "file").write_text("a file, no directory")
     (place.path / "cut.py").write_text("import os\n\nclass Thing(:\n")
@@ -57,7 +66,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def _break_models(path: Path, model: Path) -> None:
     """Copies of the model, each with one fault."""
-    for name in ("without_config", "without_weights", "without_tokenizer", "cut_weights", "gpt2", "broken_config"):
+    for name in (
+        "without_config",
+        "without_weights",
+        "without_tokenizer",
+        "cut_weights",
+        "gpt2",
+        "broken_config",
+    ):
         (path / name).mkdir()
         for file in model.iterdir():
             (path / name / file.name).write_bytes(file.read_bytes())
@@ -160,7 +176,9 @@ def run(place: Place, arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     """(exit code, stderr) of `rlflow train` in this process, on top of the configuration that works."""
     config = [] if "--config" in arguments else ["--config", str(place.config)]
     capsys.readouterr()
-    code = cli.main(["train", *config, *(argument.format(place=place.path) for argument in arguments)])
+    code = cli.main(
+        ["train", *config, *(argument.format(place=place.path) for argument in arguments)]
+    )
     return code, capsys.readouterr().err
 
 
@@ -185,7 +203,11 @@ def test_a_mistake_is_one_line_that_says_how_to_mend_it_and_leaves_no_trace(
 
 @pytest.mark.parametrize(
     "package, arguments",
-    [("ray", ["cluster.ranks=1"]), ("tensorboard", ["metrics.sinks=[tensorboard]"]), ("wandb", ["metrics.sinks=[wandb]"])],
+    [
+        ("ray", ["cluster.ranks=1"]),
+        ("tensorboard", ["metrics.sinks=[tensorboard]"]),
+        ("wandb", ["metrics.sinks=[wandb]"]),
+    ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     package: str,
@@ -194,11 +216,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # what Python itself does for a package that must not be found
+    monkeypatch.setitem(
+        sys.modules, package, None
+    )  # what Python itself does for a package that must not be found
     before = contents(place)
     code, err = run(place, arguments, capsys)
     assert code == 2 and len(err.splitlines()) == 1
-    assert f"'{package}' is not installed" in err and "pip install -e '" in err and f"[{package}]'" in err
+    assert (
+        f"'{package}' is not installed" in err
+        and "pip install -e '" in err
+        and f"[{package}]'" in err
+    )
     assert contents(place) == before
 
 
@@ -208,7 +236,12 @@ def test_rows_that_nobody_can_read_are_counted_even_when_there_are_many(
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "Who?"}\n' * 1000 + '{"question": "Who?", "answer": "me"}\n')
     code, err = run(place, [SEARCH, f"environment.val={data}"], capsys)
-    assert code == 2 and "1000 of 1001 rows" in err and "and 997 more" in err and len(err.splitlines()) == 1
+    assert (
+        code == 2
+        and "1000 of 1001 rows" in err
+        and "and 997 more" in err
+        and len(err.splitlines()) == 1
+    )
 
 
 def test_prompts_over_the_limit_are_dropped_counted_and_said(
@@ -225,18 +258,31 @@ def test_prompts_over_the_limit_are_dropped_counted_and_said(
         f"run.directory={tmp_path}/run",
         "data.max_prompt_tokens=9",
     ]
-    code, err = run(place, [word.replace("{", "{{").replace("}", "}}") for word in arguments], capsys)
+    code, err = run(
+        place, [word.replace("{", "{{").replace("}", "}}") for word in arguments], capsys
+    )
     assert code == 0, err
     assert "split 'train': 4 of 12 prompts over 9 tokens dropped" in err
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["data/prompts_dropped"] == 4
-    assert "4 of 12 prompts" in (tmp_path / "run/log.txt").read_text()  # said before the directory was there
+    assert (
+        json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])[
+            "data/prompts_dropped"
+        ]
+        == 4
+    )
+    assert (
+        "4 of 12 prompts" in (tmp_path / "run/log.txt").read_text()
+    )  # said before the directory was there
 
 
-def test_the_corrected_command_starts_at_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_corrected_command_starts_at_once(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also after a start that was killed before its first step, or that failed on what only the environment finds."""
     directory = place.path / "corrected" / "run"
     where = f"run.directory={directory}"
-    assert run(place, [where, "data.max_prompt_tokens=1"], capsys)[0] == 2 and not directory.exists()
+    assert (
+        run(place, [where, "data.max_prompt_tokens=1"], capsys)[0] == 2 and not directory.exists()
+    )
     directory.mkdir(parents=True)
     for name in (
         "run.lock",
@@ -282,14 +328,19 @@ def test_what_fails_in_the_first_step_is_one_line_too(
 ) -> None:
     arguments: dict[str, Callable[[], tuple[list[str], str]]] = {
         "environment_error": lambda: (_failing(tmp_path), "episodes were aborted"),
-        "tokens_beyond_the_model": lambda: ([f"model.path={_small_vocabulary(tmp_path)}"], "vocabulary"),
+        "tokens_beyond_the_model": lambda: (
+            [f"model.path={_small_vocabulary(tmp_path)}"],
+            "vocabulary",
+        ),
     }
     overrides, words = arguments[name]()
     code, err = run(place, [f"run.directory={tmp_path}/run", *overrides], capsys)
     last = err.splitlines()[-1]
     assert code == 2 and words in last and last.startswith("rlflow: ") and "Traceback" not in err
     assert len(err.splitlines()) <= 2  # how many episodes were aborted, and the error
-    assert run(place, [f"run.directory={tmp_path}/run"], capsys)[0] == 0  # nothing was measured: the name is free
+    assert (
+        run(place, [f"run.directory={tmp_path}/run"], capsys)[0] == 0
+    )  # nothing was measured: the name is free
 
 
 @pytest.mark.parametrize(
@@ -298,7 +349,12 @@ def test_what_fails_in_the_first_step_is_one_line_too(
      ("shutdown", 0, "Odd.shutdown failed, what it started may still be running: KeyError: 'lost'")],
 )  # fmt: skip
 def test_an_environment_that_fails_outside_of_episodes_is_one_line(
-    method: str, code: int, words: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str,
+    code: int,
+    words: str,
+    place: Place,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the run's own exit code: what fails after the end takes nothing from what was reached."""
     (tmp_path / "odd.py").write_text(
@@ -308,7 +364,9 @@ def test_an_environment_that_fails_outside_of_episodes_is_one_line(
     )
     named = f"environment={{{{name: '{tmp_path}/odd.py:Odd'}}}}"
     found, err = run(place, [f"run.directory={tmp_path}/run", named], capsys)
-    said = [line for line in err.splitlines() if "no gradient" not in line]  # of a task that is always solved
+    said = [
+        line for line in err.splitlines() if "no gradient" not in line
+    ]  # of a task that is always solved
     assert found == code and len(said) == 1 and words in said[0], err
 
 
@@ -326,7 +384,9 @@ def _small_vocabulary(path: Path) -> Path:
     return tiny_model(model, tokenizer=False, vocab_size=4, hidden_size=32, intermediate_size=64)
 
 
-def test_a_configuration_that_works_does(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_works_does(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The mistakes above are found in this one, so it has to be sound."""
     code, err = run(place, [f"run.directory={tmp_path}/run"], capsys)
     assert code == 0 and err == ""

@@ -36,11 +36,17 @@ def busy_config(model: Path, runs: Path, *options: str) -> RunConfig:
     return letters_config(model, runs, *LEARNING, *options)
 
 
-def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: random.Random) -> bool:
+def kill_at_a_moment(
+    process: subprocess.Popen[str], run: RunDirectory, draw: random.Random
+) -> bool:
     """Kills the run's whole session after some steps of its own: at a random time, or as soon as it writes a checkpoint.
     Returns whether it was still running."""
     first = last_step(run)
-    wait_for(lambda: last_step(run) > first or run.summary.is_file() or process.poll() is not None, process, LIMIT_S)
+    wait_for(
+        lambda: last_step(run) > first or run.summary.is_file() or process.poll() is not None,
+        process,
+        LIMIT_S,
+    )
     in_a_save, delay_s = draw.random() < 0.6, draw.uniform(0, 0.4)
     deadline = time.monotonic() + 10 * delay_s
     time.sleep(delay_s)
@@ -78,7 +84,12 @@ def test_six_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing
     asynchronous: str, lag: int, model: Path, tmp_path: Path
 ) -> None:
     """Saved after every step; in the background a save becomes a checkpoint at the end of the next step at the latest."""
-    options = (*DETERMINISTIC, "run.steps=150", "checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}")
+    options = (
+        *DETERMINISTIC,
+        "run.steps=150",
+        "checkpoint.every_steps=1",
+        f"checkpoint.asynchronous={asynchronous}",
+    )
     train(busy_config(model, tmp_path, *options, "run.name=whole"))
     config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
@@ -87,8 +98,16 @@ def test_six_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing
     assert_same_training(run, RunDirectory(tmp_path / "whole"), bound=0.0)
 
 
-def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path, tmp_path: Path) -> None:
-    options = (*DETERMINISTIC, *TP2_PP2, "run.steps=100000", "checkpoint.every_steps=1", "checkpoint.asynchronous=true")
+def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(
+    model: Path, tmp_path: Path
+) -> None:
+    options = (
+        *DETERMINISTIC,
+        *TP2_PP2,
+        "run.steps=100000",
+        "checkpoint.every_steps=1",
+        "checkpoint.asynchronous=true",
+    )
     config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     assert kill_and_check(config, run, kills=3, lag=2, seed=5) == 3
@@ -121,7 +140,10 @@ def rows(run: RunDirectory) -> list[tuple[int, str, float | None]]:
     """(step, train or eval, questions) of every line of metrics.jsonl, but for one that a kill cut short."""
     lines = run.metrics.read_bytes().split(b"\n")[:-1] if run.metrics.is_file() else []
     records = list(map(json.loads, lines))
-    return [(one["step"], "train" if "train/loss" in one else "eval", one.get("eval/questions")) for one in records]
+    return [
+        (one["step"], "train" if "train/loss" in one else "eval", one.get("eval/questions"))
+        for one in records
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +161,18 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     """Of starts, steps, saves, evaluations and, at last, the final evaluation and the export: the run that is resumed after each
     is the one that nobody disturbed, and no row of metrics.jsonl stands there twice. The last evaluation has more questions than
     the others."""
-    options = (*DETERMINISTIC, *layout, "run.steps=18", "checkpoint.every_steps=1", "evaluation.every_steps=3")
-    options += ("evaluation.questions=12", "evaluation.samples_per_prompt=8", "trainer.optimizer.eps=1e-5")
+    options = (
+        *DETERMINISTIC,
+        *layout,
+        "run.steps=18",
+        "checkpoint.every_steps=1",
+        "evaluation.every_steps=3",
+    )
+    options += (
+        "evaluation.questions=12",
+        "evaluation.samples_per_prompt=8",
+        "trainer.optimizer.eps=1e-5",
+    )
     train(busy_config(model, tmp_path, *options, "run.name=whole"))
     config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
@@ -155,7 +187,9 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
         while not is_moment(run, moment, first, before) and process.poll() is None:
             assert time.monotonic() - began < LIMIT_S, moment
             time.sleep(0.001)
-        time.sleep(draw.uniform(0, {"start": 12.0, "step": 0.4, "evaluation": 0.3}.get(moment, 0.05)))
+        time.sleep(
+            draw.uniform(0, {"start": 12.0, "step": 0.4, "evaluation": 0.3}.get(moment, 0.05))
+        )
         hit += [moment] if process.poll() is None else []
         os.killpg(process.pid, signal.SIGKILL)
         finish(process, LIMIT_S)
@@ -179,7 +213,11 @@ def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -
         assert distance <= share * theirs[name].double().norm(), name
     records = [
         [
-            {name: value for name, value in one.items() if not name.startswith(("time", "speed", "eval/", "memory"))}
+            {
+                name: value
+                for name, value in one.items()
+                if not name.startswith(("time", "speed", "eval/", "memory"))
+            }
             for one in found
         ]
         for found in (read_metrics(run.metrics), read_metrics(other.metrics))
@@ -188,7 +226,9 @@ def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -
         assert ours_ == pytest.approx(theirs_, rel=bound, abs=bound)
 
 
-def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(model: Path, tmp_path: Path) -> None:
+def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(
+    model: Path, tmp_path: Path
+) -> None:
     """Uninterrupted at TP2 x PP2, against its middle checkpoint continued there, in one process and at TP2 x DP2 with the
     distributed optimizer. Loss and gradient norm are near zero at times, so metrics may differ by 1e-6 in absolute terms."""
     pytest.importorskip("ray")
@@ -211,10 +251,17 @@ def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(model: Path, 
 # ---------------------------------------------------------------- ranks and signals
 
 
-def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, tmp_path: Path) -> None:
+def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(
+    model: Path, tmp_path: Path
+) -> None:
     """Two trainer ranks as Ray actors; after Ctrl-C no process is left, and the checkpoint fits another layout."""
     pytest.importorskip("ray")
-    options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2", "checkpoint.every_steps=0")
+    options = (
+        "run.steps=100000",
+        "cluster.ranks=2",
+        "trainer.tensor_parallel=2",
+        "checkpoint.every_steps=0",
+    )
     config = write_config(busy_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     process = start(config)
@@ -232,7 +279,12 @@ def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, t
 
 @pytest.mark.parametrize(
     "processes, sent, code",
-    [(1, signal.SIGTERM, 143), (6, signal.SIGTERM, 143), (9, signal.SIGTERM, 143), (5, signal.SIGINT, 130)],
+    [
+        (1, signal.SIGTERM, 143),
+        (6, signal.SIGTERM, 143),
+        (9, signal.SIGTERM, 143),
+        (5, signal.SIGINT, 130),
+    ],
 )
 def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
     processes: int, sent: signal.Signals, code: int, model: Path, tmp_path: Path
@@ -245,7 +297,9 @@ def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
     family: dict[int, psutil.Process] = {}
 
     def enough() -> bool:
-        family.update({one.pid: one for one in psutil.Process(process.pid).children(recursive=True)})
+        family.update(
+            {one.pid: one for one in psutil.Process(process.pid).children(recursive=True)}
+        )
         return len(family) >= processes
 
     wait_for(enough, process, LIMIT_S)
@@ -253,5 +307,12 @@ def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
     error = finish(process, LIMIT_S)
     assert process.returncode == code and "Traceback" not in error, error
     # The guard is one of them, and looks around once more before it goes
-    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family.values()), 10.0)
+    until(
+        lambda: (
+            not any(
+                one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family.values()
+            )
+        ),
+        10.0,
+    )
     assert not (tmp_path / "letters").exists()

@@ -26,7 +26,9 @@ SHORT = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluati
 def steps(runs: Path) -> list[dict[str, float]]:
     records = read_metrics(RunDirectory.open(runs / "letters").metrics)
     return [
-        {key: value for key, value in one.items() if key.startswith("train/")} for one in records if "train/lr" in one
+        {key: value for key, value in one.items() if key.startswith("train/")}
+        for one in records
+        if "train/lr" in one
     ]
 
 
@@ -36,7 +38,9 @@ def test_a_run_of_adapters_resumes_exports_converts_and_merges(
     before = digest(iterate_weights(model))
     train(letters_config(model, tmp_path / "whole", *SHORT, "run.steps=3"))
     train(letters_config(model, tmp_path / "cut", *SHORT, "run.steps=1"))
-    summary = train(letters_config(model, tmp_path / "cut", *SHORT, "run.steps=3", "run.resume=true"))
+    summary = train(
+        letters_config(model, tmp_path / "cut", *SHORT, "run.steps=3", "run.resume=true")
+    )
     assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
     assert steps(tmp_path / "cut")[0]["train/kl"] == 0 < steps(tmp_path / "cut")[2]["train/kl"]
     run = tmp_path / "cut" / "letters"
@@ -51,7 +55,11 @@ def test_a_run_of_adapters_resumes_exports_converts_and_merges(
     for name, value in iterate_weights(tmp_path / "merged"):
         torch.testing.assert_close(value, exported[name], atol=1e-6, rtol=1e-6)
     config = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model))
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        4,
+        8,
+        str(model),
+    )
     with pytest.raises(ModelError, match=r"is a LoRA adapter .*rlflow merge"):
         train(letters_config(run / "adapter", tmp_path / "other", *SHORT))
     with (

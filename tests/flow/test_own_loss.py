@@ -42,7 +42,9 @@ def test_a_loss_in_a_file_is_what_is_trained_with(
     config = write_config(letters_config(model, tmp_path, *values), tmp_path / "run.yaml")
 
     def trained(name: str, *losses: str) -> dict[str, Tensor]:
-        assert main(["train", "--config", str(config), f"run.name={name}", *losses]) == 0, capsys.readouterr().err
+        assert main(["train", "--config", str(config), f"run.name={name}", *losses]) == 0, (
+            capsys.readouterr().err
+        )
         return load_file(tmp_path / name / "export" / "model.safetensors")
 
     start = load_file(model / "model.safetensors")

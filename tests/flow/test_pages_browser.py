@@ -96,7 +96,8 @@ def test_the_page_is_read_on_a_phone(browser: Any, page: LivePage, tmp_path: Pat
     write_step(run, tokenizer, 7, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED)])])
     written = {"run": "/runs/" + "name" * 30}
     write_json(
-        run / "summary.json", {"status": "finished", "steps": 7, "seconds": 61.0, "written": written}
+        run / "summary.json",
+        {"status": "finished", "steps": 7, "seconds": 61.0, "written": written},
     )
     page.run = run
     page.write(run / "report.html")
@@ -126,15 +127,25 @@ def test_the_query_box_of_a_retrieval_server_answers(browser: Any, tmp_path: Pat
         browser.find_element("id", "query").send_keys("number7 harbour")
         browser.find_element("css selector", "#ask button").click()
         wait(browser, "return document.querySelectorAll('#results li').length === 3")
-        assert "Hazel 7" in texts(browser, "#results li b")[0] and "harbour" in texts(browser, "#results li div")[0]
+        assert (
+            "Hazel 7" in texts(browser, "#results li b")[0]
+            and "harbour" in texts(browser, "#results li div")[0]
+        )
         assert texts(browser, "#told")[0].startswith("3 results in ")
-        wait(browser, "return document.querySelector('#tiles').textContent.includes('empty results')")
+        wait(
+            browser, "return document.querySelector('#tiles').textContent.includes('empty results')"
+        )
         wait(browser, "return document.querySelector('#rate').getAttribute('points').length > 0")
         assert texts(browser, "#rate-top") != [""] and texts(browser, "#latency-top") != [""]
         browser.find_element("id", "query").clear()
-        browser.find_element("id", "query").send_keys("<img src=x onerror=alert(me)>")  # no digit: documents have some
+        browser.find_element("id", "query").send_keys(
+            "<img src=x onerror=alert(me)>"
+        )  # no digit: documents have some
         browser.find_element("css selector", "#ask button").click()
-        wait(browser, "return document.querySelector('#told').textContent.startsWith('0 results in ')")
+        wait(
+            browser,
+            "return document.querySelector('#told').textContent.startsWith('0 results in ')",
+        )
         assert not browser.find_elements("css selector", "img")
         problems = [entry["message"] for entry in browser.get_log("browser")]
         assert all("favicon" in problem for problem in problems), problems

@@ -34,18 +34,25 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(DEMO / "starting_policy", path)
     generator = torch.Generator().manual_seed(3)
     weights = load_file(path / "model.safetensors")
-    changed = {name: value * (1 + 0.1 * torch.randn(value.shape, generator=generator)) for name, value in weights.items()}
+    changed = {
+        name: value * (1 + 0.1 * torch.randn(value.shape, generator=generator))
+        for name, value in weights.items()
+    }
     save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", presets())
-def test_a_preset_trains_three_steps_of_the_demo(name: str, world: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_preset_trains_three_steps_of_the_demo(
+    name: str, world: Path, teacher: Path, tmp_path: Path
+) -> None:
     asked = asked_of_the_user(name, tmp_path / "shared", teacher)
     places = [f"run.directory={tmp_path}/{{name}}", f"environment.world.directory={world}"]
     train(load_config(DEMO / "config" / "short.yaml", [*SHORT, *places, *asked], name))
-    records = [row for row in read_metrics(tmp_path / "short" / "metrics.jsonl") if "train/loss" in row]
+    records = [
+        row for row in read_metrics(tmp_path / "short" / "metrics.jsonl") if "train/loss" in row
+    ]
     assert [row["step"] for row in records] == [1, 2, 3]
     for row in records:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))

@@ -46,10 +46,16 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory
 def assert_equal_runs(run: RunDirectory, whole: RunDirectory, *, evaluations: bool = True) -> None:
     """Weights bit for bit; every metric but times and memory; every episode that was written."""
     ours, theirs = WeightFiles(run.export), WeightFiles(whole.export)
-    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert set(ours) == set(theirs) and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
     timeless = [
         [
-            {name: value for name, value in record.items() if not name.startswith(("time", "speed", "memory"))}
+            {
+                name: value
+                for name, value in record.items()
+                if not name.startswith(("time", "speed", "memory"))
+            }
             for record in records
         ]
         for records in (read_metrics(run.metrics), read_metrics(whole.metrics))
@@ -90,17 +96,31 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole, evaluations=False)
 
 
-def test_the_deterministic_mode_repeats_a_run_bit_for_bit(model: Path, whole: RunDirectory, tmp_path: Path) -> None:
+def test_the_deterministic_mode_repeats_a_run_bit_for_bit(
+    model: Path, whole: RunDirectory, tmp_path: Path
+) -> None:
     train(letters_config(model, tmp_path, *DETERMINISTIC))
     assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole)
 
 
-def test_a_finished_run_is_left_alone(model: Path, whole: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()}
+def test_a_finished_run_is_left_alone(
+    model: Path, whole: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in whole.path.rglob("*")
+        if path.is_file()
+    }
     summary = train(letters_config(model, whole.path.parent, *DETERMINISTIC, "run.resume=true"))
-    assert summary["steps"] == STEPS and "all 9 steps are done" in caplog.text and "run.steps" in caplog.text
+    assert (
+        summary["steps"] == STEPS
+        and "all 9 steps are done" in caplog.text
+        and "run.steps" in caplog.text
+    )
     assert {
-        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in whole.path.rglob("*")
+        if path.is_file()
     } == before
 
 
@@ -111,7 +131,9 @@ def test_a_finished_run_goes_on_with_more_steps(model: Path, tmp_path: Path) -> 
     run = RunDirectory.open(tmp_path / "letters")
     assert summary["steps"] == 3 and run.saved.steps() == [2, 3]
     records = read_metrics(run.metrics)
-    assert [record["step"] for record in records] == [0, 1, 2, 3] and "eval/exact_match" in records[-1]
+    assert [record["step"] for record in records] == [0, 1, 2, 3] and "eval/exact_match" in records[
+        -1
+    ]
 
 
 def test_resuming_where_nothing_is_starts_at_the_beginning(
@@ -123,28 +145,53 @@ def test_resuming_where_nothing_is_starts_at_the_beginning(
     assert "no checkpoint" in caplog.text and "starts at step 0" in caplog.text
 
 
-def test_what_was_measured_without_a_checkpoint_is_measured_anew(model: Path, tmp_path: Path) -> None:
-    options = ("run.steps=2", "checkpoint.every_steps=0", "checkpoint.export=false", "metrics.picture=false")
+def test_what_was_measured_without_a_checkpoint_is_measured_anew(
+    model: Path, tmp_path: Path
+) -> None:
+    options = (
+        "run.steps=2",
+        "checkpoint.every_steps=0",
+        "checkpoint.export=false",
+        "metrics.picture=false",
+    )
     train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
     lost = run.saved.path(2).rename(run.path / "lost")  # as if killed before the only checkpoint
     train(letters_config(model, tmp_path, *options, "run.resume=true"))
-    assert [line.split('"step": ')[1][0] for line in run.metrics.read_text().splitlines()] == ["0", "1", "2", "2"]
+    assert [line.split('"step": ')[1][0] for line in run.metrics.read_text().splitlines()] == [
+        "0",
+        "1",
+        "2",
+        "2",
+    ]
     assert (lost / "state.json").is_file()
 
 
 def test_an_existing_run_is_not_overwritten(model: Path, whole: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match=r"already holds a run: .*--resume.*--overwrite.*run\.name"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run: .*--resume.*--overwrite.*run\.name"
+    ):
         train(letters_config(model, whole.path.parent, *DETERMINISTIC))
 
 
-def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(model: Path, tmp_path: Path) -> None:
-    options = ("run.steps=1", "checkpoint.export=false", "metrics.picture=false", "run.overwrite=true")
+def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(
+    model: Path, tmp_path: Path
+) -> None:
+    options = (
+        "run.steps=1",
+        "checkpoint.export=false",
+        "metrics.picture=false",
+        "run.overwrite=true",
+    )
     train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
     before = run.metrics.read_text()
     with pytest.raises(ConfigError, match="no module"):
-        train(letters_config(model, tmp_path, *options, "environment={name: 'no.such.module:Environment'}"))
+        train(
+            letters_config(
+                model, tmp_path, *options, "environment={name: 'no.such.module:Environment'}"
+            )
+        )
     assert run.metrics.read_text() == before and run.saved.steps() == [1]
     train(letters_config(model, tmp_path, *options, "run.seed=5"))
     assert run.metrics.read_text() != before and "seed: 5" in run.config.read_text()
@@ -164,7 +211,9 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------- real processes and signals
 
 
-def start(config: Path, *arguments: str, limits: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+def start(
+    config: Path, *arguments: str, limits: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
     """`rlflow train` as a user starts it, in a session of its own; `limits` is called in it first."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "rlflow", "train", "--config", str(config), *arguments],
@@ -172,7 +221,9 @@ def start(config: Path, *arguments: str, limits: Callable[[], None] | None = Non
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120.0) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120.0
+) -> None:
     """Returns when the condition holds; fails if the process ends before that."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -183,7 +234,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limi
 
 def reached(run: RunDirectory, step: int) -> Callable[[], bool]:
     return lambda: (
-        run.metrics.is_file() and any(f'{{"step": {step},' in line for line in run.metrics.read_text().splitlines())
+        run.metrics.is_file()
+        and any(f'{{"step": {step},' in line for line in run.metrics.read_text().splitlines())
     )
 
 
@@ -194,7 +246,11 @@ def finish(process: subprocess.Popen[str], limit_s: float = 120.0) -> str:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    left = [one for one in psutil.process_iter() if one.pid != process.pid and _session(one.pid) == process.pid]
+    left = [
+        one
+        for one in psutil.process_iter()
+        if one.pid != process.pid and _session(one.pid) == process.pid
+    ]
     _, left = psutil.wait_procs(left, timeout=10)
     assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     return err
@@ -207,7 +263,9 @@ def _session(pid: int) -> int:
         return 0
 
 
-def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[], bool]) -> tuple[int, int]:
+def killed_then_resumed(
+    config: Path, run: RunDirectory, kill_when: Callable[[], bool]
+) -> tuple[int, int]:
     """(steps measured at the kill, step resumed from); the run is finished afterwards, in this process."""
     from rlflow.config.schema import load_config
 
@@ -216,7 +274,9 @@ def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[],
     os.killpg(process.pid, signal.SIGKILL)
     assert finish(process) is not None and process.returncode == -signal.SIGKILL
     measured = (
-        max((int(record["step"]) for record in read_metrics(run.metrics)), default=0) if run.metrics.is_file() else 0
+        max((int(record["step"]) for record in read_metrics(run.metrics)), default=0)
+        if run.metrics.is_file()
+        else 0
     )
     latest = run.saved.latest()
     train(load_config(config, ["run.resume=true"]))
@@ -239,7 +299,9 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
     assert_equal_runs(run, whole)
 
 
-def test_signals_end_a_run_cleanly_and_it_resumes(disturbed: tuple[Path, RunDirectory], whole: RunDirectory) -> None:
+def test_signals_end_a_run_cleanly_and_it_resumes(
+    disturbed: tuple[Path, RunDirectory], whole: RunDirectory
+) -> None:
     from rlflow.config.schema import load_config
 
     config, run = disturbed
@@ -252,7 +314,9 @@ def test_signals_end_a_run_cleanly_and_it_resumes(disturbed: tuple[Path, RunDire
         assert process.returncode == code, err
         assert f"{sent.name}: finishing this step" in err and "Traceback" not in err
         summary = read_json(run.summary)
-        assert summary["status"] == f"interrupted by {sent.name}" and step <= summary["steps"] < STEPS
+        assert (
+            summary["status"] == f"interrupted by {sent.name}" and step <= summary["steps"] < STEPS
+        )
         assert run.saved.steps()[-1] == summary["steps"] and not run.export.exists()
         step = summary["steps"] + 1
     assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"

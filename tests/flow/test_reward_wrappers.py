@@ -18,12 +18,21 @@ def demanding(played) -> float:
 
 @pytest.mark.slow
 def test_a_task_is_learned_from_the_named_rewards_of_a_rubric(tmp_path: Path) -> None:
-    rules = {"right": "base_return", "demands": {"name": f"{Path(__file__).resolve()}:demanding", "weight": -0.01}}
+    rules = {
+        "right": "base_return",
+        "demands": {"name": f"{Path(__file__).resolve()}:demanding", "weight": -0.01},
+    }
     environment = {"name": "rubric", "base": {"name": REFERENCE}, "criteria": rules}
     advantage = "algorithm.advantage={name: gdpo, weights: {right: 1.0, demands: -0.5}}"
     options = (*LEARNING, f"environment={json.dumps(environment)}", advantage)
     train(letters_config(write_letters_model(tmp_path / "m"), tmp_path, *options))
-    rows = [json.loads(line) for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()
+    ]
     first, *_, last = [row for row in rows if "train/reward/right" in row]
-    assert last["train/reward/right"] > 0.9 > first["train/reward/right"] and last["train/reward/demands"] < 10
+    assert (
+        last["train/reward/right"] > 0.9 > first["train/reward/right"]
+        and last["train/reward/demands"] < 10
+    )
     assert last["train/exact_match"] > 0.8

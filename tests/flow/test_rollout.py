@@ -24,7 +24,9 @@ class Echo(Environment):
         return [Task(f"{index}", f"Question {index}: which river?\n") for index in range(4)]
 
     async def step(self, episode: Episode, response: str) -> Step:
-        return Step(f"\nDoc {episode.turns}: {response}\n", float(len(response) % 3), episode.turns == 3)
+        return Step(
+            f"\nDoc {episode.turns}: {response}\n", float(len(response) % 3), episode.turns == 3
+        )
 
 
 @pytest.mark.parametrize("family, temperature", [("qwen2", 1.0), ("qwen3", 0.7), ("llama", 1.3)])
@@ -34,7 +36,9 @@ def test_engine_and_trainer_agree_on_every_sampled_token_also_after_new_weights(
     path = tiny_model(tmp_path / "a", family, tied=family == "qwen3", scale=0.2)
     other = tiny_model(tmp_path / "b", family, tied=family == "qwen3", scale=0.2, seed=1)
     environment = Echo()
-    with Rollout.from_pretrained(path, environment, temperature=temperature, max_response_tokens=30) as rollout:
+    with Rollout.from_pretrained(
+        path, environment, temperature=temperature, max_response_tokens=30
+    ) as rollout:
         for version, directory in enumerate((path, other)):
             trainer = Trainer.from_pretrained(directory, backend="reference")
             rollout.load_weights(trainer.weights(), version)
@@ -42,6 +46,8 @@ def test_engine_and_trainer_agree_on_every_sampled_token_also_after_new_weights(
             batch = make_batch([trajectory for group in groups for trajectory in group.usable])
             assert int(batch.loss_mask.sum()) > 100
             gap = (trainer.score(batch)["logprobs"] - batch.logprobs)[batch.loss_mask].abs()
-            _, bound = rounding.logprobs(directory, rounding.rows_of(batch), temperature)  # of the engine and of the trainer
+            _, bound = rounding.logprobs(
+                directory, rounding.rows_of(batch), temperature
+            )  # of the engine and of the trainer
             assert gap.max() <= 2 * bound
             assert torch.equal(batch.loss_mask, batch.versions == version)

@@ -41,11 +41,17 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_thinking_model(tmp_path_factory.mktemp("model") / "thinking", "qwen3_moe", **EXPERTS)
+    return write_thinking_model(
+        tmp_path_factory.mktemp("model") / "thinking", "qwen3_moe", **EXPERTS
+    )
 
 
 def steps_of(runs: Path) -> list[dict[str, float]]:
-    return [one for one in read_metrics(RunDirectory.open(runs / "letters").metrics) if "train/loss" in one]
+    return [
+        one
+        for one in read_metrics(RunDirectory.open(runs / "letters").metrics)
+        if "train/loss" in one
+    ]
 
 
 @pytest.mark.parametrize("replay", ["rollout", "recompute", "off"])
@@ -88,17 +94,23 @@ def shifted(by: int) -> Callable[..., Any]:
     return routes
 
 
-def of_another_layer(kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int) -> Any:
+def of_another_layer(
+    kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int
+) -> Any:
     found, version = kept(cache, table, count)
     return None if found is None else found.flip(1), version
 
 
-def without_a_prefix(kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int) -> Any:
+def without_a_prefix(
+    kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int
+) -> Any:
     found, version = kept(cache, table, count)
     return None if found is None else found[32:], version
 
 
-def zeros_for_a_prefix(kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int) -> Any:
+def zeros_for_a_prefix(
+    kept: Callable[..., Any], cache: KeyValueCache, table: Tensor, count: int
+) -> Any:
     found, version = kept(cache, table, count)
     return None if found is None else torch.cat([torch.zeros_like(found[:32]), found[32:]]), version
 
@@ -108,25 +120,38 @@ def zeros_for_a_prefix(kept: Callable[..., Any], cache: KeyValueCache, table: Te
     [
         (shifted(1), "shifted by one token: each has those of the token before it"),
         (of_another_layer, "Layer 0 has those of another layer, 1"),
-        (without_a_prefix, r"row 0: expected routes of \d+ tokens, .* an engine that leaves out those of a cached prefix"),
+        (
+            without_a_prefix,
+            r"row 0: expected routes of \d+ tokens, .* an engine that leaves out those of a cached prefix",
+        ),
         (zeros_for_a_prefix, "token 0: its routes name an expert twice, as zeros do"),
     ],
     ids=["shifted", "layer", "prefix", "zeros"],
 )
 def test_routes_that_are_not_those_of_their_tokens_end_the_run(
-    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], words: str
+    experts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., Any],
+    words: str,
 ) -> None:
     kept = KeyValueCache.routes
-    monkeypatch.setattr(KeyValueCache, "routes", lambda cache, table, count: fault(kept, cache, table, count))
+    monkeypatch.setattr(
+        KeyValueCache, "routes", lambda cache, table, count: fault(kept, cache, table, count)
+    )
     with pytest.raises(DataError, match=words):
         train(long_prompts(experts, tmp_path))
 
 
-def test_routes_of_older_weights_end_the_run(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_of_older_weights_end_the_run(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine's cache outlives new weights: episodes that are over hold on to their blocks, and it is not emptied."""
     monkeypatch.setattr(Scheduler, "forget_cache", lambda scheduler: None)
     monkeypatch.setattr(Scheduler, "release", lambda scheduler, owner: None)
-    with pytest.raises(DataError, match=r"its routes are of weight version 0, though version 1 or later sampled it"):
+    with pytest.raises(
+        DataError, match=r"its routes are of weight version 0, though version 1 or later sampled it"
+    ):
         train(long_prompts(experts, tmp_path))
 
 
@@ -140,10 +165,14 @@ def long_prompts(experts: Path, runs: Path) -> Any:
 # ---------------------------------------------------------------- before the start
 
 
-def test_what_cannot_be_replayed_is_refused_before_anything_starts(model: Path, experts: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_replayed_is_refused_before_anything_starts(
+    model: Path, experts: Path, tmp_path: Path
+) -> None:
     for replay in ("rollout", "recompute"):
         dense = letters_config(model, tmp_path, f"trainer.router_replay={replay}")
-        with pytest.raises(ConfigError, match="router_replay: the model has no experts; set it to off"):
+        with pytest.raises(
+            ConfigError, match="router_replay: the model has no experts; set it to off"
+        ):
             check_start(dense)
     with pytest.raises(ConfigError, match=r"trainer\.balance: the model has no experts"):
         check_start(letters_config(model, tmp_path, "trainer.balance.aux_loss=0.1"))
@@ -177,7 +206,9 @@ def test_forks_have_the_routes_of_what_each_segment_showed(thinking: Path, tmp_p
     own = trainer.score(batch, want=("logprobs", ROUTES))
     known = torch.arange(batch.tokens.shape[1]) < batch.extras[ROUTED][:, None]
     given = batch.extras[ROUTES]
-    assert torch.equal(given.sort(-1).values[known].long(), own[ROUTES].sort(-1).values[known].long())
+    assert torch.equal(
+        given.sort(-1).values[known].long(), own[ROUTES].sort(-1).values[known].long()
+    )
     gap = (trainer.score(batch)["logprobs"] - batch.logprobs)[batch.loss_mask].abs()
     assert gap.max() < EXACT
     assert routing_metrics(batch, trainer, 0)["train/routes_differ"] == 0.0
@@ -185,7 +216,9 @@ def test_forks_have_the_routes_of_what_each_segment_showed(thinking: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_remembered_and_resumed_trajectories_keep_their_routes(experts: Path, tmp_path: Path) -> None:
+def test_remembered_and_resumed_trajectories_keep_their_routes(
+    experts: Path, tmp_path: Path
+) -> None:
     """Replays of earlier steps come out of a checkpoint with their routes: the resumed run is the whole one."""
     options = (*SHORT, "run.deterministic=true", "algorithm.filters=[{name: success_pool, success: 0.3}]",
                "rollout.prompts_per_step=36", "rollout.samples_per_prompt=2", "checkpoint.every_steps=2",
@@ -194,9 +227,16 @@ def test_remembered_and_resumed_trajectories_keep_their_routes(experts: Path, tm
     train(letters_config(experts, tmp_path / "cut", *options, "run.steps=2"))
     train(letters_config(experts, tmp_path / "cut", *options, "run.steps=4", "run.resume=true"))
     whole, cut = (
-        [{name: value for name, value in one.items() if name.startswith("train/")} for one in steps_of(tmp_path / name)]
+        [
+            {name: value for name, value in one.items() if name.startswith("train/")}
+            for one in steps_of(tmp_path / name)
+        ]
         for name in ("whole", "cut")
     )
     assert len(whole) == 4 and whole == cut
     run = RunDirectory.open(tmp_path / "cut" / "letters")
-    assert any(one["source"] == "replay" for step in (3, 4) for one in read_trajectories(run.trajectories(step)))
+    assert any(
+        one["source"] == "replay"
+        for step in (3, 4)
+        for one in read_trajectories(run.trajectories(step))
+    )

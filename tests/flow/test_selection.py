@@ -29,7 +29,9 @@ def test_a_step_asks_for_more_within_its_bound(model: Path, tmp_path: Path) -> N
     for record in read_metrics(tmp_path / "letters" / "metrics.jsonl")[:3]:
         sampled, left_out = record["rollout/episodes"] / 4, record["train/groups_replaced"]
         assert 1 <= record["train/sampling_rounds"] <= 3
-        assert sampled - left_out == 4 or (record["train/sampling_rounds"] == 3 and sampled - left_out < 4)
+        assert sampled - left_out == 4 or (
+            record["train/sampling_rounds"] == 3 and sampled - left_out < 4
+        )
         assert record["train/advantage_zero"] == 0
         assert record["train/tokens"] < 2 * 4 * (sampled - left_out) * 2 + 1
 
@@ -45,15 +47,26 @@ def test_a_resumed_run_selects_the_same(model: Path, tmp_path: Path) -> None:
     options = (*TINY, *parts)
     train(letters_config(model, tmp_path / "whole", *options, "run.steps=7"))
     train(letters_config(model, tmp_path / "cut", *options, "run.steps=4"))
-    train(letters_config(model, tmp_path / "cut", *options, "run.steps=7", "run.resume=true", "run.resume_step=3"))
+    train(
+        letters_config(
+            model, tmp_path / "cut", *options, "run.steps=7", "run.resume=true", "run.resume_step=3"
+        )
+    )
     ours, theirs = (
         [
-            {name: value for name, value in record.items() if not name.startswith(("time", "speed", "memory"))}
+            {
+                name: value
+                for name, value in record.items()
+                if not name.startswith(("time", "speed", "memory"))
+            }
             for record in read_metrics(tmp_path / place / "letters" / "metrics.jsonl")
             if "train/loss" in record
         ]
         for place in ("cut", "whole")
     )
     assert json.dumps(ours) == json.dumps(theirs) and len(ours) == 7
-    ours, theirs = learned_from(tmp_path / "cut" / "letters"), learned_from(tmp_path / "whole" / "letters")
+    ours, theirs = (
+        learned_from(tmp_path / "cut" / "letters"),
+        learned_from(tmp_path / "whole" / "letters"),
+    )
     assert ours == theirs and any(source == "replay" for step in ours for _, source, _ in step)

@@ -60,9 +60,15 @@ def test_damage_names_the_newest_whole_checkpoint_which_continues_to_the_same_en
     good = STEPS - 3
     with pytest.raises(DamagedCheckpointError) as caught:
         train(resumed(model, run))
-    assert "\n" not in str(caught.value) and "__0_0.distcp: damaged, its checksum is" in str(caught.value)
-    assert str(caught.value).endswith(f"that of step {good}: continue with --resume run.resume_step={good}")
-    with pytest.raises(DamagedCheckpointError, match=rf"state\.json: missing.*run\.resume_step={good}"):
+    assert "\n" not in str(caught.value) and "__0_0.distcp: damaged, its checksum is" in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(
+        f"that of step {good}: continue with --resume run.resume_step={good}"
+    )
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"state\.json: missing.*run\.resume_step={good}"
+    ):
         train(resumed(model, run, f"run.resume_step={STEPS - 2}"))
     assert train(resumed(model, run, f"run.resume_step={good}"))["steps"] == STEPS
     assert_equal_runs(run, whole, evaluations=False)
@@ -70,7 +76,9 @@ def test_damage_names_the_newest_whole_checkpoint_which_continues_to_the_same_en
     assert len(list(run.checkpoints.glob("*.aside"))) == 3
 
 
-def test_a_run_can_go_back_to_a_checkpoint_that_is_there(model: Path, run: RunDirectory, whole: RunDirectory) -> None:
+def test_a_run_can_go_back_to_a_checkpoint_that_is_there(
+    model: Path, run: RunDirectory, whole: RunDirectory
+) -> None:
     with pytest.raises(ConfigError, match=r"run\.resume_step: 4 needs run\.resume"):
         train(letters_config(model, run.path.parent, *OPTIONS, "run.resume_step=4"))
     with pytest.raises(ConfigError, match=r"no checkpoint of step 77; there are: 1, 2,"):
@@ -94,7 +102,9 @@ def test_a_file_size_limit_is_one_line_and_costs_no_checkpoint(
         shutil.rmtree(run.saved.path(step))
     options = (f"checkpoint.asynchronous={asynchronous}",)
     config = write_config(resumed(model, run, *options), tmp_path / "config.yaml")
-    process = start(config, limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = start(
+        config, limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
     error = finish(process)
     assert process.returncode == 2, error
     assert error.startswith("rlflow: StorageError: saving step 4: ") and error.count("\n") == 1
@@ -124,7 +134,9 @@ def test_a_full_disk_ends_a_run_with_its_newest_checkpoint_named_and_whole(
     options = (*OPTIONS, f"checkpoint.asynchronous={asynchronous}", "checkpoint.export=false")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(1_700_000))
-    with pytest.raises(StorageError, match=r"No space left on device.*newest checkpoint is that of step \d") as caught:
+    with pytest.raises(
+        StorageError, match=r"No space left on device.*newest checkpoint is that of step \d"
+    ) as caught:
         train(letters_config(model, small_disk, *options))
     run = RunDirectory.open(small_disk / "letters")
     newest = run.saved.steps()[-1]
@@ -133,5 +145,7 @@ def test_a_full_disk_ends_a_run_with_its_newest_checkpoint_named_and_whole(
     ballast.unlink()
     train(letters_config(model, small_disk, *options, "run.resume=true", "checkpoint.keep=1"))
     shutil.copytree(run.path, moved := small_disk.parent / "moved")
-    shutil.copytree(whole.export, moved / "export")  # not exported here; the metrics and episodes say enough
+    shutil.copytree(
+        whole.export, moved / "export"
+    )  # not exported here; the metrics and episodes say enough
     assert_equal_runs(RunDirectory.open(moved), whole, evaluations=False)

@@ -28,11 +28,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def timeless(run: RunDirectory) -> list[dict[str, float]]:
     left_out = ("time", "speed", "memory")
-    return [{key: value for key, value in one.items() if not key.startswith(left_out)} for one in read_metrics(run.metrics)]
+    return [
+        {key: value for key, value in one.items() if not key.startswith(left_out)}
+        for one in read_metrics(run.metrics)
+    ]
 
 
-def test_a_step_with_forks_trains_every_sampled_token_once_on_policy(model: Path, tmp_path: Path) -> None:
-    config = thinking_config(model, tmp_path, "run.steps=1", "evaluation.at_start=false", "evaluation.every_steps=0", KEPT)
+def test_a_step_with_forks_trains_every_sampled_token_once_on_policy(
+    model: Path, tmp_path: Path
+) -> None:
+    config = thinking_config(
+        model,
+        tmp_path,
+        "run.steps=1",
+        "evaluation.at_start=false",
+        "evaluation.every_steps=0",
+        KEPT,
+    )
     train(config)
     run = RunDirectory.open(tmp_path / "letters")
     record = next(one for one in read_metrics(run.metrics) if "train/loss" in one)
@@ -40,24 +52,34 @@ def test_a_step_with_forks_trains_every_sampled_token_once_on_policy(model: Path
     assert record["train/clip_fraction"] == 0 and record["rollout/forks"] > 0.5
     counted = sum(record[f"rollout/{name}_tokens"] for name in ("response", "observation", "refed"))
     assert record["train/tokens"] == pytest.approx(96 * record["rollout/response_tokens"])
-    assert record["train/fed_tokens"] == pytest.approx(96 * (counted + 4))  # <user> a <assistant> <think>
+    assert record["train/fed_tokens"] == pytest.approx(
+        96 * (counted + 4)
+    )  # <user> a <assistant> <think>
     episodes, tokens = read_trajectories(run.trajectories(1)), read_tokens(run.tokens(1))
     longest = max(episodes, key=lambda one: len(one["turns"]))
     kept = tokens[longest["id"]]
-    assert [segment for segment, _, _ in kept.turns] == [*range(len(kept.segments))] and len(kept.segments) > 1
+    assert [segment for segment, _, _ in kept.turns] == [*range(len(kept.segments))] and len(
+        kept.segments
+    ) > 1
     for (number, start, _), texts in zip(kept.turns, kept.texts, strict=True):
         asked = longest["prompt"][-1]
         assert "".join(texts[:start]).startswith(f"<user>{asked}<assistant>")
         assert sum(kept.segments[number].sampled[:start]) == 0 and texts[start - 1] == "<think>"
     for episode in episodes:  # an episode's advantage is that of all its segments
-        own = torch.cat([torch.as_tensor(segment.advantages) for segment in tokens[episode["id"]].segments])
+        own = torch.cat(
+            [torch.as_tensor(segment.advantages) for segment in tokens[episode["id"]].segments]
+        )
         assert float(own.max() - own.min()) < TOLERANCE
         assert episode["observation_tokens"] == episode["metrics"]["observation_tokens"]
 
 
-def test_forks_and_the_exact_history_sample_what_the_trainer_computes(model: Path, tmp_path: Path) -> None:
+def test_forks_and_the_exact_history_sample_what_the_trainer_computes(
+    model: Path, tmp_path: Path
+) -> None:
     for history, segments in (("template", TURNS), ("exact", 1)):
-        with make_rollout(thinking_config(model, tmp_path, f"rollout.history={history}")) as rollout:
+        with make_rollout(
+            thinking_config(model, tmp_path, f"rollout.history={history}")
+        ) as rollout:
             trainer = Trainer.from_pretrained(model, backend="reference")
             rollout.load_weights(trainer.weights(), 0)
             groups = rollout.collect(rollout.environment.tasks("train")[:24])
@@ -78,7 +100,10 @@ def test_a_deterministic_run_with_forks_goes_on_bit_for_bit(model: Path, tmp_pat
     train(thinking_config(model, tmp_path / "cut", "run.steps=4", "run.resume=true", *options))
     whole, cut = (RunDirectory.open(tmp_path / name / "letters") for name in ("whole", "cut"))
     steps = [[one for one in timeless(run) if "train/loss" in one] for run in (whole, cut)]
-    ours, theirs = ([{k: v for k, v in one.items() if not k.startswith("eval/")} for one in run] for run in steps)
+    ours, theirs = (
+        [{k: v for k, v in one.items() if not k.startswith("eval/")} for one in run]
+        for run in steps
+    )
     assert len(ours) == 4 and ours == theirs
     for step in range(1, 5):
         one, other = (read_tokens(run.tokens(step)) for run in (whole, cut))
@@ -86,15 +111,29 @@ def test_a_deterministic_run_with_forks_goes_on_bit_for_bit(model: Path, tmp_pat
         for name in one:
             pairs = zip(one[name].segments, other[name].segments, strict=True)
             assert all(a.tokens.tolist() == b.tokens.tolist() for a, b in pairs)
-    again = [one for step in (3, 4) for one in read_trajectories(cut.trajectories(step)) if one["source"] == "replay"]
-    assert any(one["metrics"]["forks"] for one in again)  # remembered from earlier steps, with all of its segments
+    again = [
+        one
+        for step in (3, 4)
+        for one in read_trajectories(cut.trajectories(step))
+        if one["source"] == "replay"
+    ]
+    assert any(
+        one["metrics"]["forks"] for one in again
+    )  # remembered from earlier steps, with all of its segments
 
 
 @pytest.mark.slow
 def test_a_thinking_model_learns_a_conversation_of_three_turns(model: Path, tmp_path: Path) -> None:
-    train(thinking_config(model, tmp_path, "run.steps=80", "evaluation.every_steps=40", "checkpoint.every_steps=0"))
+    train(
+        thinking_config(
+            model, tmp_path, "run.steps=80", "evaluation.every_steps=40", "checkpoint.every_steps=0"
+        )
+    )
     records = read_metrics(RunDirectory.open(tmp_path / "letters").metrics)
     first, last = records[0], records[-1]
     assert first["eval/exact_match"] < 0.1 and last["eval/exact_match"] > 0.9
-    assert last["rollout/forks"] == pytest.approx(TURNS - 1, abs=0.05) and last["rollout/thoughts"] > 2.8
+    assert (
+        last["rollout/forks"] == pytest.approx(TURNS - 1, abs=0.05)
+        and last["rollout/thoughts"] > 2.8
+    )
     assert max(abs(one["train/ratio"] - 1) for one in records if "train/ratio" in one) < TOLERANCE

@@ -53,10 +53,16 @@ class Finished:
 @pytest.fixture(scope="module")
 def solved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     kept = "metrics.trajectories_per_step=96"  # all of them
-    return Finished.of(letters_config(model, tmp_path_factory.mktemp("runs"), f"run.steps={STEPS}", kept, *LEARNING))
+    return Finished.of(
+        letters_config(
+            model, tmp_path_factory.mktemp("runs"), f"run.steps={STEPS}", kept, *LEARNING
+        )
+    )
 
 
-def test_a_random_policy_solves_the_task_from_reward_alone_within_a_minute(solved: Finished) -> None:
+def test_a_random_policy_solves_the_task_from_reward_alone_within_a_minute(
+    solved: Finished,
+) -> None:
     assert solved.records[0]["eval/exact_match"] <= 0.1
     assert solved.records[-1]["eval/exact_match"] >= 0.9
     assert solved.records[-1]["train/reward"] >= 0.95 and solved.records[1]["train/reward"] <= 0.25
@@ -75,14 +81,19 @@ def test_metrics_have_every_step_once_and_figures_that_fit_together(solved: Fini
     lines = [json.loads(line) for line in solved.run.metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if "train/loss" in line]
     assert steps == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if "eval/exact_match" in line] == list(range(0, STEPS + 1, 10))
+    assert [line["step"] for line in lines if "eval/exact_match" in line] == list(
+        range(0, STEPS + 1, 10)
+    )
     for record in solved.records[1:]:
         assert record["rollout/episodes"] == 96 and record["rollout/aborted"] == 0
         assert record["train/tokens"] == pytest.approx(96 * record["rollout/response_tokens"])
         prompt = 2
         fed = prompt + record["rollout/response_tokens"] + record["rollout/observation_tokens"]
         assert record["train/fed_tokens"] == pytest.approx(96 * fed)
-        assert record["time/rollout_s"] + record["time/update_s"] + record["time/sync_s"] < record["time/step_s"]
+        assert (
+            record["time/rollout_s"] + record["time/update_s"] + record["time/sync_s"]
+            < record["time/step_s"]
+        )
         assert all(math.isfinite(value) for value in record.values())
     assert solved.records[-1]["data/epoch"] == pytest.approx(STEPS * 12 / 36)
 
@@ -100,13 +111,17 @@ def test_trajectories_are_those_that_the_metrics_speak_of(solved: Finished) -> N
         for episode in episodes:
             said = [turn["response"] for turn in episode["turns"]]
             right = [one == other for one, other in zip(said, episode["answer"])]
-            assert episode["reward"] == sum(right) / 2 and episode["prompt"] == f"{episode['answer'][0]}?"
+            assert (
+                episode["reward"] == sum(right) / 2
+                and episode["prompt"] == f"{episode['answer'][0]}?"
+            )
 
 
 def test_every_epoch_visits_every_task_once_in_another_order(solved: Finished) -> None:
     def tasks(steps: Sequence[int]) -> list[str]:
         groups = [
-            [episode["task_id"] for episode in read_trajectories(solved.run.trajectories(step))] for step in steps
+            [episode["task_id"] for episode in read_trajectories(solved.run.trajectories(step))]
+            for step in steps
         ]
         return [task for group in groups for task in dict.fromkeys(group)]
 
@@ -118,7 +133,9 @@ def test_every_epoch_visits_every_task_once_in_another_order(solved: Finished) -
 def test_evaluations_are_those_that_the_metrics_speak_of(solved: Finished) -> None:
     for step in (0, 30, STEPS):
         episodes = read_trajectories(solved.run.evaluations(step))
-        assert sorted(episode["task_id"] for episode in episodes) == sorted(task.id for task in Letters().tasks("val"))
+        assert sorted(episode["task_id"] for episode in episodes) == sorted(
+            task.id for task in Letters().tasks("val")
+        )
         right = [episode["metrics"].get("exact_match", 0.0) for episode in episodes]
         assert sum(right) / 36 == pytest.approx(solved.records[step]["eval/exact_match"])
         low, high = (solved.records[step][f"eval/exact_match_{end}"] for end in ("low", "high"))
@@ -131,7 +148,10 @@ def test_the_summary_and_the_picture_are_of_this_run(solved: Finished) -> None:
     assert summary["first_evaluation"]["eval/exact_match"] == solved.records[0]["eval/exact_match"]
     assert summary["last_evaluation"]["eval/exact_match"] == solved.records[-1]["eval/exact_match"]
     assert all(Path(path).exists() for path in summary["written"].values())
-    assert solved.run.picture.read_bytes().startswith(b"\x89PNG") and solved.run.picture.stat().st_size > 10_000
+    assert (
+        solved.run.picture.read_bytes().startswith(b"\x89PNG")
+        and solved.run.picture.stat().st_size > 10_000
+    )
     assert solved.run.saved.steps() == [STEPS - 10, STEPS]  # the newest two are kept
 
 
@@ -146,7 +166,11 @@ def test_the_export_is_the_policy_that_was_evaluated(solved: Finished) -> None:
         text = task.prompt
         for letter in task.answer:
             with torch.no_grad():
-                said = policy(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0, -1].argmax()
+                said = (
+                    policy(torch.tensor([tokenizer.encode(text, add_special_tokens=False)]))
+                    .logits[0, -1]
+                    .argmax()
+                )
             right += tokenizer.decode([int(said)]) == letter
             text += f"{letter}|{task.answer[1]}?"
     assert right / 72 >= 0.9
@@ -167,7 +191,9 @@ def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
         # The backends agree but for the figure that only one of them can know.
         assert names - {"train/microbatches", "train/tokens"} <= set(other)
         for name in names & set(other) - {"train/logprob_gap", "train/microbatches"}:
-            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=TOLERANCE if step < 2 else 1e-4), (step, name)
+            assert one[name] == pytest.approx(
+                other[name], rel=1e-4, abs=TOLERANCE if step < 2 else 1e-4
+            ), (step, name)
 
 
 class Recording(Trainer):
@@ -177,7 +203,9 @@ class Recording(Trainer):
         self.inner = inner
         self.batches: list[Batch] = []
 
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)
+    ) -> dict[str, Tensor]:
         return self.inner.score(batch, model, want)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
@@ -206,11 +234,15 @@ def recorded(model: Path, tmp_path: Path) -> Iterator[tuple[RunConfig, Recording
     with make_rollout(config) as rollout:
         tasks = rollout.environment.tasks("train")[:12]
         groups = rollout.collect(tasks)
-        training_step(0, groups, trainer, Algorithm.from_config(config, rollout.response_budget), PhaseTimer())
+        training_step(
+            0, groups, trainer, Algorithm.from_config(config, rollout.response_budget), PhaseTimer()
+        )
         yield config, trainer, groups, rollout
 
 
-def test_exactly_the_policys_own_tokens_are_trained(recorded: tuple[RunConfig, Recording, list[Any], Any]) -> None:
+def test_exactly_the_policys_own_tokens_are_trained(
+    recorded: tuple[RunConfig, Recording, list[Any], Any],
+) -> None:
     """What the mask marks reads as the responses, what it leaves out as prompt and observations."""
     _, trainer, groups, rollout = recorded
     decode = rollout.tokenizer.decode
@@ -228,13 +260,17 @@ def test_exactly_the_policys_own_tokens_are_trained(recorded: tuple[RunConfig, R
             length = int(batch.lengths[row])
             tokens, mask = batch.tokens[row, :length], batch.loss_mask[row, :length]
             found.append((decode(tokens[mask].tolist()), decode(tokens[~mask].tolist())))
-        assert bool((batch.weights[~batch.loss_mask] == 0).all()) and float(batch.weights.sum()) == pytest.approx(1)
+        assert bool((batch.weights[~batch.loss_mask] == 0).all()) and float(
+            batch.weights.sum()
+        ) == pytest.approx(1)
         assert bool((batch.advantages[~batch.loss_mask] == 0).all())
     assert sorted(found) == expected
     assert any("|" in fed for _, fed in found)  # some episodes have an observation
 
 
-def test_what_the_environment_wrote_has_no_gradient(recorded: tuple[RunConfig, Recording, list[Any], Any]) -> None:
+def test_what_the_environment_wrote_has_no_gradient(
+    recorded: tuple[RunConfig, Recording, list[Any], Any],
+) -> None:
     """The loss of a batch does not change with the behaviour log-probs and advantages of the environment's tokens."""
     config, trainer, _, _ = recorded
     batch = trainer.batches[0]
@@ -273,18 +309,30 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others(model: Path, tmp_pat
 def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    few = ("run.steps=2", "trainer.backend=reference", "evaluation.every_steps=0", "checkpoint.export=false")
+    few = (
+        "run.steps=2",
+        "trainer.backend=reference",
+        "evaluation.every_steps=0",
+        "checkpoint.export=false",
+    )
     found = {}
     for name, sleep in (("awake", "false"), ("asleep", "true")):
-        config = letters_config(model, tmp_path / name, *few, f"rollout.engine={{name: embedded, sleep: {sleep}}}")
+        config = letters_config(
+            model, tmp_path / name, *few, f"rollout.engine={{name: embedded, sleep: {sleep}}}"
+        )
         caplog.clear()
         with caplog.at_level("INFO"):
             train(config)
         records = read_metrics(RunDirectory(tmp_path / name / "letters").metrics)
-        found[name] = [{key: value for key, value in record.items() if key.startswith("train/")} for record in records]
+        found[name] = [
+            {key: value for key, value in record.items() if key.startswith("train/")}
+            for record in records
+        ]
         handed = [record for record in records if "memory/engine_freed_gib" in record]
         assert len(handed) == (2 if name == "asleep" else 0)
-        assert (len([line for line in caplog.messages if "  engine " in line]) == 2) is (name == "asleep")
+        assert (len([line for line in caplog.messages if "  engine " in line]) == 2) is (
+            name == "asleep"
+        )
     assert found["asleep"] == found["awake"]
 
 
@@ -294,7 +342,9 @@ def test_a_run_stops_at_its_target(model: Path, tmp_path: Path) -> None:
     assert Path(summary["written"]["export"]).is_dir()
 
 
-def test_a_question_that_infrastructure_failed_is_counted_apart(model: Path, tmp_path: Path) -> None:
+def test_a_question_that_infrastructure_failed_is_counted_apart(
+    model: Path, tmp_path: Path
+) -> None:
     config = letters_config(model, tmp_path, "rollout.samples_per_prompt=2")
     with make_rollout(config) as rollout:
         groups = rollout.collect(rollout.environment.tasks("val"))

@@ -58,7 +58,10 @@ def open_page(browser: Any, run: Path) -> None:
 
 
 def heading(browser: Any, text: str) -> None:
-    wait(browser, f"return (document.querySelector('#group h2') || {{}}).textContent === {json.dumps(text)}")
+    wait(
+        browser,
+        f"return (document.querySelector('#group h2') || {{}}).textContent === {json.dumps(text)}",
+    )
 
 
 def press(browser: Any, *keys: str) -> None:
@@ -76,7 +79,11 @@ def choose(browser: Any, selector: str, value: str) -> None:
 
 def test_a_table_tells_the_score_by_attribute_of_the_tasks(opened: Any) -> None:
     """Of all groups of the step, whatever the filters leave in the list."""
-    assert texts(opened, "#scores tr") == ["hops groups solved reward", "1 1 50% 0.50", "2 1 50% 0.50"]
+    assert texts(opened, "#scores tr") == [
+        "hops groups solved reward",
+        "1 1 50% 0.50",
+        "2 1 50% 0.50",
+    ]
     press(opened, "e")
     choose(opened, "#outcome", "f")
     grown = ["hops groups solved at first reward", "1 1 100% 100% 1.00", "2 1 100% 0% 1.00"]
@@ -87,8 +94,14 @@ def test_a_group_stands_in_columns_with_rewards_and_advantages(opened: Any) -> N
     heading(opened, "Where was Orvan born?")
     assert texts(opened, ".column h3") == ["attempt 1", "attempt 2"]
     outcomes = texts(opened, ".column .outcome")
-    assert "solved" in outcomes[0] and "reward 1 · advantage +0.50" in outcomes[0] and "advantage -0.50" in outcomes[1]
-    marked = opened.execute_script("return [...document.querySelectorAll('.context mark')].map((m) => m.textContent)")
+    assert (
+        "solved" in outcomes[0]
+        and "reward 1 · advantage +0.50" in outcomes[0]
+        and "advantage -0.50" in outcomes[1]
+    )
+    marked = opened.execute_script(
+        "return [...document.querySelectorAll('.context mark')].map((m) => m.textContent)"
+    )
     assert marked and set(marked) == {"Vasmere"}
     gold = opened.execute_script(
         "return [...document.querySelectorAll('.column:first-child .t.gold')].map((t) => t.textContent)"
@@ -116,7 +129,10 @@ def test_evaluations_stand_beside_the_first_one(opened: Any) -> None:
     choose(opened, "#outcome", "changed")
     heading(opened, "Where was Telmik born?")
     assert texts(opened, ".column h3") == ["first evaluation, step 0", "step 2"]
-    assert ["failed" in texts(opened, ".column .outcome")[0], "solved" in texts(opened, ".column .outcome")[1]] == [
+    assert [
+        "failed" in texts(opened, ".column .outcome")[0],
+        "solved" in texts(opened, ".column .outcome")[1],
+    ] == [
         True,
         True,
     ]
@@ -124,7 +140,9 @@ def test_evaluations_stand_beside_the_first_one(opened: Any) -> None:
     wait(opened, "return document.querySelectorAll('.column').length === 1")
 
 
-def test_a_forked_episode_shows_what_was_in_view_before_a_turn(browser: Any, tmp_path: Path) -> None:
+def test_a_forked_episode_shows_what_was_in_view_before_a_turn(
+    browser: Any, tmp_path: Path
+) -> None:
     open_page(browser, forked_run(tmp_path))
     heading(browser, "Where was Orvan born?")
     assert "rewritten before turn 2" in texts(browser, ".column summary")
@@ -137,13 +155,23 @@ def test_tokens_are_tinted_and_tell_their_numbers(opened: Any) -> None:
     from selenium.webdriver import ActionChains
 
     heading(opened, "Where was Orvan born?")
-    colors = "return [...document.querySelectorAll('.t')].filter((t) => t.style.backgroundColor).length"
+    colors = (
+        "return [...document.querySelectorAll('.t')].filter((t) => t.style.backgroundColor).length"
+    )
     assert opened.execute_script(colors) > 0
     token = opened.find_elements("css selector", ".t")[3]
     ActionChains(opened).move_to_element(token).perform()
     wait(opened, "return !document.querySelector('#tip').hidden")
     tip = opened.find_element("id", "tip").text
-    for word in ("id", "version", "log-prob", "engine - trainer", "entropy", "advantage", "probability"):
+    for word in (
+        "id",
+        "version",
+        "log-prob",
+        "engine - trainer",
+        "entropy",
+        "advantage",
+        "probability",
+    ):
         assert word in tip.splitlines(), tip
     assert "0.5000" in tip
     for option in ("entropy", "gap", "advantages"):
@@ -188,26 +216,40 @@ def test_text_from_outside_stays_text(browser: Any, tmp_path: Path, tokenizer: T
     write_frame(tmp_path, [trained(1)])
     of = task(hostile, hostile, hostile, kind="<b>k")
     write_step(
-        tmp_path, tokenizer, 1, [group_of(of, [attempt(tokenizer, of, 0, [(hostile, hostile), (hostile, hostile)])])]
+        tmp_path,
+        tokenizer,
+        1,
+        [group_of(of, [attempt(tokenizer, of, 0, [(hostile, hostile), (hostile, hostile)])])],
     )
     open_page(browser, tmp_path)
     heading(browser, hostile)
     press(browser, "o", "n")
-    assert browser.title == tmp_path.name and not browser.find_elements("css selector", "img:not([src^='data:'])")
+    assert browser.title == tmp_path.name and not browser.find_elements(
+        "css selector", "img:not([src^='data:'])"
+    )
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 
 
 def test_ten_thousand_episodes_are_painted_in_two_seconds(
-    browser: Any, tmp_path: Path, tokenizer: Tokenizer, record_property: Callable[[str, object], None]
+    browser: Any,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    record_property: Callable[[str, object], None],
 ) -> None:
     write_frame(tmp_path, [trained(step) for step in range(101)])
-    tasks = [task(f"name {number} of a question of usual length", hops=number % 3) for number in range(1000)]
+    tasks = [
+        task(f"name {number} of a question of usual length", hops=number % 3)
+        for number in range(1000)
+    ]
     chance = random.Random(0)
 
     def long() -> list[tuple[str, str]]:
         shown = " ".join(chance.choice(WORDS) for _ in range(120))
         return [
-            (f"<think>{' '.join(chance.sample(WORDS, 6))}</think>{SEARCHED[0][0]}", f"{SEARCHED[0][1]}{shown}"),
+            (
+                f"<think>{' '.join(chance.sample(WORDS, 6))}</think>{SEARCHED[0][0]}",
+                f"{SEARCHED[0][1]}{shown}",
+            ),
             SEARCHED[1],
         ]
 
@@ -217,24 +259,37 @@ def test_ten_thousand_episodes_are_painted_in_two_seconds(
             groups.append(
                 group_of(
                     of,
-                    [attempt(tokenizer, of, number, long(), step=step - 1, solved=number > 3) for number in range(8)],
+                    [
+                        attempt(tokenizer, of, number, long(), step=step - 1, solved=number > 3)
+                        for number in range(8)
+                    ],
                 )
             )
         write_step(tmp_path, tokenizer, step, groups)
     for step in (0, 25, 50, 100):
         write_evaluation(
-            tmp_path, step, [group_of(of, [attempt(tokenizer, of, 0, long(), step=-1 - step)]) for of in tasks[:900]]
+            tmp_path,
+            step,
+            [
+                group_of(of, [attempt(tokenizer, of, 0, long(), step=-1 - step)])
+                for of in tasks[:900]
+            ],
         )
     content, _ = write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     assert content.holds.startswith("10,000 episodes in ")
     browser.get((tmp_path / "view.html").as_uri())
     wait(browser, "return document.querySelector('#group h2') !== null", 20)
     painted_s = (
-        browser.execute_script("return performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
+        browser.execute_script(
+            "return performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        )
+        / 1000
     )
     record_property("first_paint_s", painted_s)
     record_property("page_mb", (tmp_path / "view.html").stat().st_size / 1e6)
-    print(f"first paint {painted_s:.2f} s, page {(tmp_path / 'view.html').stat().st_size / 1e6:.1f} MB")
+    print(
+        f"first paint {painted_s:.2f} s, page {(tmp_path / 'view.html').stat().st_size / 1e6:.1f} MB"
+    )
     assert painted_s < PAINT_S
     heading(browser, tasks[800].metadata["question"])  # of the last step
     press(browser, "e", "j")

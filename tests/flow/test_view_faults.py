@@ -54,7 +54,9 @@ class NeverStops(Notes):
     stop = ("</never>",)
 
 
-def run_of(model: Path, runs: Path, environment: type[Environment], name: str, *overrides: str) -> RunFiles:
+def run_of(
+    model: Path, runs: Path, environment: type[Environment], name: str, *overrides: str
+) -> RunFiles:
     torch.manual_seed(0)
     named = f"environment={{name: '{Path(__file__).resolve()}:{environment.__name__}'}}"
     train(letters_config(model, runs, *SMALL, named, f"run.name={name}", *overrides))
@@ -98,16 +100,24 @@ def test_a_sound_run_has_no_findings_and_all_of_its_tokens(sound: RunFiles, tmp_
                 assert abs(segment.logprobs - segment.trainer_logprobs).max() < 1e-5
 
 
-def test_a_reward_that_ignores_the_evidence_is_found(model: Path, sound: RunFiles, tmp_path: Path) -> None:
+def test_a_reward_that_ignores_the_evidence_is_found(
+    model: Path, sound: RunFiles, tmp_path: Path
+) -> None:
     faulty = run_of(model, tmp_path, IgnoresTheEvidence, "ignores")
     check_found(sound, faulty, "rewarded without evidence", tmp_path)
 
 
-def test_a_stop_string_that_never_matches_is_found(model: Path, sound: RunFiles, tmp_path: Path) -> None:
-    faulty = run_of(model, tmp_path, NeverStops, "endless", "trainer.lr=1e-6")  # before it learns the end token
+def test_a_stop_string_that_never_matches_is_found(
+    model: Path, sound: RunFiles, tmp_path: Path
+) -> None:
+    faulty = run_of(
+        model, tmp_path, NeverStops, "endless", "trainer.lr=1e-6"
+    )  # before it learns the end token
     check_found(sound, faulty, "responses never stop", tmp_path)
 
 
-def test_an_engine_with_old_weights_is_found(model: Path, sound: RunFiles, tmp_path: Path, stale_engine: None) -> None:
+def test_an_engine_with_old_weights_is_found(
+    model: Path, sound: RunFiles, tmp_path: Path, stale_engine: None
+) -> None:
     faulty = run_of(model, tmp_path, Notes, "stale")
     check_found(sound, faulty, "engine and trainer disagree", tmp_path)

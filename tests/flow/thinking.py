@@ -46,7 +46,9 @@ class Conversation(Environment):
         asked, turn = episode.task.answer, episode.turns
         _, _, said = response.rpartition("</think>")
         right, thinks = said == asked[turn - 1], "</think>" in response
-        all_right = episode.scratch["right"] = episode.scratch.get("right", True) and right and thinks
+        all_right = episode.scratch["right"] = (
+            episode.scratch.get("right", True) and right and thinks
+        )
         thoughts = episode.scratch["thoughts"] = episode.scratch.get("thoughts", 0) + thinks
         metrics = {"exact_match": float(all_right and turn == TURNS), "thoughts": float(thoughts)}
         reward = (right + right * thinks) / (2 * TURNS)
@@ -69,7 +71,10 @@ def write_thinking_model(path: Path, family: str = "qwen3", **others: Any) -> Pa
     sizes = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     tiny_model(path, family, tokenizer=False, eos_token_id=1, pad_token_id=0, **{**sizes, **others})
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<user>", "<assistant>"]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
     )
     fast.add_tokens(["<think>", "</think>"])
     fast.chat_template = THINKING

@@ -54,4 +54,6 @@ def imported_modules(path: Path) -> Iterator[str]:
                             if node.level else [node.module or ""])  # fmt: skip
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
-                yield from (name for name in (whole if whole in modules() else base,) if name in modules())
+                yield from (
+                    name for name in (whole if whole in modules() else base,) if name in modules()
+                )

@@ -20,16 +20,34 @@ def segment(length: int, first: int = 2, logprobs: bool = True) -> Segment:
     )
 
 
-def trajectory(*segments: Segment, reward: float = 1.0, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
-    return Trajectory("t", "g", list(segments), [], reward, stop, temperature=0.7, group_stats=(4, 0.25, 0.5))
+def trajectory(
+    *segments: Segment, reward: float = 1.0, stop: StopReason = StopReason.TERMINATED
+) -> Trajectory:
+    return Trajectory(
+        "t", "g", list(segments), [], reward, stop, temperature=0.7, group_stats=(4, 0.25, 0.5)
+    )
 
 
 def test_rows_are_segments_and_describe_their_trajectory():
-    batch = make_batch([trajectory(segment(4), segment(6)), trajectory(segment(3, logprobs=False), reward=0.0)])
-    assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 0], [10, 11, 12, 13, 14, 15], [10, 11, 12, 0, 0, 0]]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
+    batch = make_batch(
+        [trajectory(segment(4), segment(6)), trajectory(segment(3, logprobs=False), reward=0.0)]
+    )
+    assert batch.tokens.tolist() == [
+        [10, 11, 12, 13, 0, 0],
+        [10, 11, 12, 13, 14, 15],
+        [10, 11, 12, 0, 0, 0],
+    ]
+    assert batch.loss_mask.int().tolist() == [
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 1],
+        [0, 0, 1, 0, 0, 0],
+    ]
     assert batch.logprobs.tolist() == [[0, 0, -2, -3, 0, 0], [0, 0, -2, -3, -4, -5], [0] * 6]
-    assert batch.versions.tolist() == [[-1, -1, 3, 3, -1, -1], [-1, -1, 3, 3, 3, 3], [-1, -1, 3, -1, -1, -1]]
+    assert batch.versions.tolist() == [
+        [-1, -1, 3, 3, -1, -1],
+        [-1, -1, 3, 3, 3, 3],
+        [-1, -1, 3, -1, -1, -1],
+    ]
     assert batch.lengths.tolist() == [4, 6, 3]
     assert batch.trajectory.tolist() == [0, 0, 1]
     assert batch.rewards.tolist() == [1.0, 1.0, 0.0]
@@ -45,7 +63,10 @@ def test_rewards_keep_the_precision_that_they_were_given():
     one = trajectory(segment(4), reward=1000.001)
     one.group_stats, one.turns = (2, 1000.0005, 0.0005 * 2**0.5), [Turn(0, 2, 4, 1000.001, 1.0)]
     batch = make_batch([one])
-    assert (batch.rewards.item(), batch.group_mean.item(), batch.group_std.item()) == (1000.001, *one.group_stats[1:])
+    assert (batch.rewards.item(), batch.group_mean.item(), batch.group_std.item()) == (
+        1000.001,
+        *one.group_stats[1:],
+    )
     assert batch.turn_rewards[0, 2].item() == 1000.001
 
 
@@ -66,7 +87,9 @@ def test_groups_in_place_of_trajectories_are_refused():
 
 
 def test_a_segment_without_tokens_is_refused_by_name():
-    with pytest.raises(DataError, match="task 't', attempt 0: segment 1 has no tokens, expected one or more"):
+    with pytest.raises(
+        DataError, match="task 't', attempt 0: segment 1 has no tokens, expected one or more"
+    ):
         make_batch([trajectory(segment(4), segment(0))])
 
 
@@ -79,10 +102,15 @@ def test_rows_know_their_group_attempt_segment_stop_and_source():
     assert batch.group.tolist() == [0, 0, 0, 1]
     assert batch.attempt.tolist() == [0, 0, 1, 0]
     assert batch.segment.tolist() == [0, 1, 0, 0]
-    assert [tuple(StopReason)[place].value for place in batch.stop] == ["terminated"] * 2 + ["max_turns", "terminated"]
+    assert [tuple(StopReason)[place].value for place in batch.stop] == ["terminated"] * 2 + [
+        "max_turns",
+        "terminated",
+    ]
     assert [SOURCES[place] for place in batch.source] == ["local"] * 3 + ["external"]
     other.source = "elsewhere"
-    with pytest.raises(DataError, match=r"expected a source out of local, external, .*, found 'elsewhere'"):
+    with pytest.raises(
+        DataError, match=r"expected a source out of local, external, .*, found 'elsewhere'"
+    ):
         make_batch([other])
 
 
@@ -96,14 +124,19 @@ def test_tokens_know_the_turn_that_sampled_them():
 
 
 def test_rows_are_selected_with_every_field_that_is_there():
-    batch = make_batch([trajectory(segment(4)), trajectory(segment(6)), trajectory(segment(3), reward=0.0)])
+    batch = make_batch(
+        [trajectory(segment(4)), trajectory(segment(6)), trajectory(segment(3), reward=0.0)]
+    )
     batch = batch.replace(reference_logprobs=torch.rand(3, 6), extras={"mine": torch.arange(3)})
     part = batch.select([2, 0])
     assert part.tokens.shape == part.turn.shape == part.reference_logprobs.shape == (2, 4)
     assert torch.equal(part.reference_logprobs, batch.reference_logprobs[[2, 0], :4])
     assert part.rewards.tolist() == [0.0, 1.0] and part.extras["mine"].tolist() == [2, 0]
     assert part.proximal_logprobs is None
-    with pytest.raises(RLFlowError, match=r"loss mine: the batch has no proximal_logprobs, expected it from trainer\.score"):
+    with pytest.raises(
+        RLFlowError,
+        match=r"loss mine: the batch has no proximal_logprobs, expected it from trainer\.score",
+    ):
         part.require("proximal_logprobs", "loss mine")
 
 
@@ -137,7 +170,9 @@ def test_padding_widens_to_min_width_and_nothing_makes_an_empty_batch():
     assert len(make_batch([])) == 0
 
 
-def check_plan(lengths: list[int], limit: int, shards: int, multiple: int = 1) -> list[list[list[int]]]:
+def check_plan(
+    lengths: list[int], limit: int, shards: int, multiple: int = 1
+) -> list[list[list[int]]]:
     plan = plan_microbatches(lengths, limit, shards, multiple=multiple)
     assert len(plan) == shards
     assert len(plan[0]) % multiple == 0
@@ -152,7 +187,9 @@ def check_plan(lengths: list[int], limit: int, shards: int, multiple: int = 1) -
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 @pytest.mark.parametrize("limit", [1, 60, 400, 5000])
 @pytest.mark.parametrize("rows", [1, 2, 7, 40])
-def test_every_row_is_planned_once_within_the_limit_on_equally_many_microbatches(rows, limit, shards):
+def test_every_row_is_planned_once_within_the_limit_on_equally_many_microbatches(
+    rows, limit, shards
+):
     generator = torch.Generator().manual_seed(rows * limit + shards)
     lengths = torch.randint(1, 120, (rows,), generator=generator).tolist()
     plan = check_plan(lengths, limit, shards)
@@ -233,7 +270,9 @@ def test_an_impossible_plan_is_a_config_error(limit, shards):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_minibatches_keep_trajectories_whole_and_draw_every_row_once(seed):
-    owners = [trajectory(*[segment(3 + index % 4) for _ in range(1 + index % 3)]) for index in range(10)]
+    owners = [
+        trajectory(*[segment(3 + index % 4) for _ in range(1 + index % 3)]) for index in range(10)
+    ]
     batch = make_batch(owners)
     parts = split_minibatches(batch, 3, torch.Generator().manual_seed(seed))
     drawn = [set(part.trajectory.tolist()) for part in parts]
@@ -267,7 +306,9 @@ def test_what_is_large_has_a_repr_of_one_line():
     """A notebook's cell or an error shows sizes, not tensors."""
     rows = [trajectory(segment(400)), trajectory(segment(300), reward=0.5, stop=StopReason.ABORTED)]
     group = Group("g", Task("t" * 99, "prompt " * 500), rows)
-    assert repr(make_batch(rows)) == "Batch(1 rows of 400 tokens, 398 sampled, cpu)"  # an aborted attempt has no row
+    assert (
+        repr(make_batch(rows)) == "Batch(1 rows of 400 tokens, 398 sampled, cpu)"
+    )  # an aborted attempt has no row
     assert repr(group) == f"Group({'t' * 60!r}, 2 attempts, 1 usable)"
     assert repr(rows) == (
         "[Trajectory('t', 0 turns, 400 tokens, reward 1, terminated), "

@@ -33,7 +33,9 @@ def test_a_deadline_ends_what_is_awaited_in_time_and_names_it() -> None:
 def test_a_process_that_stood_still_for_longer_than_a_deadline_does_not_break_it() -> None:
     async def wait() -> str:
         async with deadline(0.4, "the call"):
-            asyncio.get_running_loop().call_later(0.05, time.sleep, 1.0)  # as a stopped process: nothing of it runs
+            asyncio.get_running_loop().call_later(
+                0.05, time.sleep, 1.0
+            )  # as a stopped process: nothing of it runs
             await asyncio.sleep(0.2)
             return "ended"
 

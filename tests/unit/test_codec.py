@@ -130,6 +130,8 @@ def altered(**changes: Any) -> bytes:
     ],
 )
 def test_bytes_of_another_version_are_told_in_one_line(payload: bytes, told: str) -> None:
-    with pytest.raises(CheckpointError, match=f"here: expected.*another version: .*{told}") as raised:
+    with pytest.raises(
+        CheckpointError, match=f"here: expected.*another version: .*{told}"
+    ) as raised:
         from_bytes(payload, "here")
     assert "\n" not in str(raised.value)

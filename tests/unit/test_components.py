@@ -49,14 +49,22 @@ def test_the_search_environment_is_found_by_its_entry_point() -> None:
     assert ENVIRONMENT.resolve("search").__name__ == "SearchEnvironment"
 
 
-def test_a_file_and_a_module_can_be_named(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_and_a_module_can_be_named(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    assert ENVIRONMENT.resolve("things:Counter").__name__ == ENVIRONMENT.resolve(reference).__name__ == "Counter"
+    assert (
+        ENVIRONMENT.resolve("things:Counter").__name__
+        == ENVIRONMENT.resolve(reference).__name__
+        == "Counter"
+    )
     assert ENVIRONMENT.resolve(reference) is ENVIRONMENT.resolve(reference)
 
 
 def test_what_the_user_writes_wins_over_what_is_offered(reference: str) -> None:
-    assert ENVIRONMENT.build({"name": reference, "start": 2, "seed": 5}, seed=9, path="unused").values == (2, 1, 5)
+    assert ENVIRONMENT.build(
+        {"name": reference, "start": 2, "seed": 5}, seed=9, path="unused"
+    ).values == (2, 1, 5)
     assert ENVIRONMENT.build({"name": reference}, start=3, seed=9).values == (3, 1, 9)
 
 
@@ -67,11 +75,16 @@ def test_a_constructor_with_open_keywords_takes_any(reference: str) -> None:
 @pytest.mark.parametrize(
     ("component", "expected"),
     [
-        ({"start": 1, "stpe": 2}, "unknown keyword 'stpe'. Did you mean 'step'? It takes: start, step, seed."),
+        (
+            {"start": 1, "stpe": 2},
+            "unknown keyword 'stpe'. Did you mean 'step'? It takes: start, step, seed.",
+        ),
         ({}, "missing keyword start; it takes: start, step, seed"),
     ],
 )
-def test_keywords_are_checked_against_the_signature(reference: str, component: dict, expected: str) -> None:
+def test_keywords_are_checked_against_the_signature(
+    reference: str, component: dict, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         ENVIRONMENT.check({"name": reference, **component})
     assert expected in str(caught.value)
@@ -100,7 +113,9 @@ def test_a_component_without_a_name_lists_the_names() -> None:
         ENGINE.build({"max_concurrency": 3})
 
 
-def test_a_package_missing_inside_the_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_missing_inside_the_module_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\nclass A: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="needs the package 'not_installed_anywhere'"):
@@ -147,32 +162,51 @@ def typed(tmp_path: Path) -> str:
         ("rate", True, "things[2].rate: expected a number, found true (true/false)."),
         ("count", 2.5, "things[2].count: expected a whole number or null, found 2.5 (number)."),
         ("fast", 1, "things[2].fast: expected true or false, found 1 (whole number)."),
-        ("how", "men", "things[2].how: expected one of sum, mean, found 'men' (text). Did you mean 'mean'?"),
+        (
+            "how",
+            "men",
+            "things[2].how: expected one of sum, mean, found 'men' (text). Did you mean 'mean'?",
+        ),
         ("stops", "x", "things[2].stops: expected a list ([a, b]) of text, found 'x' (text)."),
         ("stops", ["x", 1], "things[2].stops[1]: expected text, found 1 (whole number)."),
         ("share", 1.0, "things[2].share: expected a number from 0 below 1, found 1.0 (number)."),
-        ("options", 3, "things[2].options: expected a mapping with keys ({name: ...}) or null, found 3 (whole number)."),
+        (
+            "options",
+            3,
+            "things[2].options: expected a mapping with keys ({name: ...}) or null, found 3 (whole number).",
+        ),
     ],
 )
-def test_values_are_checked_against_the_annotations(typed: str, keyword: str, value: object, expected: str) -> None:
+def test_values_are_checked_against_the_annotations(
+    typed: str, keyword: str, value: object, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         BOUND.check({"name": f"{typed}:Typed", keyword: value}, where="things[2]")
     assert str(caught.value) == expected
 
 
 def test_a_whole_number_is_a_number_and_what_cannot_be_known_is_not_checked(typed: str) -> None:
-    given = BOUND.build({"name": f"{typed}:Typed", "rate": 1, "thing": 5, "file": "a", "stops": ["b"]}).given
+    given = BOUND.build(
+        {"name": f"{typed}:Typed", "rate": 1, "thing": 5, "file": "a", "stops": ["b"]}
+    ).given
     assert given["rate"] == 1.0 and isinstance(given["rate"], float)
     assert (given["thing"], given["file"], given["stops"]) == (5, "a", ["b"])
 
 
 def test_a_bare_name_is_a_component_without_keywords(typed: str) -> None:
-    bare, spelled = BOUND.build(f"{typed}:Typed").given, BOUND.build({"name": f"{typed}:Typed"}).given
+    bare, spelled = (
+        BOUND.build(f"{typed}:Typed").given,
+        BOUND.build({"name": f"{typed}:Typed"}).given,
+    )
     assert {**bare, "self": None} == {**spelled, "self": None}
 
 
 def test_a_function_of_a_kind_that_is_called_later_is_bound_to_its_keywords(typed: str) -> None:
-    assert BOUND.build({"name": f"{typed}:outer", "scale": 2, "depth": 3})("batch") == ("batch", 2.0, {"depth": 3})
+    assert BOUND.build({"name": f"{typed}:outer", "scale": 2, "depth": 3})("batch") == (
+        "batch",
+        2.0,
+        {"depth": 3},
+    )
     with pytest.raises(ConfigError, match=r"unknown keyword 'batch'. It takes: scale, depth"):
         BOUND.build({"name": f"{typed}:outer", "batch": 2})
     with pytest.raises(ConfigError, match=r"thing.depth: expected a whole number"):
@@ -187,15 +221,30 @@ def test_what_the_caller_fills_is_no_keyword_of_a_configuration(reference: str) 
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"), [("KeyError('size')", "KeyError"), ("SystemExit('no')", "SystemExit"), ("OSError(2, 'gone')", "gone")]
+    ("raised", "said"),
+    [
+        ("KeyError('size')", "KeyError"),
+        ("SystemExit('no')", "SystemExit"),
+        ("OSError(2, 'gone')", "gone"),
+    ],
 )
-def test_what_a_constructor_raises_is_one_line_with_its_place(raised: str, said: str, tmp_path: Path) -> None:
+def test_what_a_constructor_raises_is_one_line_with_its_place(
+    raised: str, said: str, tmp_path: Path
+) -> None:
     """All but errors of rlflow's own, which say what is wrong already."""
-    (tmp_path / "raising.py").write_text(f"class Thing:\n    def __init__(self):\n        raise {raised}\n")
+    (tmp_path / "raising.py").write_text(
+        f"class Thing:\n    def __init__(self):\n        raise {raised}\n"
+    )
     with pytest.raises(ConfigError, match=r"^environment '.*Thing': cannot be made: ") as caught:
         ENVIRONMENT.build(f"{tmp_path}/raising.py:Thing")
-    assert said in str(caught.value) and "raising.py:3" in str(caught.value) and "\n" not in str(caught.value)
-    (tmp_path / "own.py").write_text("from rlflow.errors import DataError\ndef make():\n    raise DataError('no rows')\n")
+    assert (
+        said in str(caught.value)
+        and "raising.py:3" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
+    (tmp_path / "own.py").write_text(
+        "from rlflow.errors import DataError\ndef make():\n    raise DataError('no rows')\n"
+    )
     with pytest.raises(DataError, match=r"^no rows$"):
         ENVIRONMENT.build(f"{tmp_path}/own.py:make")
 
@@ -214,7 +263,9 @@ BUILT_IN = {"game": f"{__name__}:Game", "plain": f"{__name__}:plain"}
 """
 
 
-def test_a_name_with_a_value_gives_the_keyword_that_the_class_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_a_value_gives_the_keyword_that_the_class_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "short_games.py").write_text(SHORT)
     monkeypatch.syspath_prepend(tmp_path)
     kind = Kind("game", "short_games")

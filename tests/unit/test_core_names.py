@@ -9,13 +9,30 @@ import pytest
 
 from tests.unit.sources import ROOT
 
-FILES = sorted(path for path in (ROOT / "rlflow").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".typed"))
+FILES = sorted(
+    path
+    for path in (ROOT / "rlflow").rglob("*")
+    if path.is_file() and path.suffix not in (".pyc", ".typed")
+)
 
 # Parts of words count: `search_s`, `SearchAccount`, `num_retrieved`.
 PARTS = ("sandbox", "mathematics", "nethack", "search", "corpus", "corpora", "retriev", "passage", "qdrant",
          "faiss", "guess", "encyclopedia")  # fmt: skip
 # Systems and papers, as whole words or as parts of an identifier.
-SYSTEMS = ("areal", "astraflow", "llamarl", "dart", "oni", "vlac", "rlinf", "asearcher", "slime", "verl", "skyrl", "ragen")
+SYSTEMS = (
+    "areal",
+    "astraflow",
+    "llamarl",
+    "dart",
+    "oni",
+    "vlac",
+    "rlinf",
+    "asearcher",
+    "slime",
+    "verl",
+    "skyrl",
+    "ragen",
+)
 # Methods, as SYSTEMS. Not grpo and gae: the default of a key, and what an error tells the user to set.
 METHODS = ("dapo", "drgrpo", "gspo", "cispo", "aipo", "gmpo", "dppo", "m2po", "icepop", "kpop", "greso", "maxrl", "gdpo", "rloo",
            "sapo", "trpo", "reinforce")  # fmt: skip
@@ -44,7 +61,12 @@ def names_in(path: str, text: str) -> list[str]:
     else:
         text = re.sub(r'""".*?"""', lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
     lines = enumerate(HARMLESS.sub("", text).splitlines(), start=1)
-    return [f"{path}:{number}: {found[0]}" for number, line in lines for one in patterns for found in one.finditer(line)]
+    return [
+        f"{path}:{number}: {found[0]}"
+        for number, line in lines
+        for one in patterns
+        for found in one.finditer(line)
+    ]
 
 
 def test_no_file_of_the_core_names_a_plug_in_a_recipe_or_a_paper() -> None:
@@ -62,9 +84,22 @@ def test_no_file_of_the_core_is_called_after_one() -> None:
 @pytest.mark.parametrize("folder", ["environments", "recipes"])
 def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
     # What the core itself speaks of.
-    general = {"adapters", "browser", "common", "program", "programs", "swarm", "tool_use", "wrappers"}
+    general = {
+        "adapters",
+        "browser",
+        "common",
+        "program",
+        "programs",
+        "swarm",
+        "tool_use",
+        "wrappers",
+    }
     general.add("__pycache__")
-    names = [entry.name for entry in (ROOT / folder).iterdir() if entry.is_dir() and entry.name not in general]
+    names = [
+        entry.name
+        for entry in (ROOT / folder).iterdir()
+        if entry.is_dir() and entry.name not in general
+    ]
     assert names and all(NAMED.search(name) for name in names), "add the new folder's name to PARTS"
 
 
@@ -85,4 +120,6 @@ def test_the_reader_finds_words_and_no_others(text: str, count: int) -> None:
 
 
 def test_a_method_is_named_where_it_is_written_and_nowhere_else() -> None:
-    assert not names_in("rlflow/algorithms/losses/x.py", 'name = "gspo"') and names_in("rlflow/loop.py", 'name = "gspo"')
+    assert not names_in("rlflow/algorithms/losses/x.py", 'name = "gspo"') and names_in(
+        "rlflow/loop.py", 'name = "gspo"'
+    )

@@ -45,16 +45,28 @@ def schema_rows() -> dict[str, str]:
 
 
 def test_configuration_page_lists_every_key_with_its_default_and_no_other() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").split("## The search environment")[0]
+    text = (
+        (ROOT / "docs" / "configuration.md")
+        .read_text(encoding="utf-8")
+        .split("## The search environment")[0]
+    )
     assert dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", text, flags=re.M)) == schema_rows()
 
 
 def test_configuration_page_lists_every_keyword_of_the_search_environment() -> None:
     from rlflow_environments.search import SearchEnvironment
 
-    section = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").split("## The search environment")[1]
+    section = (
+        (ROOT / "docs" / "configuration.md")
+        .read_text(encoding="utf-8")
+        .split("## The search environment")[1]
+    )
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section, flags=re.M)
-    listed = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    listed = {
+        name: default.strip("`")
+        for names, default in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
     parameters = inspect.signature(SearchEnvironment).parameters.values()
     assert listed == {one.name: documented_default(one.default) for one in parameters}
 
@@ -86,7 +98,12 @@ def test_relative_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_named_in_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|benchmarks|\.ci)/[\w./-]*\w)", text))
+    named = set(
+        re.findall(
+            r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|benchmarks|\.ci)/[\w./-]*\w)",
+            text,
+        )
+    )
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 
@@ -100,7 +117,16 @@ TEXTS = [path for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for pat
 def test_nothing_says_to_install_a_package_of_this_name_from_the_index() -> None:
     """`rlflow` in the public package index is another project's; `rlflow[x] @ SOURCE` names the source."""
     named = re.compile(r"pip install(?: -[\w-]+)* +['\"]?rlflow\b(?![^\n]* @ )")
-    found = [str(path.relative_to(ROOT)) for path in TEXTS if named.search(path.read_text(encoding="utf-8"))]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in TEXTS
+        if named.search(path.read_text(encoding="utf-8"))
+    ]
     assert len(TEXTS) > 500 and not found
-    assert all(named.search(text) for text in ("pip install 'rlflow[ray]'", "pip install rlflow", "pip install -U rlflow"))
-    assert not named.search("pip install 'PATH_OR_GIT_URL[ray]'") and not named.search("pip install 'rlflow[ray] @ {source}'")
+    assert all(
+        named.search(text)
+        for text in ("pip install 'rlflow[ray]'", "pip install rlflow", "pip install -U rlflow")
+    )
+    assert not named.search("pip install 'PATH_OR_GIT_URL[ray]'") and not named.search(
+        "pip install 'rlflow[ray] @ {source}'"
+    )

@@ -15,16 +15,35 @@ from tests.unit.test_layering import core_part, imported
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "common": ({"errors", "http", "types", "storage", "components", "values", "endpoint"}, set()),
     "retrieval": (
-        {"errors", "http", "addresses", "connections", "types", "storage", "components", "values", "matmul"},
+        {
+            "errors",
+            "http",
+            "addresses",
+            "connections",
+            "types",
+            "storage",
+            "components",
+            "values",
+            "matmul",
+        },
         {"common"},
     ),
     # Environments over any other environment: none of them knows which.
-    "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment", "calls"}, {"common"}),
+    "wrappers": (
+        {"errors", "types", "storage", "components", "values", "report", "environment", "calls"},
+        {"common"},
+    ),
     # Programs of others, confined; and environments whose policies write some.
     "sandbox": ({"errors", "values"}, set()),
-    "sandboxed": ({"errors", "types", "values", "report", "environment"}, {"common", "sandbox", "tool_use"}),
+    "sandboxed": (
+        {"errors", "types", "values", "report", "environment"},
+        {"common", "sandbox", "tool_use"},
+    ),
     # The turns of environments whose policies call tools.
-    "tool_use": ({"errors", "types", "components", "values", "report", "environment", "calls"}, {"common"}),
+    "tool_use": (
+        {"errors", "types", "components", "values", "report", "environment", "calls"},
+        {"common"},
+    ),
     # Answers are compared in child processes.
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Web pages in a real browser.
@@ -33,7 +52,17 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
     # Agents of the user's own, in processes or in this one.
     "program": (
-        {"errors", "types", "values", "report", "environment", "components", "storage", "calls", "endpoint"},
+        {
+            "errors",
+            "types",
+            "values",
+            "report",
+            "environment",
+            "components",
+            "storage",
+            "calls",
+            "endpoint",
+        },
         {"common"},
     ),
     # Environments of other libraries, some of which bring agents of their own.
@@ -43,15 +72,33 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
-        {"errors", "http", "types", "storage", "components", "values", "report", "environment", "commands"},
+        {
+            "errors",
+            "http",
+            "types",
+            "storage",
+            "components",
+            "values",
+            "report",
+            "environment",
+            "commands",
+        },
         {"common", "retrieval"},
     ),
 }
-HUB = {"environments/retrieval/encoders/transformer.py", "recipes/searchr1/hub.py", "rlflow/models/hub.py"}
+HUB = {
+    "environments/retrieval/encoders/transformer.py",
+    "recipes/searchr1/hub.py",
+    "rlflow/models/hub.py",
+}
 
 
 def names(room: str) -> list[tuple[Path, int, str]]:
-    return [(path, line, name) for path in sources(f"environments/{room}") for line, name in imported(path)]
+    return [
+        (path, line, name)
+        for path in sources(f"environments/{room}")
+        for line, name in imported(path)
+    ]
 
 
 def test_every_room_has_its_rule() -> None:
@@ -65,7 +112,9 @@ def test_a_room_imports_from_the_core_what_its_rule_says(room: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path, line, name in names(room)
-        if core_part(name) is not None and core_part(name) not in allowed and name != "rlflow.__version__"
+        if core_part(name) is not None
+        and core_part(name) not in allowed
+        and name != "rlflow.__version__"
     ]
     assert not wrong, f"{room} may import {sorted(allowed)} from rlflow:\n" + "\n".join(wrong)
 
@@ -85,7 +134,9 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
 def test_the_environment_asks_the_world_through_one_function() -> None:
     world = ROOT / "environments" / "search" / "world"
     asked = {
-        name for path, _, name in names("search") if not path.is_relative_to(world) and ".search.world" in f".{name}"
+        name
+        for path, _, name in names("search")
+        if not path.is_relative_to(world) and ".search.world" in f".{name}"
     }
     assert len(asked) == 1, asked
 

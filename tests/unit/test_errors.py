@@ -24,13 +24,19 @@ def test_transformer_engine_is_built_against_the_installed_torch() -> None:
     assert tools == "pip install 'cuda-toolkit[crt,cccl]' setuptools wheel ninja"
     setting, command = command.split(" ", 1)
     assert setting == "NVTE_BUILD_USE_NVIDIA_WHEELS=1"
-    assert command == f"pip install --no-build-isolation -e '{ROOT}[gpu]' -c '{ROOT}/constraints/gpu.txt'"
+    assert (
+        command
+        == f"pip install --no-build-isolation -e '{ROOT}[gpu]' -c '{ROOT}/constraints/gpu.txt'"
+    )
 
 
 @pytest.mark.parametrize(
     ("noted", "source"),
     [
-        ({"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "c"}}, "git+https://host/x.git"),
+        (
+            {"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "c"}},
+            "git+https://host/x.git",
+        ),
         ({"url": "file:///wheels/rlflow-0.1.0.whl"}, "file:///wheels/rlflow-0.1.0.whl"),
         (None, "PATH_OR_GIT_URL"),
     ],

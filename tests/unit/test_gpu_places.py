@@ -27,7 +27,11 @@ def asks_for_cuda(path: Path) -> bool:
         and node.body and isinstance(node.body[0], ast.Expr)
     }  # fmt: skip
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             words = node.value if len(node.value) < 40 else ""  # longer ones are messages
         else:
             words = getattr(node, "attr", "") or getattr(node, "id", "")
@@ -43,7 +47,9 @@ def called(path: Path) -> str:
 
 def test_every_file_that_asks_for_cuda_stands_in_the_table() -> None:
     asking = [
-        path.relative_to(ROOT / "rlflow") for path in sorted((ROOT / "rlflow").rglob("*.py")) if asks_for_cuda(path)
+        path.relative_to(ROOT / "rlflow")
+        for path in sorted((ROOT / "rlflow").rglob("*.py"))
+        if asks_for_cuda(path)
     ]
     assert len(asking) > 8, "the reader sees nothing"
     missing = [str(path) for path in asking if called(path) not in PAGE and str(path) not in SAID]

@@ -107,13 +107,22 @@ def test_at_once_means_without_a_pause() -> None:
 
 
 def test_pauses_double_up_to_a_bound() -> None:
-    assert [backoff_s(0.1, 2.0, failures) for failures in (1, 2, 3, 5, 6, 10_000)] == [0.1, 0.2, 0.4, 1.6, 2.0, 2.0]
+    assert [backoff_s(0.1, 2.0, failures) for failures in (1, 2, 3, 5, 6, 10_000)] == [
+        0.1,
+        0.2,
+        0.4,
+        1.6,
+        2.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(
     ("status", "server_failed"), [(429, False), (500, True), (502, True), (503, True), (504, True)]
 )
-def test_too_many_requests_and_failures_of_the_server_may_pass(status: int, server_failed: bool) -> None:
+def test_too_many_requests_and_failures_of_the_server_may_pass(
+    status: int, server_failed: bool
+) -> None:
     with pytest.raises(Retryable, match=f"there: status {status}: why") as found:
         check_status("there: ", status, {"retry-after": "7"}, "why")
     assert (found.value.server_failed, found.value.retry_after_s) == (server_failed, 7.0)
@@ -141,7 +150,11 @@ class Server(threading.Thread):
 
     def __init__(self, *replies: bytes) -> None:
         super().__init__(daemon=True)
-        self.listener, self.replies, self.asked = socket.create_server(("127.0.0.1", 0)), replies, []
+        self.listener, self.replies, self.asked = (
+            socket.create_server(("127.0.0.1", 0)),
+            replies,
+            [],
+        )
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.start()
 
@@ -186,7 +199,9 @@ def test_a_body_is_sent_as_json_from_any_thread_and_event_loop() -> None:
         return (await asyncio.wrap_future(client.submit(ask, *asked))).content
 
     assert (client.call(ask, *asked).content, asyncio.run(scenario())) == (b"1", b"2")
-    assert all(b"application/json" in one and one.endswith(b'{"text": "\\ud83d"}') for one in server.asked)
+    assert all(
+        b"application/json" in one and one.endswith(b'{"text": "\\ud83d"}') for one in server.asked
+    )
     client.close()
     assert client.closed
 
@@ -205,7 +220,9 @@ def test_what_brought_no_answer_may_pass_and_says_why() -> None:
 def test_a_closed_client_cancels_what_is_under_way() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = HttpClient()
-        future = client.submit(client.session.ask, "GET", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        future = client.submit(
+            client.session.ask, "GET", f"http://127.0.0.1:{silent.getsockname()[1]}"
+        )
         silent.accept()
         client.close()
         assert future.cancelled()
@@ -222,7 +239,9 @@ def test_who_waits_for_a_client_that_is_closed_hears_of_it() -> None:
         client.submit(asyncio.sleep, 0)
 
 
-def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     server = Server(answer(b"direct"), answer(b"by proxy"))
     (tmp_path / ".netrc").write_text("machine nowhere.invalid login a password b\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -233,7 +252,10 @@ def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pyt
     assert fetch(server.url).content == b"direct"
     key = {"Authorization": "Bearer key"}
     assert fetch("http://nowhere.invalid/v1", proxies=True, headers=key).content == b"by proxy"
-    assert server.asked[1].startswith(b"GET http://nowhere.invalid/v1") and b"Bearer key" in server.asked[1]
+    assert (
+        server.asked[1].startswith(b"GET http://nowhere.invalid/v1")
+        and b"Bearer key" in server.asked[1]
+    )
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -269,12 +291,18 @@ def test_a_redirection_to_another_origin_gets_neither_the_key_nor_the_request(st
 
 
 @pytest.mark.parametrize("pasted", ["/v1", "/v1/", "/v1/completions"])
-def test_the_client_of_a_model_takes_the_address_as_it_was_pasted_and_sends_the_key(pasted: str) -> None:
+def test_the_client_of_a_model_takes_the_address_as_it_was_pasted_and_sends_the_key(
+    pasted: str,
+) -> None:
     server = Server(answer(b"{}"))
-    address, client = model_client("--server", server.url + pasted, "/completions", "secret", 2, 5.0)
+    address, client = model_client(
+        "--server", server.url + pasted, "/completions", "secret", 2, 5.0
+    )
     client.call(client.session.ask, "POST", address + "/completions", {})
     client.close()
     assert address == server.url + "/v1" and b"POST /v1/completions" in server.asked[0]
     assert b"Authorization: Bearer secret" in server.asked[0]
-    with pytest.raises(ConfigError, match=r"^--server: expected an address such as .* found 'localhost:8000'"):
+    with pytest.raises(
+        ConfigError, match=r"^--server: expected an address such as .* found 'localhost:8000'"
+    ):
         model_client("--server", "localhost:8000", "/completions", None, 2, 5.0)

@@ -92,7 +92,16 @@ LEAVES: dict[tuple[str, str], set[str]] = {
     ("report", "rollout"): {"tokenizer"},
     ("report", "trainer"): {"base"},
 }
-OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
+OUTSIDE_THE_CORE = {
+    "rlflow_environments",
+    "rlflow_tools",
+    "environments",
+    "recipes",
+    "tools",
+    "tests",
+    "fixtures",
+    "benchmarks",
+}
 
 
 @functools.cache  # a file is parsed once, not once for each of the packages that it is searched for
@@ -110,11 +119,15 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             base = [*package[: len(package) - node.level + 1]] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+        elif isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        ) in (
             "import_module",
             "__import__",
         ):
-            constants = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            constants = [
+                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+            ]
             yield from ((node.lineno, str(value)) for value in constants)
 
 
@@ -138,13 +151,17 @@ def core_part(name: str) -> str | None:
 
 def test_core_imports_follow_the_table() -> None:
     parts = {part_of(path) for path in sources("rlflow")}
-    assert parts <= set(ALLOWED), "add it to the table of tests/unit/test_layering.py and docs/architecture.md"
+    assert parts <= set(ALLOWED), (
+        "add it to the table of tests/unit/test_layering.py and docs/architecture.md"
+    )
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}; may import {sorted(ALLOWED[part]) or 'nothing'} from rlflow"
         for path in sources("rlflow")
         for part in (part_of(path),)
         for line, name in imported(path)
-        if (target := core_part(name)) is not None and target != part and target not in ALLOWED[part]
+        if (target := core_part(name)) is not None
+        and target != part
+        and target not in ALLOWED[part]
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -178,12 +195,15 @@ def test_heavy_packages_are_imported_in_their_places_only(package: str) -> None:
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sources("rlflow", "environments", "recipes", "tools")
         for line, name in imported(path)
-        if name.split(".")[0] == package and not str(path.relative_to(ROOT)).startswith(PLACES[package])
+        if name.split(".")[0] == package
+        and not str(path.relative_to(ROOT)).startswith(PLACES[package])
     ]
     assert not wrong, f"only {PLACES[package]} may import {package}:\n" + "\n".join(wrong)
 
 
-def test_the_reader_sees_lazy_relative_and_dynamic_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_sees_lazy_relative_and_dynamic_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "rlflow" / "trainer" / "megatron"
     folder.mkdir(parents=True)
     path = folder / "step.py"

@@ -37,7 +37,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[products.Products]:
 @pytest.mark.parametrize("rows", [1, 9, 64, 200])
 def test_products_equal_double_precision(library: str, rows: int, biased: bool) -> None:
     draw = torch.Generator().manual_seed(0)
-    inputs, weight, bias = (torch.randn(shape, generator=draw) for shape in ((rows, 8), (6, 8), (6,)))
+    inputs, weight, bias = (
+        torch.randn(shape, generator=draw) for shape in ((rows, 8), (6, 8), (6,))
+    )
     with torch.no_grad():
         found = products.linear(inputs, weight, bias if biased else None)
     expected = F.linear(inputs.double(), weight.double(), bias.double() if biased else None)
@@ -64,14 +66,18 @@ def test_autograd_gets_a_product_that_it_can_follow(library: str) -> None:
     assert torch.equal(weight.grad, torch.full((4, 3), 40.0))
 
 
-def test_onednn_meets_few_shapes_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_meets_few_shapes_however_many_rows_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It keeps state for each: memory would grow with every micro-batch of another length, and every number of queries."""
     monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(products, "PRODUCTS", products.Products())
     products.PRODUCTS.fix(dict.fromkeys(products.CLASSES, "onednn"))
     shapes, real = set(), products._onednn
 
-    def recorded(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def recorded(
+        inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         shapes.add((inputs.shape, weight.shape))
         return real(inputs, weight, bias)
 
@@ -86,9 +92,15 @@ def test_onednn_meets_few_shapes_however_many_rows_there_are(monkeypatch: pytest
     assert len(shapes) <= 20
 
 
-@pytest.mark.parametrize(("mkl_s", "onednn_s", "taken"), [(2.0, 1.0, "onednn"), (1.0, 2.0, "mkl"), (1.1, 1.0, "mkl")])
+@pytest.mark.parametrize(
+    ("mkl_s", "onednn_s", "taken"), [(2.0, 1.0, "onednn"), (1.0, 2.0, "mkl"), (1.1, 1.0, "mkl")]
+)
 def test_onednn_is_taken_where_it_is_clearly_faster(
-    fresh: products.Products, monkeypatch: pytest.MonkeyPatch, mkl_s: float, onednn_s: float, taken: str
+    fresh: products.Products,
+    monkeypatch: pytest.MonkeyPatch,
+    mkl_s: float,
+    onednn_s: float,
+    taken: str,
 ) -> None:
     asked = []
     monkeypatch.setattr(products, "_best_s", lambda pair: asked.append(pair) or [mkl_s, onednn_s])
@@ -97,7 +109,9 @@ def test_onednn_is_taken_where_it_is_clearly_faster(
     assert len(asked) == len(products.CLASSES), "measured once for the process"
 
 
-def test_the_choice_takes_some_milliseconds_and_is_one_for_all_threads(fresh: products.Products) -> None:
+def test_the_choice_takes_some_milliseconds_and_is_one_for_all_threads(
+    fresh: products.Products,
+) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(4) as pool:
@@ -107,29 +121,41 @@ def test_the_choice_takes_some_milliseconds_and_is_one_for_all_threads(fresh: pr
 
 
 @pytest.mark.parametrize("wanted", products.LIBRARIES)
-def test_the_variable_decides(fresh: products.Products, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+def test_the_variable_decides(
+    fresh: products.Products, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
     monkeypatch.setenv(products.VARIABLE, wanted)
     assert set(fresh.chosen().values()) == {wanted}
     assert dict(machine_rows([]))["products"].startswith(f"{wanted} for few rows, rows, weights")
 
 
-def test_another_value_of_the_variable_is_one_line(fresh: products.Products, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_value_of_the_variable_is_one_line(
+    fresh: products.Products, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(products.VARIABLE, "openblas")
-    with pytest.raises(ConfigError, match=r"RLFLOW_MATMUL: expected mkl, onednn .* or auto, found 'openblas'"):
+    with pytest.raises(
+        ConfigError, match=r"RLFLOW_MATMUL: expected mkl, onednn .* or auto, found 'openblas'"
+    ):
         fresh.chosen()
 
 
-@pytest.mark.parametrize(("name", "expected"), [("Intel(R) Xeon(R)", "mkl"), ("AMD EPYC 9554", "onednn")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("Intel(R) Xeon(R)", "mkl"), ("AMD EPYC 9554", "onednn")]
+)
 def test_a_fixed_choice_reads_no_clock(
     fresh: products.Products, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
 ) -> None:
     monkeypatch.setattr(products, "processor_name", lambda: name)
-    monkeypatch.setattr(products, "measured", lambda: pytest.fail("a deterministic run must not measure"))
+    monkeypatch.setattr(
+        products, "measured", lambda: pytest.fail("a deterministic run must not measure")
+    )
     fresh.fix()
     assert set(fresh.chosen().values()) == {expected}
 
 
 @pytest.mark.parametrize(("few", "many"), product(products.LIBRARIES, repeat=2))
-def test_the_ranks_take_what_the_driver_has_chosen(fresh: products.Products, few: str, many: str) -> None:
+def test_the_ranks_take_what_the_driver_has_chosen(
+    fresh: products.Products, few: str, many: str
+) -> None:
     fresh.fix({"few rows": few, "rows": many, "weights": many})
     assert fresh.chosen() == {"few rows": few, "rows": many, "weights": many}

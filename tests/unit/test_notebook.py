@@ -39,19 +39,29 @@ def run(
 
 
 def test_it_is_a_notebook_without_outputs() -> None:
-    assert NOTEBOOK["nbformat"] == 4 and len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
-    assert not [cell for cell in NOTEBOOK["cells"] if cell.get("outputs") or cell.get("execution_count")]
+    assert NOTEBOOK["nbformat"] == 4 and len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(
+        NOTEBOOK["cells"]
+    )
+    assert not [
+        cell for cell in NOTEBOOK["cells"] if cell.get("outputs") or cell.get("execution_count")
+    ]
 
 
 def test_the_cells_run_in_order_with_tiny_settings(run: Callable[[list[str]], str]) -> None:
     assert SIZES in CELLS[0]
     tiny = CELLS[0].replace(SIZES, "LESSONS, STEPS, PROMPTS = 2, 2, 2")
     printed = run([tiny, *CELLS[1:]])
-    assert "the contract holds" in printed and len(re.findall(r"^step \d: reward ", printed, flags=re.M)) == 2
+    assert (
+        "the contract holds" in printed
+        and len(re.findall(r"^step \d: reward ", printed, flags=re.M)) == 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_notebook_as_it_is_teaches_the_game(run: Callable[[list[str]], str]) -> None:
-    rewards = [float(reward) for reward in re.findall(r"^step \d+: reward ([\d.]+)", run(CELLS), flags=re.M)]
+    rewards = [
+        float(reward)
+        for reward in re.findall(r"^step \d+: reward ([\d.]+)", run(CELLS), flags=re.M)
+    ]
     assert len(rewards) == 30 and rewards[0] <= 0.3 and sum(rewards[-5:]) / 5 >= 0.8, rewards

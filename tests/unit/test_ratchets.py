@@ -21,20 +21,30 @@ def functions(path: Path) -> list[tuple[str, int]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = node.body[0] if ast.get_docstring(node) is not None else None
-            described = (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring is not None else 0
+            described = (
+                (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring is not None else 0
+            )
             lines = (node.end_lineno or 0) - node.lineno + 1 - described
             found.append((f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", lines))
     return found
 
 
 def test_no_file_is_longer_than_it_should_be() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files(*SOURCES)}
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in files(*SOURCES)
+    }
     long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
     assert not long, f"at most {MOST_LINES} lines; split by what changes for one reason: {long}"
 
 
 def test_no_function_is_longer_than_it_should_be() -> None:
-    long = [place for path in files(*PACKAGES, "recipes") for place in functions(path) if place[1] > MOST_FUNCTION_LINES]
+    long = [
+        place
+        for path in files(*PACKAGES, "recipes")
+        for place in functions(path)
+        if place[1] > MOST_FUNCTION_LINES
+    ]
     assert not long, f"at most {MOST_FUNCTION_LINES} lines without the docstring: {long}"
 
 
@@ -50,7 +60,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         free |= found
     stuck = set(graph) - free
     while True:  # peels off what merely leads into a circle
-        leading = {name for name in stuck if not any(name in graph[other] for other in stuck - {name})}
+        leading = {
+            name for name in stuck if not any(name in graph[other] for other in stuck - {name})
+        }
         if not leading:
             break
         stuck -= leading
@@ -70,15 +82,27 @@ def test_a_class_name_means_one_thing() -> None:
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_unit_tests_mirror_the_tree(folder: str) -> None:
     """Every folder of unit tests is named after one of the code, so that a reader finds the tests of a file."""
-    tested = {"rlflow": "tests/unit", "environments": "tests/unit/environments", "tools": "tests/unit/tools"}[folder]
+    tested = {
+        "rlflow": "tests/unit",
+        "environments": "tests/unit/environments",
+        "tools": "tests/unit/tools",
+    }[folder]
     others = {"environments", "tools", "recipes", "benchmarks"} if folder == "rlflow" else set()
-    names = {path.name for path in (ROOT / tested).iterdir() if path.is_dir() and path.name != "__pycache__"}
+    names = {
+        path.name
+        for path in (ROOT / tested).iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
     assert names - others <= {path.name for path in (ROOT / folder).iterdir() if path.is_dir()}
 
 
 def test_the_architecture_page_draws_every_folder_of_the_core() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = [path for path in (ROOT / "rlflow").iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    folders = [
+        path
+        for path in (ROOT / "rlflow").iterdir()
+        if path.is_dir() and (path / "__init__.py").exists()
+    ]
     missing = [path.name for path in folders if f"{path.name}/" not in page]
     assert not missing, f"docs/architecture.md does not show {missing}"
 
@@ -89,4 +113,7 @@ def test_the_reader_sees_relative_and_lazy_imports() -> None:
     relative = ROOT / "tools" / "ckpt_convert" / "export_model.py"
     assert any(name.startswith("rlflow.commands.") for name in imported_modules(lazy))
     assert "rlflow_tools.ckpt_convert.stream" in set(imported_modules(relative))
-    assert module_name(ROOT / "environments" / "search" / "__init__.py") == "rlflow_environments.search"
+    assert (
+        module_name(ROOT / "environments" / "search" / "__init__.py")
+        == "rlflow_environments.search"
+    )

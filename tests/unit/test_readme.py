@@ -32,14 +32,27 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
     assert f'MODEL = "{POLICY}"' in SNIPPETS[SCRIPT] and made.policy.name == POLICY
     with contextlib.chdir(folder):
-        assert cli.main(["env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2"]) == 0
+        assert (
+            cli.main(
+                ["env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2"]
+            )
+            == 0
+        )
     return folder
 
 
 def run(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

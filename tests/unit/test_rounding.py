@@ -26,8 +26,12 @@ def farthest(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.2])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3"])
-def test_float32_is_within_the_bounds_and_bfloat16_far_outside(tmp_path: Path, family: str, scale: float) -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3"]
+)
+def test_float32_is_within_the_bounds_and_bfloat16_far_outside(
+    tmp_path: Path, family: str, scale: float
+) -> None:
     """About 0.1 of the bound in float32, whatever the family and the size of its weights; 2500 times it in bfloat16."""
     path = tiny_model(tmp_path, family, tokenizer=False, scale=scale)
     draw = torch.Generator().manual_seed(0)
@@ -46,7 +50,10 @@ def test_float32_is_within_the_bounds_and_bfloat16_far_outside(tmp_path: Path, f
 def test_sums_in_another_order_differ_by_less_than_what_so_many_roundings_give() -> None:
     draw = torch.Generator().manual_seed(0)
     terms = torch.randn(100, 1000, generator=draw)
-    forwards, backwards = functools.reduce(torch.add, terms.T), functools.reduce(torch.add, terms.T.flip(0))
+    forwards, backwards = (
+        functools.reduce(torch.add, terms.T),
+        functools.reduce(torch.add, terms.T.flip(0)),
+    )
     size = terms.double().norm(dim=-1)
     difference = ((forwards - backwards).abs() / size).max()
     assert 0 < difference <= 2 * rounding.accumulated(1000)

@@ -22,7 +22,9 @@ class Chains(SmallTask):
     answers, and ends the episode: 1 if right, else 0. A question of h hops takes h look-ups and an answer."""
 
     characters = ENTITIES + ON + LAST + NOTHING + "?" + LOOK_UP + ANSWER
-    metrics = {"exact_match": Metric("share", "of questions answered right", score=True, shown="EM {:.2f}")}
+    metrics = {
+        "exact_match": Metric("share", "of questions answered right", score=True, shown="EM {:.2f}")
+    }
 
     def __init__(self, turns: int = 12, seed: int = 0, hops: int = MOST_HOPS) -> None:
         super().__init__()

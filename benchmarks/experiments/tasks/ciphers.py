@@ -29,7 +29,8 @@ class Ciphers(SmallTask):
         for family in FAMILIES:
             permuted = draw.sample(LETTERS, len(LETTERS))
             self._tasks += [
-                Task(f"{family}{one}", f"{family}{one}?", other) for one, other in zip(LETTERS, permuted, strict=True)
+                Task(f"{family}{one}", f"{family}{one}?", other)
+                for one, other in zip(LETTERS, permuted, strict=True)
             ]
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -27,13 +27,20 @@ class Keys(SmallTask):
 
     characters = NAMES + DIGITS + LOST + "abcdefgh"
     metrics = {
-        "success": Metric("share", "of episodes with the right sequence", score=True, shown="{:.2f}"),
+        "success": Metric(
+            "share", "of episodes with the right sequence", score=True, shown="{:.2f}"
+        ),
         "success_short": Metric("share", "of episodes of the shortest sequences"),
         "success_long": Metric("share", "of episodes of the longest sequences"),
     }
 
     def __init__(
-        self, lengths: Sequence[int] = (2,), keys: int = 4, flaky: float = 0.0, seed: int = 0, wander: int = 0
+        self,
+        lengths: Sequence[int] = (2,),
+        keys: int = 4,
+        flaky: float = 0.0,
+        seed: int = 0,
+        wander: int = 0,
     ) -> None:
         super().__init__()
         draw = random.Random(f"{seed}/keys")
@@ -43,7 +50,9 @@ class Keys(SmallTask):
         self._wander = wander
         self.max_turns = wander or self._longest + (2 if flaky else 0)
         sequences = ["".join(draw.choice(self.keys) for _ in range(length)) for length in lengths]
-        self._tasks = [Task(name, name, sequence) for name, sequence in zip(NAMES, sequences, strict=False)]
+        self._tasks = [
+            Task(name, name, sequence) for name, sequence in zip(NAMES, sequences, strict=False)
+        ]
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._tasks
@@ -53,7 +62,9 @@ class Keys(SmallTask):
         right: str = episode.task.answer
         lost = self._flaky > 0 and self._draw.random() < self._flaky
         if not lost:
-            pressed = episode.scratch["pressed"] = pressed + (response if response in self.keys and response else "?")
+            pressed = episode.scratch["pressed"] = pressed + (
+                response if response in self.keys and response else "?"
+            )
         over = len(pressed) == len(right) or episode.turns == len(right) + (2 if self._flaky else 0)
         if self._wander:
             over = pressed == right or episode.turns >= self._wander

@@ -70,13 +70,22 @@ class OldWays(SearchEnvironment):
     """in_step: an episode's turn waits for all others. sessions: one per search. encode_again: each turn is a prompt of its own,
     the text of all before it encoded anew, as a row of its own."""
 
-    def __init__(self, *, in_step: bool = False, sessions: bool = False, encode_again: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        in_step: bool = False,
+        sessions: bool = False,
+        encode_again: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(managed=True, **options)
         self._together = Together() if in_step else None
         self._encode_again = encode_again
         if sessions:
             assert self._service is not None
-            self._lookups = Lookups(SessionPerSearch(self._service.client["urls"]), options.get("top_k", 3))
+            self._lookups = Lookups(
+                SessionPerSearch(self._service.client["urls"]), options.get("top_k", 3)
+            )
 
     async def reset(self, task: Task) -> Episode:
         if self._together is not None:

@@ -39,7 +39,9 @@ class ByTask(SlowTools):
 
     async def reset(self, task: Task) -> Episode:
         async with self._turn:
-            await self._turn.wait_for(lambda: self._task is None or (self._task == task.id and self._begun < PLACES))
+            await self._turn.wait_for(
+                lambda: self._task is None or (self._task == task.id and self._begun < PLACES)
+            )
             self._task = task.id
             self._begun += 1
         return await super().reset(task)

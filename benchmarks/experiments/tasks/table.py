@@ -26,7 +26,11 @@ class Carrying(SmallTask):
     """Arm, cup and goal on a line of five places; 1 once the cup stands at the goal, else 0. Observations say where all are."""
 
     characters = "acgh01234" + ACTIONS
-    metrics = {"success": Metric("share", "of episodes with the cup in its place", score=True, shown="{:.2f}")}
+    metrics = {
+        "success": Metric(
+            "share", "of episodes with the cup in its place", score=True, shown="{:.2f}"
+        )
+    }
 
     def __init__(self, turns: int = 10) -> None:
         super().__init__()
@@ -44,10 +48,14 @@ class Carrying(SmallTask):
         return self._tasks
 
     def answer(self, episode: Episode, response: str) -> Step:
-        state = episode.scratch["state"] = moved(episode.scratch.get("state", episode.task.answer), response)
+        state = episode.scratch["state"] = moved(
+            episode.scratch.get("state", episode.task.answer), response
+        )
         _, cup, goal, held = state
         done = cup == goal and not held
-        return Step(shown(state), reward=float(done), terminated=done, metrics={"success": float(done)})
+        return Step(
+            shown(state), reward=float(done), terminated=done, metrics={"success": float(done)}
+        )
 
     def do_half_right(self, seen: str, draw: random.Random) -> str:
         """The next action of the shortest way in half of the cases, any action in the others."""
@@ -91,7 +99,9 @@ class ProgressCritic:
     """A network that learns from demonstrations: of two frames, the share of the remaining work that lies between them, and
     whether the second is the last one (VLAC's pair labels, arXiv 2509.15937)."""
 
-    def __init__(self, seed: int, demonstrations: Sequence[Sequence[State]], updates: int = 600) -> None:
+    def __init__(
+        self, seed: int, demonstrations: Sequence[Sequence[State]], updates: int = 600
+    ) -> None:
         rows = []
         for way in demonstrations:
             last = len(way) - 1
@@ -114,7 +124,9 @@ class ProgressCritic:
         for _ in range(updates):
             found = self._network(pairs)
             loss = (torch.tanh(found[:, 0]) - labels[:, 0]).square().mean()
-            loss = loss + torch.nn.functional.binary_cross_entropy_with_logits(found[:, 1], labels[:, 1])
+            loss = loss + torch.nn.functional.binary_cross_entropy_with_logits(
+                found[:, 1], labels[:, 1]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -122,7 +134,9 @@ class ProgressCritic:
     @torch.no_grad()
     def reply(self, prompt: str) -> str:
         """As a language model behind an endpoint would: the last two states of the prompt are the frames."""
-        before, after = ((int(a), int(c), int(g), int(h)) for a, c, g, h in STATE.findall(prompt)[-2:])
+        before, after = (
+            (int(a), int(c), int(g), int(h)) for a, c, g, h in STATE.findall(prompt)[-2:]
+        )
         delta, done = self._network(features([(before, after)]))[0].tolist()
         percent = 100 * float(torch.tanh(torch.tensor(delta)))
         return f'So it seems. {{"progress": {percent:.2f}, "done": {int(done > 0)}}}'
@@ -132,12 +146,15 @@ def features(pairs: Sequence[tuple[State, State]]) -> Tensor:
     """(N, 34): places and grip of both frames, one of each kind set."""
     numbers = torch.tensor([[*before, *after] for before, after in pairs])
     sizes = [PLACES, PLACES, PLACES, 2] * 2
-    columns = [torch.nn.functional.one_hot(numbers[:, place], size) for place, size in enumerate(sizes)]
+    columns = [
+        torch.nn.functional.one_hot(numbers[:, place], size) for place, size in enumerate(sizes)
+    ]
     return torch.cat(columns, dim=1).float()
 
 
 def actions(way: Sequence[State]) -> list[str]:
     """What led from each state of a way to the next."""
     return [
-        next(one for one in ACTIONS if moved(before, one) == after) for before, after in pairwise(way)
+        next(one for one in ACTIONS if moved(before, one) == after)
+        for before, after in pairwise(way)
     ]

@@ -25,7 +25,11 @@ slope = sum(x * y for x, y in pairs) / sum(x * x for x, y in pairs)
 with open("predictions.csv", "w") as file:
     file.writelines(f"{slope * float(line.split(',')[1])}\\n" for line in list(open("test.csv"))[1:])
 """
-PROGRAMS = {QUICK: ONE_FEATURE, SLOW: READ + SEARCH + NEAREST + MEAN + WRITE, BROKEN: "raise SystemExit(1)\n"}
+PROGRAMS = {
+    QUICK: ONE_FEATURE,
+    SLOW: READ + SEARCH + NEAREST + MEAN + WRITE,
+    BROKEN: "raise SystemExit(1)\n",
+}
 _IMPORT, _ROWS, _COLUMNS, _TEST = READ.splitlines(keepends=True)
 _FIT, _PREDICT = LINEAR.splitlines(keepends=True)
 PARTS = {

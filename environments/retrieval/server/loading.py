@@ -114,9 +114,7 @@ def _searched_contents(component: Mapping[str, Any], index: Any) -> dict[str, An
     """{index, encoder}: what an index holds, and each part of a hybrid one, by hash."""
     encoder = getattr(index, "encoder", None)
     searched = getattr(index, "searched", {})  # how far: what an approximate index finds
-    parts = {
-        key: _searched_contents(*part) for key, part in getattr(index, "parts", {}).items()
-    }
+    parts = {key: _searched_contents(*part) for key, part in getattr(index, "parts", {}).items()}
     return {
         "index": {**_index_contents(component), **searched, **parts},
         "encoder": _without_places(encoder.description) if encoder is not None else None,

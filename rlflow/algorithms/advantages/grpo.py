@@ -33,7 +33,5 @@ def grpo(
     rewards, found = batch.require("rewards", who), group_moments(batch, who)
     values = standardized(rewards, found, std, eps)
     return (
-        torch.where(found.size == 1, rewards.double(), values)
-        if single == "raw"
-        else values
+        torch.where(found.size == 1, rewards.double(), values) if single == "raw" else values
     ).float()

@@ -31,12 +31,8 @@ class OnPolicyDistillation(Advantage):
         anchor: Anchor = "rollout",
     ) -> None:
         self._coefficient, self._anchor = coefficient, anchor
-        made = (
-            None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
-        )
-        self.compares_attempts = getattr(
-            getattr(made, "func", made), "compares_attempts", False
-        )
+        made = None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
+        self.compares_attempts = getattr(getattr(made, "func", made), "compares_attempts", False)
         self.weighs = getattr(made, "weighs", False)
         self.reads_rewards = getattr(made, "reads_rewards", base is not None)
         self.base_advantage = None if made is None else as_part(made)

@@ -51,9 +51,7 @@ class ReinforcePP(Advantage):
             )
             if self.over == "trajectories":
                 first, place = first_rows(batch)
-                return whitened(values[first], torch.ones(len(first)), self.eps)[
-                    place
-                ].float()
+                return whitened(values[first], torch.ones(len(first)), self.eps)[place].float()
             values = values[:, None].expand(batch.tokens.shape)
         else:
             row, position, owner = sampled_order(batch)

@@ -18,7 +18,5 @@ def rloo(batch: Batch) -> Tensor:
     gradient is unbiased. An attempt whose companions were all aborted has no baseline and gets 0.
     Raises RLFlowError where a row carries no group statistics."""
     found = group_moments(batch, "advantage rloo")
-    centred = standardized(
-        batch.require("rewards", "advantage rloo"), found, "none", 0.0
-    )
+    centred = standardized(batch.require("rewards", "advantage rloo"), found, "none", 0.0)
     return (centred * found.size / (found.size - 1).clamp(min=1)).float()

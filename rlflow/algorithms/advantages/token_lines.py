@@ -60,9 +60,7 @@ class TokenLines:
         """(N, L): the successor's entry, 0 (False) behind the last one."""
         return torch.cat([lines[:, 1:], torch.zeros_like(lines[:, :1])], dim=1)
 
-    def next_values(
-        self, values: Tensor, batch: Batch, bootstrap: bool, who: str
-    ) -> Tensor:
+    def next_values(self, values: Tensor, batch: Batch, bootstrap: bool, who: str) -> Tensor:
         """(N, L) of `values` (N, L): the successor's. After the last token 0, or with `bootstrap`,
         where the episode was cut, the critic's value of what came out."""
         after = torch.zeros(len(self.last_row), dtype=torch.float64)

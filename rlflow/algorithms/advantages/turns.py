@@ -45,9 +45,7 @@ def turn_returns(
 
 
 @compares_attempts
-def step_grpo(
-    batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6
-) -> Tensor:
+def step_grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -> Tensor:
     """(B, T) float32: as grpo, but every turn is a sample with the return of its whole trajectory,
     so that an attempt counts in mean and std as often as it has turns (DART, arXiv 2509.23866,
     step-wise GRPO). Statistics are of the turns in the batch."""
@@ -56,7 +54,5 @@ def step_grpo(
     of_turn = first_rows(batch)[0][turns.owner]
     returns = batch.require("rewards", who).double()[of_turn]
     return turns.spread(
-        standardized(
-            returns, moments(returns, batch.require("group", who)[of_turn]), std, eps
-        )
+        standardized(returns, moments(returns, batch.require("group", who)[of_turn]), std, eps)
     )

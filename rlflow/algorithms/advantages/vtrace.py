@@ -55,9 +55,7 @@ class VTrace(Advantage):
         ).exp()
         rho, trace = ratio.clamp(max=self.rho), self.lam * ratio.clamp(max=self.c)
         after = lines.next_values(values, batch, self.bootstrap, who)
-        deltas = torch.where(
-            lines.real, rho * (rewards + self.gamma * after - values), 0.0
-        )
+        deltas = torch.where(lines.real, rho * (rewards + self.gamma * after - values), 0.0)
         corrections = accumulate(deltas, self.gamma * trace)  # v_t - V_t
         advantages = torch.where(
             lines.real, deltas + rho * self.gamma * lines.ahead(corrections), 0.0

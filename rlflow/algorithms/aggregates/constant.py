@@ -20,6 +20,4 @@ def constant(batch: Batch, tokens: int) -> Tensor:
             "algorithm.aggregate: constant needs the most tokens that an attempt may generate, "
             f"found {tokens}"
         )
-    return (
-        batch.loss_mask.double() / (max(1, len(first_rows(batch)[0])) * tokens)
-    ).float()
+    return (batch.loss_mask.double() / (max(1, len(first_rows(batch)[0])) * tokens)).float()

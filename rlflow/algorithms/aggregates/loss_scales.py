@@ -29,14 +29,10 @@ def loss_scales(batch: Batch, scales: list[Scale] | None = None) -> Tensor:
     scales = list(ORDER) if scales is None else list(scales)
     if scales != [scale for scale in ORDER if scale in scales]:
         expected = f"{', '.join(ORDER)} in this order, each once at most"
-        raise ConfigError(
-            f"algorithm.aggregate.scales: expected {expected}, found {scales}"
-        )
+        raise ConfigError(f"algorithm.aggregate.scales: expected {expected}, found {scales}")
     turns = turns_of(batch, "aggregate loss_scales")
     tokens = turns.total(torch.ones(batch.tokens.shape))
-    _, owner, turns_per_owner = turns.owner.unique(
-        return_inverse=True, return_counts=True
-    )
+    _, owner, turns_per_owner = turns.owner.unique(return_inverse=True, return_counts=True)
     tokens_per_owner = totals(tokens, owner, len(turns_per_owner))
     share = 1 / (max(1, len(tokens)) * tokens)
     if "group" in scales:

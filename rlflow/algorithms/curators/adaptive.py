@@ -56,9 +56,7 @@ class Adaptive(Epochs):
             attempts = self.attempts_of(task.id)
             turns = self._longest.get(task.id) if self.lengths else None
             self.counted["attempts_spared"] += self._most - attempts
-            taken.append(
-                dataclasses.replace(task, most_attempts=attempts, most_turns=turns)
-            )
+            taken.append(dataclasses.replace(task, most_attempts=attempts, most_turns=turns))
         return taken
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -69,8 +67,6 @@ class Adaptive(Epochs):
             name = group.task.id
             won = [len(one.turns) for one in group.usable if one.reward >= self.success]
             share = len(won) / len(group.usable)
-            self._rates[name] = (
-                self.decay * self._rates.get(name, share) + (1 - self.decay) * share
-            )
+            self._rates[name] = self.decay * self._rates.get(name, share) + (1 - self.decay) * share
             if won:
                 self._longest[name] = max(self._longest.get(name, 0), *won)

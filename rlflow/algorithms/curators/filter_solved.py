@@ -21,9 +21,7 @@ class FilterSolved(Screened):
 
     solved: Share = 0.95
     decay: Annotated[float, Range(0, below=1)] = 0.9
-    _shares: dict[str, float] = field(
-        default_factory=dict, init=False
-    )  # running, by task
+    _shares: dict[str, float] = field(default_factory=dict, init=False)  # running, by task
 
     def wanted(self, task: Task) -> bool:
         return self._shares.get(task.id, 0.0) < self.solved
@@ -34,9 +32,7 @@ class FilterSolved(Screened):
             if group.usable:
                 share = sum(one.reward > 0 for one in group.usable) / len(group.usable)
                 before = self._shares.get(group.task.id, 0.0)
-                self._shares[group.task.id] = (
-                    self.decay * before + (1 - self.decay) * share
-                )
+                self._shares[group.task.id] = self.decay * before + (1 - self.decay) * share
 
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and that count as solved."""

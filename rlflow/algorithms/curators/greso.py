@@ -100,9 +100,7 @@ class Greso(Screened):
     def _adjust_bases(self) -> None:
         if self.epoch >= 1 and self._window["all"]:
             for kind in KINDS:
-                too_many = (
-                    self._window[kind] / self._window["all"] >= self._targets[kind]
-                )
+                too_many = self._window[kind] / self._window["all"] >= self._targets[kind]
                 moved = self._bases[kind] + (-self.adjust if too_many else self.adjust)
                 self._bases[kind] = min(HIGH, max(LOW, moved))
         self._window = dict.fromkeys(self._window, 0)

@@ -36,9 +36,6 @@ def scores_alike(group: Group, metric: str | None = None) -> bool:
     """Whether all usable attempts have the same return (or metric, 0 where one lacks it) up to
     rounding; so do one and none."""
     scores = [
-        one.reward if metric is None else one.metrics.get(metric, 0.0)
-        for one in group.usable
+        one.reward if metric is None else one.metrics.get(metric, 0.0) for one in group.usable
     ]
-    return not scores or math.isclose(
-        min(scores), max(scores), rel_tol=1e-9, abs_tol=1e-12
-    )
+    return not scores or math.isclose(min(scores), max(scores), rel_tol=1e-9, abs_tol=1e-12)

@@ -36,9 +36,7 @@ class Replay(Filter):
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         if self.max_staleness is not None:
-            oldest = (
-                max(map(max, map(_versions, groups)), default=0) - self.max_staleness
-            )
+            oldest = max(map(max, map(_versions, groups)), default=0) - self.max_staleness
             fresh = [group for group in self._buffer if min(_versions(group)) >= oldest]
             self.counted["groups_stale"] += len(self._buffer) - len(fresh)
             self._buffer = fresh
@@ -49,8 +47,7 @@ class Replay(Filter):
         own = [
             group
             for group in groups
-            if not scores_alike(group)
-            and all(one.source == "local" for one in group.usable)
+            if not scores_alike(group) and all(one.source == "local" for one in group.usable)
         ]
         self._buffer = [*self._buffer, *own][-self.capacity :]
         suffix = f"/replay/{self._steps}"

@@ -32,9 +32,7 @@ class OverlongFilter(Filter):
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         return [
-            self._masked_group(group)
-            if any(map(self._overlong, group.trajectories))
-            else group
+            self._masked_group(group) if any(map(self._overlong, group.trajectories)) else group
             for group in groups
         ]
 
@@ -56,6 +54,4 @@ class OverlongFilter(Filter):
             dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
             for one in trajectory.segments
         ]
-        return dataclasses.replace(
-            trajectory, segments=segments, compared=self.baseline
-        )
+        return dataclasses.replace(trajectory, segments=segments, compared=self.baseline)

@@ -75,18 +75,14 @@ class SuccessPool(Filter):
         attempts = [dataclasses.replace(one) for one in group.trajectories]
         usable = [place for place, one in enumerate(attempts) if one.usable]
         place = draw.choice(usable) if self.mode == "replace" else len(attempts)
-        attempts[place : place + 1] = [
-            self._replayed(draw.choice(stored), group, place)
-        ]
+        attempts[place : place + 1] = [self._replayed(draw.choice(stored), group, place)]
         stamp(attempts)
         return Group(group.id, group.task, attempts)
 
     def _replayed(self, success: Trajectory, group: Group, attempt: int) -> Trajectory:
         segments = success.segments
         if self.recompute:
-            segments = [
-                dataclasses.replace(segment, logprobs=None) for segment in segments
-            ]
+            segments = [dataclasses.replace(segment, logprobs=None) for segment in segments]
         return dataclasses.replace(
             success,
             segments=segments,

@@ -80,7 +80,5 @@ def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:
     """(B, T) the entropy on the loss mask, 0 off it. Raises RLFlowError where the trainer gave
     none."""
     if output.entropy is None:
-        raise RLFlowError(
-            f"{who}: the trainer gave no entropy; it must honour `needs` of the loss"
-        )
+        raise RLFlowError(f"{who}: the trainer gave no entropy; it must honour `needs` of the loss")
     return torch.where(batch.loss_mask, output.entropy, 0.0)

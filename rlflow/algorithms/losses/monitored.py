@@ -39,9 +39,7 @@ class Monitored(Loss):
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss, metrics = self.loss(output, batch)
-        gap = torch.where(
-            batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0
-        ).abs()
+        gap = torch.where(batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0).abs()
         if batch.logprobs_known is not None:
             # Of rows that came without log-probs, the 0 that stands in their place says nothing
             # about the engine.

@@ -49,6 +49,4 @@ class PPOClipLoss(RatioKernel):
         if batch.ratio_low is not None:
             return ratio.clamp(batch.ratio_low, batch.ratio_high)
         low = 0.0 if self.clip_low is None else 1 - self.clip_low
-        return ratio.clamp(
-            low, math.inf if self.clip_high is None else 1 + self.clip_high
-        )
+        return ratio.clamp(low, math.inf if self.clip_high is None else 1 + self.clip_high)

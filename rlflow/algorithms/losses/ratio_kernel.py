@@ -51,6 +51,4 @@ class RatioKernel(Kernel):
 def row_mean(values: Tensor, batch: Batch) -> Tensor:
     """(B, 1) mean of (B, T) values over each row's trained tokens; 0 for a row without any. Values
     are 0 off the loss mask."""
-    return values.sum(dim=1, keepdim=True) / batch.loss_mask.sum(
-        dim=1, keepdim=True
-    ).clamp(min=1)
+    return values.sum(dim=1, keepdim=True) / batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)

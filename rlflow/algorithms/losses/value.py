@@ -48,9 +48,7 @@ class ValueLoss(Loss):
                 output.values,
                 old + step.clamp(-self.clip, self.clip),
             )
-            worst = torch.maximum(
-                error, torch.where(batch.loss_mask, near - returns, 0.0).square()
-            )
+            worst = torch.maximum(error, torch.where(batch.loss_mask, near - returns, 0.0).square())
         clipped = (worst != error).detach().float()
         return 0.5 * self.coefficient * worst, {
             "value_loss": 0.5 * worst.detach(),

@@ -65,10 +65,7 @@ class Teacher(ABC):
         if self.template is None:
             scores = self.score(batch.replace(wanted=batch.trained))
         else:
-            owners = [
-                tasks[index]
-                for index in batch.require("trajectory", "teacher").tolist()
-            ]
+            owners = [tasks[index] for index in batch.require("trajectory", "teacher").tolist()]
             prompts = [
                 (self.room.prompt_tokens(task), self.template.tokens(task, self.room))
                 for task in owners
@@ -117,8 +114,6 @@ def check_teacher(teacher: Teacher | None, needs: frozenset[str]) -> None:
         )
     top, tokens = "top_logprobs" in wants, "the teacher's likeliest tokens"
     if top and not teacher.top_k:
-        raise ConfigError(
-            f"{where}.top_k: a loss needs {tokens}; set it above 0, e.g. 16."
-        )
+        raise ConfigError(f"{where}.top_k: a loss needs {tokens}; set it above 0, e.g. 16.")
     if teacher.top_k and not top:
         raise ConfigError(f"{where}.top_k: no loss uses {tokens}; leave it out.")

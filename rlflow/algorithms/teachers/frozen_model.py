@@ -36,9 +36,7 @@ class ModelTeacher(Teacher):
 
     def open(self, room: Classroom) -> None:
         super().open(room)
-        check_tokenizers(
-            room.tokenizer, self.path, "algorithm.teacher", self.same_template
-        )
+        check_tokenizers(room.tokenizer, self.path, "algorithm.teacher", self.same_template)
         self._digest = digest(iterate_weights(self.path))
         room.trainer.load_frozen(NAME, self.path)
 

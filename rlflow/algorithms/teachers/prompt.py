@@ -88,9 +88,7 @@ def moved(
         whole = values.new_zeros(*batch.tokens.shape, *values.shape[2:])
         for row, (own, other) in enumerate(prompts):
             count = int(batch.lengths[row]) - len(own)
-            whole[row, len(own) : len(own) + count] = values[
-                row, len(other) : len(other) + count
-            ]
+            whole[row, len(own) : len(own) + count] = values[row, len(other) : len(other) + count]
         return whole
 
     return seen, back

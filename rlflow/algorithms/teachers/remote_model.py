@@ -105,9 +105,7 @@ class ServerTeacher(Teacher):
         scores = empty_scores(batch, ("logprobs",), self.top_k)
         for row, places in enumerate(self._ask(rows, temperatures)):
             own, rest = slice(1, len(places)), places[1:]
-            scores["logprobs"][row, own] = torch.tensor(
-                [place.logprob for place in rest]
-            )
+            scores["logprobs"][row, own] = torch.tensor([place.logprob for place in rest])
             if self.top_k and rest:
                 # (T - 1, k, 2): exact ids
                 top = torch.tensor([place.top for place in rest], dtype=torch.float64)
@@ -123,9 +121,7 @@ class ServerTeacher(Teacher):
     def close(self) -> None:
         self._client.close()
 
-    def _ask(
-        self, rows: Sequence[list[int]], temperatures: Sequence[float]
-    ) -> list[list[Place]]:
+    def _ask(self, rows: Sequence[list[int]], temperatures: Sequence[float]) -> list[list[Place]]:
         """The places of every row, in order. Raises RLFlowError for a late or a wrong answer."""
         count = len(rows)
         size = self.rows_per_request
@@ -137,16 +133,12 @@ class ServerTeacher(Teacher):
             for value in sorted({temperatures[row] for row in chunk})
         ]
         futures = [
-            self._client.submit(
-                self._request, [rows[row] for row in part], temperatures[part[0]]
-            )
+            self._client.submit(self._request, [rows[row] for row in part], temperatures[part[0]])
             for part in parts
         ]
         try:
             _, missing = wait(futures, self.deadline_s, return_when="FIRST_EXCEPTION")
-            failed = [
-                future for future in futures if future.done() and future.exception()
-            ]
+            failed = [future for future in futures if future.done() and future.exception()]
             if missing and not failed:
                 raise RLFlowError(
                     f"{self._url}: {len(missing)} of {len(futures)} requests are not answered "
@@ -161,9 +153,7 @@ class ServerTeacher(Teacher):
                 future.cancel()
         return [answers[row] for row in range(count)]
 
-    async def _request(
-        self, rows: list[list[int]], temperature: float
-    ) -> list[list[Place]]:
+    async def _request(self, rows: list[list[int]], temperature: float) -> list[list[Place]]:
         async def attempt(deadline: float) -> Any:
             return await self._post(rows, temperature)
 
@@ -219,18 +209,14 @@ class ServerTeacher(Teacher):
         except ValueError:
             raise Retryable(f"expected JSON, found {reply.excerpt}") from None
 
-    def _check_texts(
-        self, rows: Sequence[list[int]], answers: Sequence[list[Place]]
-    ) -> None:
+    def _check_texts(self, rows: Sequence[list[int]], answers: Sequence[list[Place]]) -> None:
         """Raises ConfigError where an id means another text to the server than to the policy."""
         tokenizer = self.room.tokenizer
         for row, places in zip(rows, answers, strict=True):
             for token, place in zip(row[1:], places[1:], strict=True):
                 ours = tokenizer.decode([token], skip_special_tokens=False)
                 unclear = (
-                    place.text is None
-                    or "�" in ours + place.text
-                    or token in tokenizer.special_ids
+                    place.text is None or "�" in ours + place.text or token in tokenizer.special_ids
                 )
                 if not unclear and ours.strip() != str(place.text).strip():
                     raise ConfigError(

@@ -41,20 +41,14 @@ def read_row(
             raise RLFlowError(
                 f"{who}: expected the log-prob of token {token}, found {', '.join(entry)}."
             )
-        ranks = sorted(
-            (one["rank"], int(number), one["logprob"]) for number, one in entry.items()
-        )
-        top = [
-            (number, float(logprob)) for rank, number, logprob in ranks if rank <= top_k
-        ]
+        ranks = sorted((one["rank"], int(number), one["logprob"]) for number, one in entry.items())
+        top = [(number, float(logprob)) for rank, number, logprob in ranks if rank <= top_k]
         text = own.get("decoded_token")
         places.append(Place(float(own["logprob"]), _complete(top, top_k, who), text))
     return places
 
 
-def _echoed(
-    choice: Mapping[str, Any], row: list[int], top_k: int, who: str
-) -> list[Place]:
+def _echoed(choice: Mapping[str, Any], row: list[int], top_k: int, who: str) -> list[Place]:
     found: Any = choice.get("logprobs")
     logprobs = found.get("token_logprobs") if isinstance(found, Mapping) else None
     if not isinstance(logprobs, list):
@@ -80,10 +74,7 @@ def _echoed(
                     f"{who}: it names the likeliest tokens by text, not by id; leave out "
                     "algorithm.teacher.top_k."
                 )
-            top = [
-                (int(key.removeprefix(ID)), float(value))
-                for key, value in entry.items()
-            ]
+            top = [(int(key.removeprefix(ID)), float(value)) for key, value in entry.items()]
             top = sorted(top, key=lambda pair: -pair[1])[:top_k]
         text = None if said.startswith(ID) else said
         places.append(Place(float(logprobs[place]), _complete(top, top_k, who), text))
@@ -98,9 +89,7 @@ def _check_length(found: list[Any], row: list[int], who: str) -> None:
         )
 
 
-def _complete(
-    top: list[tuple[int, float]], top_k: int, who: str
-) -> list[tuple[int, float]]:
+def _complete(top: list[tuple[int, float]], top_k: int, who: str) -> list[tuple[int, float]]:
     if len(top) != top_k:
         raise RLFlowError(
             f"{who}: expected the {top_k} likeliest tokens of each place, found {len(top)}; lower "

@@ -10,16 +10,12 @@ from rlflow.rollout.tokenizer import Tokenizer
 SHOWN = 3
 
 
-def check_tokenizers(
-    policy: Tokenizer, path: str | Path, where: str, template: bool
-) -> None:
+def check_tokenizers(policy: Tokenizer, path: str | Path, where: str, template: bool) -> None:
     """Raises ConfigError where vocabulary, added tokens or, with `template`, the chat template of
     the tokenizer at `path` are not the policy's; ModelError where there is no tokenizer."""
     other = Tokenizer.from_pretrained(path)
     ours, theirs = policy.inner.get_vocab(), other.inner.get_vocab()
-    differing = sorted(
-        {word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word)}
-    )
+    differing = sorted({word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word)})
     if differing:
         shown = "; ".join(
             f"{word!r} is {ours.get(word, 'nothing')} here and {theirs.get(word, 'nothing')} there"
@@ -32,14 +28,10 @@ def check_tokenizers(
         )
     added, found = _added(policy), _added(other)
     if added != found:
-        number = min(
-            key for key in {*added, *found} if added.get(key) != found.get(key)
-        )
+        number = min(key for key in {*added, *found} if added.get(key) != found.get(key))
         pair = f"expected {added.get(number, 'nothing')} as {number}"
         pair += f", found {found.get(number, 'nothing')}"
-        raise ConfigError(
-            f"{where}: {path} has other added tokens than the policy: {pair}."
-        )
+        raise ConfigError(f"{where}: {path} has other added tokens than the policy: {pair}.")
     if template and policy.inner.chat_template != other.inner.chat_template:
         raise ConfigError(
             f"{where}: {path} has another chat template than the policy, so prompts would not look "

@@ -36,9 +36,7 @@ class Decoupled(Transform):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(
-            {"proximal"} if self.proximal == "recompute" else {"current", "rollout"}
-        )
+        return frozenset({"proximal"} if self.proximal == "recompute" else {"current", "rollout"})
 
     @property
     def fills(self) -> frozenset[str]:  # type: ignore[override]
@@ -47,9 +45,7 @@ class Decoupled(Transform):
     def __call__(self, batch: Batch) -> Batch:
         if self.proximal != "recompute":
             batch = batch.replace(
-                proximal_logprobs=interpolated_logprobs(
-                    batch, self.proximal, "transform decoupled"
-                )
+                proximal_logprobs=interpolated_logprobs(batch, self.proximal, "transform decoupled")
             )
         weight = mismatch(batch, "token", "transform decoupled")
         if self.cap is None:

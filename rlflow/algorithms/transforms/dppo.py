@@ -39,9 +39,7 @@ class DPPO(Transform):
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform dppo")
         current = batch.require("current_logprobs", "transform dppo")
-        distance = (binary_kl if self.divergence == "kl" else binary_tv)(
-            old, current, batch
-        )
+        distance = (binary_kl if self.divergence == "kl" else binary_tv)(old, current, batch)
         positive = batch.advantages > 0
         away = torch.where(positive, current > old, current < old)
         limit = torch.where(positive, torch.full_like(distance, self.high), self.low)

@@ -30,9 +30,7 @@ class HighEntropyTokens(Transform):
         mask = batch.loss_mask
         if not bool(mask.any()):
             return batch
-        return multiplied(
-            batch, mask & (entropy >= quantile(entropy[mask], 1 - self.share))
-        )
+        return multiplied(batch, mask & (entropy >= quantile(entropy[mask], 1 - self.share)))
 
 
 def quantile(values: Tensor, share: float) -> Tensor:

@@ -19,9 +19,7 @@ def mismatch(batch: Batch, level: Level, who: str) -> Tensor:
     if batch.source is not None and batch.logprobs_known is not None:
         stand_in = ~batch.logprobs_known & (batch.source != SOURCES.index("local"))
         logprobs = torch.where(stand_in[:, None], proximal, batch.logprobs)
-        batch = batch.replace(
-            logprobs=logprobs, logprobs_known=batch.logprobs_known | stand_in
-        )
+        batch = batch.replace(logprobs=logprobs, logprobs_known=batch.logprobs_known | stand_in)
     return at_level(
         log_ratio(proximal, anchor_logprobs(batch, "rollout", who), batch.loss_mask),
         batch.loss_mask,

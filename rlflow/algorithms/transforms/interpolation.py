@@ -25,9 +25,7 @@ def interpolated_logprobs(batch: Batch, how: Interpolation, who: str) -> Tensor:
     rollout = anchor_logprobs(batch, "rollout", who)
     current = batch.require("current_logprobs", who)
     versions = batch.require("versions", who)
-    lag = (batch.require("trainer_version", who)[:, None] - versions).masked_fill(
-        versions < 0, 0
-    )
+    lag = (batch.require("trainer_version", who)[:, None] - versions).masked_fill(versions < 0, 0)
     alpha = ((lag - 1) / lag.clamp(min=1)).clamp(0, 1).to(current.dtype)
     if how == "loglinear":
         mixed = rollout + alpha * (current - rollout)

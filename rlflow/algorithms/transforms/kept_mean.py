@@ -39,10 +39,6 @@ class KeptMean(Transform):
             "trajectory": first_rows(batch)[1],
         }[self.per]
         kept = torch.where(batch.coefficients != 0, weights, 0.0)
-        whole, left = (
-            totals(one.sum(dim=1), unit, len(batch)) for one in (weights, kept)
-        )
+        whole, left = (totals(one.sum(dim=1), unit, len(batch)) for one in (weights, kept))
         factor = torch.where(left > 0, whole / left, 1.0)
-        return batch.replace(
-            coefficients=(batch.coefficients * factor[unit][:, None]).float()
-        )
+        return batch.replace(coefficients=(batch.coefficients * factor[unit][:, None]).float())

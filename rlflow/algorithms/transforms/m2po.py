@@ -86,9 +86,7 @@ def kept(moments: Tensor, threshold: float, strict: bool) -> Tensor:
     # Of each value's equals: they stay or go together
     last = torch.searchsorted(ordered, moments, right=True) - 1
     mean = (ordered.cumsum(0) / torch.arange(1, len(ordered) + 1))[last]
-    return (
-        (mean < threshold) | (moments == ordered[:1]) if strict else mean <= threshold
-    )
+    return (mean < threshold) | (moments == ordered[:1]) if strict else mean <= threshold
 
 
 def winsor_range(moments: Tensor, threshold: float) -> tuple[float, float]:

@@ -22,7 +22,5 @@ class NormalizeAdvantages(Transform):
 
     def __call__(self, batch: Batch) -> Batch:
         return batch.replace(
-            advantages=whitened(
-                batch.advantages, token_shares(batch, self.over)
-            ).float()
+            advantages=whitened(batch.advantages, token_shares(batch, self.over)).float()
         )

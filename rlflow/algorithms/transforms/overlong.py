@@ -35,6 +35,4 @@ class Overlong(RewardTerm):
 
     def term(self, batch: Batch) -> Tensor:
         length = per_trajectory(batch, batch.loss_mask)[first_rows(batch)[1]]
-        return -self.factor * (
-            (length - (self.tokens - self.buffer)) / self.buffer
-        ).clamp(0, 1)
+        return -self.factor * ((length - (self.tokens - self.buffer)) / self.buffer).clamp(0, 1)

@@ -27,9 +27,7 @@ def duration_weight(
     turns = turns_of(batch, who)
     tokens = turns.total(torch.ones(batch.tokens.shape))
     # Each token has its turn's
-    seconds = (turns.total(batch.require("turn_durations_s", who)) / tokens).clamp(
-        min=floor_s
-    )
+    seconds = (turns.total(batch.require("turn_durations_s", who)) / tokens).clamp(min=floor_s)
     factor = (seconds / seconds.mean()).clamp(max=math.inf if most is None else most)
     return batch.replace(weights=batch.weights * turns.spread(factor))
 
@@ -53,6 +51,4 @@ def size_weight(
     weights = batch.weights.double()
     changed = weights * size.clamp(min=1)[place, None] ** power
     total = changed.sum()
-    return batch.replace(
-        weights=(changed * (weights.sum() / total if total != 0 else 1.0)).float()
-    )
+    return batch.replace(weights=(changed * (weights.sum() / total if total != 0 else 1.0)).float())

@@ -31,9 +31,5 @@ class SequenceMask(Transform):
     def __call__(self, batch: Batch) -> Batch:
         old = anchor_logprobs(batch, self.anchor, "transform sequence_mask")
         current = batch.require("current_logprobs", "transform sequence_mask")
-        distance = at_level(
-            log_ratio(old, current, batch.loss_mask), batch.loss_mask, "geometric"
-        )
-        return multiplied(
-            batch, ~((batch.advantages < 0) & (distance > self.threshold))
-        )
+        distance = at_level(log_ratio(old, current, batch.loss_mask), batch.loss_mask, "geometric")
+        return multiplied(batch, ~((batch.advantages < 0) & (distance > self.threshold)))

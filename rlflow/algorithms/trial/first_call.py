@@ -62,9 +62,7 @@ def check_first_call(kind: Kind, component: Any, where: str, **offered: Any) -> 
         raise ConfigError(f"{where} '{name}': {problem}.")
 
 
-def call_part(
-    kind: Kind, part: Any, *given: Any, may_lack: bool = False
-) -> tuple[Any, str]:
+def call_part(kind: Kind, part: Any, *given: Any, may_lack: bool = False) -> tuple[Any, str]:
     """(what the part returns, a line on what is wrong with the call or with that, else "").
     may_lack: an RLFlowError is nothing wrong."""
     try:
@@ -78,9 +76,7 @@ def call_part(
     if _fits(kind, found, given[-1]):
         return found, ""
     batch = given[-1]
-    sizes = (
-        f", where (B, T) is {_shape(batch.tokens)}" if isinstance(batch, Batch) else ""
-    )
+    sizes = f", where (B, T) is {_shape(batch.tokens)}" if isinstance(batch, Batch) else ""
     return found, f"the {kind.name} returned {_words(found)}{sizes}; {FORMS[kind]}"
 
 
@@ -121,7 +117,5 @@ def _words(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_words, value))})"
     if isinstance(value, Mapping):
-        return (
-            f"{{{', '.join(f'{name}: {_words(one)}' for name, one in value.items())}}}"
-        )
+        return f"{{{', '.join(f'{name}: {_words(one)}' for name, one in value.items())}}}"
     return "None" if value is None else f"a {type(value).__name__}"

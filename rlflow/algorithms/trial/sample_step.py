@@ -34,9 +34,7 @@ FIELDS = {  # what a need fills, in the batch and in the policy's output
 
 
 def sample_tasks() -> list[Task]:
-    return [
-        Task(f"task-{number}", f"Say {number}", str(number)) for number in range(12)
-    ]
+    return [Task(f"task-{number}", f"Say {number}", str(number)) for number in range(12)]
 
 
 def sample_groups(seed: int = 0) -> list[Group]:
@@ -64,9 +62,7 @@ def sample_groups(seed: int = 0) -> list[Group]:
     return groups
 
 
-def _trajectory(
-    group: int, attempt: int, reward: float, generator: torch.Generator
-) -> Trajectory:
+def _trajectory(group: int, attempt: int, reward: float, generator: torch.Generator) -> Trajectory:
     segments, turns = [], []
     for place in range(2 if group == 1 else 1):
         length = int(torch.randint(6, 14, (), generator=generator))
@@ -76,9 +72,7 @@ def _trajectory(
         tokens = torch.randint(1, 20, (length,), generator=generator)
         logprobs = torch.where(mask, -3 * torch.rand(length, generator=generator), 0.0)
         versions = torch.randint(0, 3, (length,), generator=generator)
-        segments.append(
-            Segment(tokens, mask, logprobs, torch.where(mask, versions, -1))
-        )
+        segments.append(Segment(tokens, mask, logprobs, torch.where(mask, versions, -1)))
         turns += [Turn(place, 2, 4, 0.0, 0.5), Turn(place, 5, length, 0.0, 1.5)]
     turns[-1].reward = reward
     return Trajectory(
@@ -96,9 +90,7 @@ def _trajectory(
 
 def sample_batch(needs: frozenset[str]) -> Batch:
     """The step's batch with exactly what is needed, advantages and weights filled."""
-    batch = make_batch(
-        [each for group in sample_groups() for each in group.trajectories]
-    )
+    batch = make_batch([each for group in sample_groups() for each in group.trajectories])
     generator = torch.Generator().manual_seed(1)
     mask = batch.loss_mask
     centred = batch.require("rewards", "check") - batch.require("group_mean", "check")
@@ -149,25 +141,16 @@ def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyO
         if name in needs
     }
     if "top_logprobs" in needs:
-        twenty = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(
-            -1
-        )
-        more["top_logprobs"] = (
-            twenty[..., :3] * batch.loss_mask[..., None]
-        ).requires_grad_()
+        twenty = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(-1)
+        more["top_logprobs"] = (twenty[..., :3] * batch.loss_mask[..., None]).requires_grad_()
     return PolicyOutput(logprobs=logprobs, **more)
 
 
-def map_output(
-    output: PolicyOutput, change: Callable[[Tensor], Tensor]
-) -> PolicyOutput:
+def map_output(output: PolicyOutput, change: Callable[[Tensor], Tensor]) -> PolicyOutput:
     """Every tensor of an output put through `change`, with gradients of its own."""
     there = {name: value for name, value in vars(output).items() if value is not None}
     return PolicyOutput(
-        **{
-            name: change(value.detach()).requires_grad_()
-            for name, value in there.items()
-        }
+        **{name: change(value.detach()).requires_grad_() for name, value in there.items()}
     )
 
 
@@ -184,9 +167,7 @@ def disturbed(batch: Batch) -> Batch:
 
 def sample_views(
     batch: Batch,
-) -> Iterator[
-    tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-]:
+) -> Iterator[tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
     """(what was done, the batch after it, the same for any other tensor, the way back)."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
     yield (
@@ -199,9 +180,7 @@ def sample_views(
     padding = torch.arange(width + 3) >= width
     wide = batch.map(_wider)
     for name in ("turn", "versions"):  # where 0 would name a turn and a version
-        wide = wide.replace(
-            **{name: wide.require(name, "check").masked_fill(padding, -1)}
-        )
+        wide = wide.replace(**{name: wide.require(name, "check").masked_fill(padding, -1)})
     yield (
         "more padding",
         wide,

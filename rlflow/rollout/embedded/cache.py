@@ -157,9 +157,7 @@ class KeyValueCache:
         parts = sorted(_cut(spans), key=lambda part: (-part.stop, part.start))
         lengths = [part.stop for part in parts]
         counts = [part.stop - part.start for part in parts]
-        calls = [
-            self._prefilling_call(tables, parts[rows]) for rows in _similar(lengths, counts)
-        ]
+        calls = [self._prefilling_call(tables, parts[rows]) for rows in _similar(lengths, counts)]
         sizes = torch.tensor([stop - start for start, stop in spans], device=device)
         positions = torch.cat([torch.arange(*span, device=device) for span in spans])
         index = _places(tables.repeat_interleave(sizes, 0), positions)

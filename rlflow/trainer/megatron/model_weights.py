@@ -125,4 +125,3 @@ def held_rules(
     copied = model.tied and TIED_OUTPUT.megatron not in chunks[0].own_parameters
     if copied and world.last_stage and not world.first_stage:
         yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
-

@@ -292,10 +292,7 @@ def _combined(
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=world.data_group)
         found = zip(names, values.tolist(), maxima.tolist(), strict=True)
         result = [
-            {
-                name: most if reductions.get(name) == "max" else total
-                for name, total, most in found
-            }
+            {name: most if reductions.get(name) == "max" else total for name, total, most in found}
         ]
     if world.pipeline_parallel > 1:
         last = world.pipeline_parallel - 1

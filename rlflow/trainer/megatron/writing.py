@@ -175,4 +175,3 @@ def _raise_everywhere(path: Path, failures: list[str]) -> None:
     dist.broadcast_object_list(known, src=0)
     if known[0]:
         raise StorageError(f"{path}: the checkpoint cannot be written ({known[0][0]}).")
-

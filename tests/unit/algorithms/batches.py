@@ -43,12 +43,24 @@ def trajectory_of(tried: Tried | float, group: str, attempt: int) -> Trajectory:
         masks[-1] += [True] * said.tokens
         turns.append(Turn(len(masks) - 1, start, start + said.tokens, said.reward, said.seconds))
     segments = [
-        Segment(torch.ones(len(mask)).long(), torch.tensor(mask), -torch.ones(len(mask)), torch.zeros(len(mask)).long())
+        Segment(
+            torch.ones(len(mask)).long(),
+            torch.tensor(mask),
+            -torch.ones(len(mask)),
+            torch.zeros(len(mask)).long(),
+        )
         for mask in masks
     ]
     reward = sum(said.reward for said in tried.turns)
     return Trajectory(
-        group, group, segments, turns, reward, tried.stop, attempt=attempt, rewards=dict(tried.rewards)
+        group,
+        group,
+        segments,
+        turns,
+        reward,
+        tried.stop,
+        attempt=attempt,
+        rewards=dict(tried.rewards),
     )
 
 
@@ -56,7 +68,9 @@ def batch_of(*groups: list[Tried | float]) -> Batch:
     """The batch of some groups of attempts, statistics stamped."""
     made = []
     for place, group in enumerate(groups):
-        trajectories = [trajectory_of(tried, f"g{place}", attempt) for attempt, tried in enumerate(group)]
+        trajectories = [
+            trajectory_of(tried, f"g{place}", attempt) for attempt, tried in enumerate(group)
+        ]
         stamp(trajectories)
         made += trajectories
     return make_batch(made)
@@ -64,5 +78,7 @@ def batch_of(*groups: list[Tried | float]) -> Batch:
 
 def split(rewards: list[float]) -> list[Tried | float]:
     """Attempts with these rewards, the first of them in three segments: it must count once all the same."""
-    first = Tried([Said(3, 0.0), Said(1, 0.0, new_segment=True), Said(2, rewards[0], new_segment=True)])
+    first = Tried(
+        [Said(3, 0.0), Said(1, 0.0, new_segment=True), Said(2, rewards[0], new_segment=True)]
+    )
     return [first, *rewards[1:]]

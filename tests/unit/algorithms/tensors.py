@@ -39,12 +39,17 @@ def matrix(values: Any) -> Tensor:
     return made[None] if made.dim() == 1 else made
 
 
-def random_batch(seed: int = 0, rows: int = 6, width: int = 7, spread: float = 0.5, **options: Any) -> Batch:
+def random_batch(
+    seed: int = 0, rows: int = 6, width: int = 7, spread: float = 0.5, **options: Any
+) -> Batch:
     """Rows with holes in their masks, the last one without any trained token; rollout, proximal and current log-probs that
     differ by about `spread` nats, one advantage per row."""
     draw = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(rows, width, generator=draw, dtype=torch.float64) - spread
-    proximal, current = (rollout + spread * torch.randn(rows, width, generator=draw, dtype=torch.float64) for _ in range(2))
+    proximal, current = (
+        rollout + spread * torch.randn(rows, width, generator=draw, dtype=torch.float64)
+        for _ in range(2)
+    )
     mask = torch.rand(rows, width, generator=draw) < 0.7
     mask[-1] = False
     return batch_of(

@@ -45,7 +45,10 @@ def test_a_small_difference_of_large_rewards_counts_as_much_as_without_the_offse
         tokens = torch.arange(3)
         part = Segment(tokens, tokens > 0, torch.zeros(3), tokens)
         return make_batch(
-            [Trajectory("t", "g", [part], [], r, StopReason.TERMINATED, group_stats=stats) for r in rewards]
+            [
+                Trajectory("t", "g", [part], [], r, StopReason.TERMINATED, group_stats=stats)
+                for r in rewards
+            ]
         )
 
     large, small = grpo(made(1000.001, 1000.0)), grpo(made(0.001, 0.0))
@@ -62,12 +65,16 @@ def test_a_small_difference_of_large_rewards_counts_as_much_as_without_the_offse
     ],
 )
 def test_one_success_in_four(std, expected):
-    torch.testing.assert_close(grpo(batch_of([1.0, 0, 0, 0]), std=std), torch.tensor(expected), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        grpo(batch_of([1.0, 0, 0, 0]), std=std), torch.tensor(expected), atol=1e-6, rtol=0
+    )
 
 
 def test_partial_credit_and_a_penalty():
     expected = torch.tensor([0.962249, 0.962249, -0.577349, -1.347149])
-    torch.testing.assert_close(grpo(batch_of([1.0, 1, 0, -0.5]), std="population"), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        grpo(batch_of([1.0, 1, 0, -0.5]), std="population"), expected, atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("std", ["sample", "population", "none"])
@@ -94,8 +101,12 @@ def test_rounding_in_the_statistics_of_equal_rewards_is_not_magnified(std):
 def test_advantages_ignore_shift_and_scale_of_rewards(std):
     rewards = [0.3, 1.0, -0.5, 0.9]
     plain = grpo(batch_of(rewards), std=std)
-    torch.testing.assert_close(grpo(batch_of([r + 10 for r in rewards]), std=std), plain, atol=1e-5, rtol=0)
-    torch.testing.assert_close(grpo(batch_of([r * 50 for r in rewards]), std=std), plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        grpo(batch_of([r + 10 for r in rewards]), std=std), plain, atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        grpo(batch_of([r * 50 for r in rewards]), std=std), plain, atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("std", ["sample", "population", "none"])
@@ -104,7 +115,9 @@ def test_a_group_sums_to_zero_and_permutes_with_its_rewards(std):
     order = [3, 0, 4, 1, 2]
     plain = grpo(batch_of(rewards), std=std)
     assert float(plain.sum()) == pytest.approx(0.0, abs=1e-5)
-    torch.testing.assert_close(grpo(batch_of([rewards[index] for index in order]), std=std), plain[order])
+    torch.testing.assert_close(
+        grpo(batch_of([rewards[index] for index in order]), std=std), plain[order]
+    )
 
 
 def test_dropping_rows_leaves_the_advantage_of_the_others():
@@ -121,7 +134,9 @@ def test_missing_group_statistics_are_named():
 
 def test_an_advantage_is_made_from_its_component():
     batch = batch_of([1.0, 0, 0, 0])
-    assert torch.equal(make_advantage({"name": "grpo", "std": "none"})(batch), grpo(batch, std="none"))
+    assert torch.equal(
+        make_advantage({"name": "grpo", "std": "none"})(batch), grpo(batch, std="none")
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +145,10 @@ def test_an_advantage_is_made_from_its_component():
         ({"name": "gpro"}, "Did you mean 'grpo'"),
         ({"name": "grpo", "stdd": "none"}, "Did you mean 'std'"),
         ({"name": "grpo", "eps": "tiny"}, "expected a number from 0, found 'tiny'"),
-        ({"name": "grpo", "eps": -1}, "algorithm.advantage.eps: expected a number from 0, found -1"),
+        (
+            {"name": "grpo", "eps": -1},
+            "algorithm.advantage.eps: expected a number from 0, found -1",
+        ),
         ({"name": "grpo", "batch": 1}, "unknown keyword 'batch'. It takes: std, eps, single"),
         ({"name": "no.such:thing"}, "'no.such:thing': no module 'no'"),
     ],
@@ -141,5 +159,7 @@ def test_a_wrong_component_is_a_config_error(component, message):
 
 
 def test_an_unknown_std_is_a_config_error():
-    with pytest.raises(ConfigError, match="expected one of sample, population, none, found 'populaton'"):
+    with pytest.raises(
+        ConfigError, match="expected one of sample, population, none, found 'populaton'"
+    ):
         grpo(batch_of([1.0, 0.0]), std="populaton")  # type: ignore[arg-type]

@@ -29,7 +29,9 @@ from tests.unit.algorithms.tensors import random_batch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # TRL takes seconds to import
 
 if "RLFLOW_TRL_PACKAGES" in os.environ:
-    sys.path.append(os.environ["RLFLOW_TRL_PACKAGES"])  # last: what is tested comes from where it always does
+    sys.path.append(
+        os.environ["RLFLOW_TRL_PACKAGES"]
+    )  # last: what is tested comes from where it always does
 
 BUDGET = 7
 ON_PROXIMAL = {"anchor": "proximal"}  # TRL's old log-probs, which its corrections are relative to
@@ -110,15 +112,31 @@ CASES: dict[str, tuple[Kernel, str, dict[str, Any]]] = {
     "BNPO": (PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), "token_mean", {"loss_type": "bnpo"}),
     "DAPO": (PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), "token_mean", {"loss_type": "dapo"}),
     "Dr.GRPO": (PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), "constant", {"loss_type": "dr_grpo"}),
-    "GSPO": (GSPOLoss(0.2, 0.28, **ON_PROXIMAL), "sequence_mean", {"importance_sampling_level": "sequence"}),
+    "GSPO": (
+        GSPOLoss(0.2, 0.28, **ON_PROXIMAL),
+        "sequence_mean",
+        {"importance_sampling_level": "sequence"},
+    ),
     "GSPO, narrow": (
         GSPOLoss(3e-4, 4e-4, **ON_PROXIMAL),
         "sequence_mean",
         {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     ),
-    "GMPO": (GMPOLoss(**ON_PROXIMAL), "sequence_mean", {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}),
-    "CISPO": (CISPOLoss(clip_high=0.28, **ON_PROXIMAL), "token_mean", {"loss_type": "cispo", "epsilon_high": 1.28}),
-    "CISPO, 5": (CISPOLoss(clip_high=4.0, **ON_PROXIMAL), "token_mean", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "GMPO": (
+        GMPOLoss(**ON_PROXIMAL),
+        "sequence_mean",
+        {"loss_type": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4},
+    ),
+    "CISPO": (
+        CISPOLoss(clip_high=0.28, **ON_PROXIMAL),
+        "token_mean",
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+    ),
+    "CISPO, 5": (
+        CISPOLoss(clip_high=4.0, **ON_PROXIMAL),
+        "token_mean",
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+    ),
     "SAPO": (SoftAdaptiveLoss(**ON_PROXIMAL), "sequence_mean", {"loss_type": "sapo"}),
 }
 
@@ -133,21 +151,41 @@ def test_kernels_agree(case, seed):
 @pytest.mark.parametrize(("estimator", "weighted"), [("k3", False), ("wk3", True)])
 def test_kl_beside_a_kernel_agrees(estimator, weighted):
     losses = SumLoss((PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), KLLoss(0.1, estimator, **ON_PROXIMAL)))
-    compare(losses, "token_mean", tensors(0), loss_type="dapo", beta=0.1, use_bias_correction_kl=weighted)
+    compare(
+        losses,
+        "token_mean",
+        tensors(0),
+        loss_type="dapo",
+        beta=0.1,
+        use_bias_correction_kl=weighted,
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("way", ["truncate", "mask"])
-def test_importance_corrections_agree_with_those_of_a_loss_that_is_given_the_ratio(loss_type, level, way):
+def test_importance_corrections_agree_with_those_of_a_loss_that_is_given_the_ratio(
+    loss_type, level, way
+):
     """TRL makes the ratio while it generates; here it is made by its formula, a line each, and goes through its loss."""
     batch = tensors(1)
     gap = (batch.proximal_logprobs - batch.logprobs) * batch.loss_mask
     ratio = (gap.sum(-1, keepdim=True) if level == "sequence" else gap).exp()
     ratio = ratio.clamp(max=1.5) if way == "truncate" else ratio.masked_fill(ratio > 1.5, 0.0)
-    correction = TruncatedImportance(1.5, level=level) if way == "truncate" else MaskedImportance(1.5, level=level)
+    correction = (
+        TruncatedImportance(1.5, level=level)
+        if way == "truncate"
+        else MaskedImportance(1.5, level=level)
+    )
     kernel, aggregate, _ = CASES["DAPO" if loss_type == "dapo" else "SAPO"]
-    compare(kernel, aggregate, correction(batch), loss_type=loss_type, use_vllm=True, ratio=ratio.expand(gap.shape))
+    compare(
+        kernel,
+        aggregate,
+        correction(batch),
+        loss_type=loss_type,
+        use_vllm=True,
+        ratio=ratio.expand(gap.shape),
+    )
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.04])

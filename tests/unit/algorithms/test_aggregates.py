@@ -38,7 +38,9 @@ def token_weights(batch: Batch, how: str, constant: int = 8) -> Tensor:
 MEANS = ["token_mean", "sequence_mean", "trajectory_mean"]
 
 
-@pytest.mark.parametrize(("how", "expected"), [("token_mean", 4 / 6), ("sequence_mean", 0.75), ("constant", 0.25)])
+@pytest.mark.parametrize(
+    ("how", "expected"), [("token_mean", 4 / 6), ("sequence_mean", 0.75), ("constant", 0.25)]
+)
 def test_two_rows_of_two_and_four_tokens(how, expected):
     batch = batch_of([2, 4])
     loss = torch.tensor([[1.0] * 8, [0.5] * 8])
@@ -95,7 +97,9 @@ def test_wrong_names_and_a_missing_constant_are_config_errors():
 
 def turns(*trajectories: list[tuple[int, bool]]) -> Batch:
     """Attempts by (tokens, whether in a new segment) of each turn."""
-    return made_of([Tried([Said(tokens, new_segment=new) for tokens, new in one]) for one in trajectories])
+    return made_of(
+        [Tried([Said(tokens, new_segment=new) for tokens, new in one]) for one in trajectories]
+    )
 
 
 @pytest.mark.parametrize("new_segment", [False, True])
@@ -112,8 +116,13 @@ def turns(*trajectories: list[tuple[int, bool]]) -> Batch:
 def test_loss_scales_of_turns(scales, expected, new_segment):
     """Turns of 10 and 30 tokens, and one of 20."""
     batch = turns([(10, False), (30, new_segment)], [(20, False)])
-    weights = AGGREGATE.build("loss_scales" if scales is None else {"name": "loss_scales", "scales": scales}, tokens=8)(batch)
-    of_turn = [weights[(batch.trajectory[:, None] == owner) & (batch.turn == turn)] for owner, turn in ((0, 0), (0, 1), (1, 0))]
+    weights = AGGREGATE.build(
+        "loss_scales" if scales is None else {"name": "loss_scales", "scales": scales}, tokens=8
+    )(batch)
+    of_turn = [
+        weights[(batch.trajectory[:, None] == owner) & (batch.turn == turn)]
+        for owner, turn in ((0, 0), (0, 1), (1, 0))
+    ]
     assert [float(one.unique()) for one in of_turn] == pytest.approx(expected, abs=1e-8)
     assert not weights[~batch.loss_mask].any()
 
@@ -123,7 +132,11 @@ def test_all_loss_scales_are_the_mean_over_trajectories():
     torch.testing.assert_close(loss_scales(batch), trajectory_mean(batch))
 
 
-@pytest.mark.parametrize("scales", [["turn", "agent"], ["group", "group"], ["agent", "group", "turn"]])
+@pytest.mark.parametrize(
+    "scales", [["turn", "agent"], ["group", "group"], ["agent", "group", "turn"]]
+)
 def test_loss_scales_stand_in_their_order_each_once(scales):
-    with pytest.raises(ConfigError, match="expected group, agent, turn in this order, each once at most"):
+    with pytest.raises(
+        ConfigError, match="expected group, agent, turn in this order, each once at most"
+    ):
         loss_scales(turns([(1, False)]), scales)

@@ -31,7 +31,11 @@ class Counting(Filter):
 
     def __call__(self, groups: list[Group]) -> list[Group]:
         self.seen += len(groups)
-        return [group for group in groups if any(attempt.reward >= self.least for attempt in group.trajectories)]
+        return [
+            group
+            for group in groups
+            if any(attempt.reward >= self.least for attempt in group.trajectories)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
@@ -47,18 +51,32 @@ class Doubling(Transform):
 
     def __call__(self, batch: Batch) -> Batch:
         assert not torch.is_grad_enabled()
-        present = torch.ones_like(batch.weights) if batch.coefficients is None else batch.coefficients
+        present = (
+            torch.ones_like(batch.weights) if batch.coefficients is None else batch.coefficients
+        )
         return batch.replace(coefficients=2 * present)
 
 
 def group(name: str, reward: float) -> Group:
-    segment = Segment(torch.arange(3), torch.tensor([False, True, True]), torch.zeros(3), torch.zeros(3, dtype=torch.int64))
-    attempt = Trajectory(name, name, [segment], [], reward, StopReason.TERMINATED, group_stats=(1, reward, 0.0))
+    segment = Segment(
+        torch.arange(3),
+        torch.tensor([False, True, True]),
+        torch.zeros(3),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    attempt = Trajectory(
+        name, name, [segment], [], reward, StopReason.TERMINATED, group_stats=(1, reward, 0.0)
+    )
     return Group(name, Task(name, name), [attempt])
 
 
 def algorithm(**parts: Any) -> Algorithm:
-    return Algorithm(advantage=as_part(lambda batch: batch.rewards), loss=SumLoss((SFTLoss(),)), aggregate=token_weights, **parts)
+    return Algorithm(
+        advantage=as_part(lambda batch: batch.rewards),
+        loss=SumLoss((SFTLoss(),)),
+        aggregate=token_weights,
+        **parts,
+    )
 
 
 def test_filters_drop_groups():
@@ -81,7 +99,9 @@ def test_a_need_that_nothing_fills_is_refused_at_the_start():
     class Hopeful(Doubling):
         needs = frozenset({"curent"})
 
-    with pytest.raises(ConfigError, match=r"needs 'curent', which nothing fills.*Did you mean 'current'"):
+    with pytest.raises(
+        ConfigError, match=r"needs 'curent', which nothing fills.*Did you mean 'current'"
+    ):
         algorithm(transforms=[Hopeful()])
 
 
@@ -89,7 +109,10 @@ def test_what_parts_remember_is_restored_by_its_place():
     made = algorithm(filters=[Counting()])
     made.admit([group("a", 1.0)])
     state = made.state_dict()
-    assert state == {"filters.0": {"seen": 1}, "kinds": {"filters.0": "Counting"}}  # parts without memory are left out
+    assert state == {
+        "filters.0": {"seen": 1},
+        "kinds": {"filters.0": "Counting"},
+    }  # parts without memory are left out
     for saved in (state, {"filters.0": {"seen": 1}}):  # as checkpoints were before
         again = algorithm(filters=[Counting()])
         again.load_state_dict(saved)
@@ -102,16 +125,23 @@ def test_what_parts_remember_is_restored_by_its_place():
 def test_the_base_of_an_advantage_is_remembered_under_its_own_kind():
     def distilled(base: str) -> Algorithm:
         made = OnPolicyDistillation(base={"name": base})
-        return Algorithm(made, PPOClipLoss(), token_weights, teacher=PolicyTeacher("hint: {prompt}"))
+        return Algorithm(
+            made, PPOClipLoss(), token_weights, teacher=PolicyTeacher("hint: {prompt}")
+        )
 
     made = distilled("running")
     made.advantage.base_advantage(make_batch(group("a", 1.0).trajectories))
     state = made.state_dict()
-    assert state["advantage.base"]["count"] == 1 and state["kinds"]["advantage.base"] == "RunningNormalization"
+    assert (
+        state["advantage.base"]["count"] == 1
+        and state["kinds"]["advantage.base"] == "RunningNormalization"
+    )
     again = distilled("running")
     again.load_state_dict(state)
     assert again.state_dict() == state
-    with pytest.raises(CheckpointError, match=r"advantage\.base \(RunningNormalization\).*does not have"):
+    with pytest.raises(
+        CheckpointError, match=r"advantage\.base \(RunningNormalization\).*does not have"
+    ):
         distilled("reinforce").load_state_dict(state)
 
 
@@ -144,7 +174,9 @@ def test_a_configuration_names_parts_of_every_kind_and_functions_will_do():
     assert [kept.id for kept in groups] == ["a"]
     batch = make_batch(groups[0].trajectories)
     assert made.advantage(batch).tolist() == [0.0]
-    assert made.aggregate(batch).tolist() == [[0.0, 0.25, 0.25]]  # 1 trajectory, a budget of 4 tokens
+    assert made.aggregate(batch).tolist() == [
+        [0.0, 0.25, 0.25]
+    ]  # 1 trajectory, a budget of 4 tokens
 
 
 class Counted(Filter):
@@ -175,7 +207,11 @@ def test_filters_of_whole_steps_come_last_and_once_and_parts_report_and_close():
     made = algorithm(filters=[whole, rounds])
     admitted = [*made.admit([group("a", 1.0), group("b", 0.0)]), *made.admit([group("c", 1.0)])]
     assert [kept.id for kept in admitted] == ["a", "c"] and whole.asked == []
-    assert [kept.id for kept in made.complete(admitted)] == ["c"] and whole.asked == [["a", "c"]] and rounds.seen == 3
+    assert (
+        [kept.id for kept in made.complete(admitted)] == ["c"]
+        and whole.asked == [["a", "c"]]
+        and rounds.seen == 3
+    )
     assert made.max_rounds == 3 and algorithm().max_rounds == Filter.max_rounds
     assert made.report() == {"train/asked": 1.0} and made.report() == {"train/asked": 0.0}
     made.close()
@@ -196,14 +232,24 @@ def test_filters_of_whole_steps_that_leave_nothing_are_named():
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [(torch.ones(3), r"\(3,\)"), (torch.ones(2, 1), r"\(2, 1\)"), ([1.0, 2.0], "list"), ((1, 2, 3), "tuple"), (None, "NoneType")],
+    [
+        (torch.ones(3), r"\(3,\)"),
+        (torch.ones(2, 1), r"\(2, 1\)"),
+        ([1.0, 2.0], "list"),
+        ((1, 2, 3), "tuple"),
+        (None, "NoneType"),
+    ],
 )
 def test_an_advantage_of_another_shape_or_type_is_one_clear_error(value: Any, found: str) -> None:
     def mine(batch: Batch, scale: float = 1.0) -> Any:
         return value
 
-    batch = make_batch([attempt for one in (group("a", 0.0), group("b", 1.0)) for attempt in one.trajectories])
+    batch = make_batch(
+        [attempt for one in (group("a", 0.0), group("b", 1.0)) for attempt in one.trajectories]
+    )
     made = algorithm()
     made.advantage = as_part(functools.partial(mine, scale=2.0))
-    with pytest.raises(RLFlowError, match=rf"advantage: mine: expected .* = \(2, 3\), found {found}\."):
+    with pytest.raises(
+        RLFlowError, match=rf"advantage: mine: expected .* = \(2, 3\), found {found}\."
+    ):
         made.credit(batch)

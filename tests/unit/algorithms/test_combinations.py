@@ -29,7 +29,13 @@ from rlflow.types import Loss
 
 
 def configured(losses: list[Any], transforms: list[Any]) -> RunConfig:
-    return load_config(None, [f"algorithm.losses={json.dumps(losses)}", f"algorithm.transforms={json.dumps(transforms)}"])
+    return load_config(
+        None,
+        [
+            f"algorithm.losses={json.dumps(losses)}",
+            f"algorithm.transforms={json.dumps(transforms)}",
+        ],
+    )
 
 
 def made(losses: list[Any], transforms: list[Any]) -> Algorithm:
@@ -45,7 +51,15 @@ UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
 
 
 OF_KERNELS = [
-    *("dppo", "kpop", "high_entropy_tokens", "high_entropy_steps", "only_sources", "kept_mean", "tis"),
+    *(
+        "dppo",
+        "kpop",
+        "high_entropy_tokens",
+        "high_entropy_steps",
+        "only_sources",
+        "kept_mean",
+        "tis",
+    ),
     *({"name": "mis", "weigh": False}, {"name": "sequence_mask", "threshold": 0.1}),
 ]
 
@@ -53,18 +67,50 @@ OF_KERNELS = [
 @pytest.mark.parametrize(
     ("losses", "transforms", "message"),
     [
-        (["ppo_clip"], ["decoupled"], r"transform decoupled with loss ppo_clip: .*applied twice.*anchor: proximal"),
+        (
+            ["ppo_clip"],
+            ["decoupled"],
+            r"transform decoupled with loss ppo_clip: .*applied twice.*anchor: proximal",
+        ),
         (["sft", "cispo"], ["tis"], "applied twice"),
-        (["ppo_clip"], [{"name": "mis", "level": "geometric"}], "transform mis with loss ppo_clip.*applied twice"),
-        ([on_proximal("ppo_clip")], ["decoupled", "tis"], "transform decoupled with transform tis: .*applied twice.*Keep one"),
+        (
+            ["ppo_clip"],
+            [{"name": "mis", "level": "geometric"}],
+            "transform mis with loss ppo_clip.*applied twice",
+        ),
+        (
+            [on_proximal("ppo_clip")],
+            ["decoupled", "tis"],
+            "transform decoupled with transform tis: .*applied twice.*Keep one",
+        ),
         ([on_proximal("ppo_clip")], ["icepop", "decoupled"], "applied twice"),
-        ([on_proximal("soft_adaptive")], ["decoupled"], "with loss soft_adaptive: .*clip range.*Use tis"),
+        (
+            [on_proximal("soft_adaptive")],
+            ["decoupled"],
+            "with loss soft_adaptive: .*clip range.*Use tis",
+        ),
         (["reinforce"], ["decoupled"], "with loss reinforce: .*Use tis"),
-        ([on_proximal("gspo")], ["tis"], "transform tis with loss gspo: the tokens of a row share one ratio"),
-        (["gspo"], ["high_entropy_tokens"], "high_entropy_tokens with loss gspo: the tokens of a row share"),
-        (["gmpo"], ["high_entropy_steps"], "high_entropy_steps with loss gmpo: the tokens of a row share"),
+        (
+            [on_proximal("gspo")],
+            ["tis"],
+            "transform tis with loss gspo: the tokens of a row share one ratio",
+        ),
+        (
+            ["gspo"],
+            ["high_entropy_tokens"],
+            "high_entropy_tokens with loss gspo: the tokens of a row share",
+        ),
+        (
+            ["gmpo"],
+            ["high_entropy_steps"],
+            "high_entropy_steps with loss gmpo: the tokens of a row share",
+        ),
         (["gmpo"], ["dppo"], "with loss gmpo: the tokens of a row share one ratio"),
-        ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "range"}], "sets the clip range.*anchor: rollout"),
+        (
+            [on_proximal("ppo_clip")],
+            [{"name": "m2po", "variant": "range"}],
+            "sets the clip range.*anchor: rollout",
+        ),
         (["aipo"], [{"name": "m2po", "variant": "winsor"}], "sets the clip range"),
         (["aipo"], ["dppo", "m2po"], "transform dppo with transform m2po: each is a trust region"),
         *((["sft"], [change], "no loss is one") for change in OF_KERNELS),
@@ -114,12 +160,16 @@ def test_a_part_before_the_transforms_cannot_have_what_they_fill():
     object.__setattr__(early, "needs", frozenset({"proximal"}))
     algorithm = made([on_proximal("ppo_clip")], ["decoupled"])
     with pytest.raises(ConfigError, match="needs 'proximal'"):
-        Algorithm(early, algorithm.loss, algorithm.aggregate, transforms=[Decoupled(proximal="linear")])
+        Algorithm(
+            early, algorithm.loss, algorithm.aggregate, transforms=[Decoupled(proximal="linear")]
+        )
 
 
 def test_attempts_without_log_probs_need_the_trainers():
     pool = SuccessPool(seed=0, recompute=True)
-    with pytest.raises(ConfigError, match=r"filter success_pool with ppo_clip: .* set anchor: proximal"):
+    with pytest.raises(
+        ConfigError, match=r"filter success_pool with ppo_clip: .* set anchor: proximal"
+    ):
         check_combination([PPOClipLoss()], [], before=[pool])
     check_combination([PPOClipLoss(anchor="proximal")], [], before=[pool])
     check_combination([PPOClipLoss()], [], before=[SuccessPool(seed=0)])
@@ -131,17 +181,53 @@ VTRACE_OF_TEACHER = {"name": "opd", "base": "vtrace"}
 @pytest.mark.parametrize(
     ("advantage", "losses", "transforms", "message"),
     [
-        ("vtrace", ["ppo_clip", "value"], [], "advantage vtrace with loss ppo_clip: .*applied twice.*anchor: proximal"),
-        ("vtrace", [on_proximal("ppo_clip"), "value"], ["tis"], "advantage vtrace with transform tis: .*applied twice"),
-        (VTRACE_OF_TEACHER, [on_proximal("ppo_clip"), "value"], ["tis"], "advantage opd with transform tis: .*applied twice"),
-        ("gdpo", ["ppo_clip"], [{"name": "overlong", "buffer": 5}], "transform overlong with advantage gdpo: .*does not read"),
-        ("opd", ["ppo_clip"], ["affine_reward"], "transform affine_reward with advantage opd: .*does not read"),
-        ({"name": "opd", "base": "gdpo"}, ["ppo_clip"], ["affine_reward"], "transform affine_reward with advantage opd"),
+        (
+            "vtrace",
+            ["ppo_clip", "value"],
+            [],
+            "advantage vtrace with loss ppo_clip: .*applied twice.*anchor: proximal",
+        ),
+        (
+            "vtrace",
+            [on_proximal("ppo_clip"), "value"],
+            ["tis"],
+            "advantage vtrace with transform tis: .*applied twice",
+        ),
+        (
+            VTRACE_OF_TEACHER,
+            [on_proximal("ppo_clip"), "value"],
+            ["tis"],
+            "advantage opd with transform tis: .*applied twice",
+        ),
+        (
+            "gdpo",
+            ["ppo_clip"],
+            [{"name": "overlong", "buffer": 5}],
+            "transform overlong with advantage gdpo: .*does not read",
+        ),
+        (
+            "opd",
+            ["ppo_clip"],
+            ["affine_reward"],
+            "transform affine_reward with advantage opd: .*does not read",
+        ),
+        (
+            {"name": "opd", "base": "gdpo"},
+            ["ppo_clip"],
+            ["affine_reward"],
+            "transform affine_reward with advantage opd",
+        ),
     ],
 )
-def test_an_advantage_that_undoes_another_part_or_is_undone_is_refused(advantage, losses, transforms, message):
+def test_an_advantage_that_undoes_another_part_or_is_undone_is_refused(
+    advantage, losses, transforms, message
+):
     with pytest.raises(ConfigError, match=message):
-        check_parts(load_config({"algorithm": {"advantage": advantage, "losses": losses, "transforms": transforms}}))
+        check_parts(
+            load_config(
+                {"algorithm": {"advantage": advantage, "losses": losses, "transforms": transforms}}
+            )
+        )
 
 
 def test_the_rewards_of_an_advantage_beside_the_teachers_can_be_changed():
@@ -178,6 +264,9 @@ def test_attempts_without_log_probs_are_refused_to_every_part_that_reads_them(pa
     losses = [PPOClipLoss(anchor="proximal"), *([part] if isinstance(part, Loss) else [])]
     transforms = [part] if isinstance(part, Transform) else []
     before = [part] if isinstance(part, Advantage) else []
-    told = pytest.raises(ConfigError, match=f"filter success_pool with {name_of(part)}: it brings attempts without the log-probs")
+    told = pytest.raises(
+        ConfigError,
+        match=f"filter success_pool with {name_of(part)}: it brings attempts without the log-probs",
+    )
     with told if refused else nullcontext():
         check_combination(losses, transforms, before=[*before, SuccessPool(seed=0, recompute=True)])

@@ -59,7 +59,12 @@ def coefficients(correction: Transform, batch: Batch) -> Tensor:
 
 def ratios(values: Sequence[float], **fields: Any) -> Batch:
     """One row whose proximal policy is that many times the rollout policy."""
-    return batch_of([-3.0] * len(values), [1.0] * len(values), proximal_logprobs=matrix(values).log() - 3.0, **fields)
+    return batch_of(
+        [-3.0] * len(values),
+        [1.0] * len(values),
+        proximal_logprobs=matrix(values).log() - 3.0,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,16 +81,22 @@ def ratios(values: Sequence[float], **fields: Any) -> Batch:
 )
 def test_five_ratios(correction, expected):
     found = coefficients(correction, ratios([0.3, 0.6, 1, 1.8, 6]))
-    torch.testing.assert_close(found.double(), matrix([float(value) for value in expected]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        found.double(), matrix([float(value) for value in expected]), atol=1e-6, rtol=0
+    )
 
 
 def test_at_most_one_what_the_engine_made_too_likely_is_weighed_down_and_nothing_up():
     """DART's alignment (arXiv 2509.23866): log-ratios -.5, .2 and 0 at a cap of 1."""
-    found = coefficients(TruncatedImportance(1.0), ratios([math.exp(value) for value in (-0.5, 0.2, 0.0)]))
+    found = coefficients(
+        TruncatedImportance(1.0), ratios([math.exp(value) for value in (-0.5, 0.2, 0.0)])
+    )
     torch.testing.assert_close(found.double(), matrix([0.6065307, 1.0, 1.0]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("level", "ratio"), [("sequence", 1.349859), ("geometric", 1.105171), ("max", 1.648721)])
+@pytest.mark.parametrize(
+    ("level", "ratio"), [("sequence", 1.349859), ("geometric", 1.105171), ("max", 1.648721)]
+)
 def test_a_row_has_the_product_the_geometric_mean_or_the_largest_ratio(level, ratio):
     batch = ratios([math.exp(value) for value in (0.1, -0.3, 0.5)])
     for correction in (TruncatedImportance(9.0, level=level), MaskedImportance(9.0, level=level)):
@@ -101,10 +112,17 @@ def test_the_ratio_of_a_row_stays_a_number():
 
 def test_kpop_takes_the_kl_in_both_directions():
     batch = batch_of([math.log(0.9)], [1.0], proximal_logprobs=matrix([math.log(0.6)]))
-    for threshold, expected in ((0.226290, 0), (0.311238, 0), (0.311240, 1)):  # .226289 one way, .311239 the other
+    for threshold, expected in (
+        (0.226290, 0),
+        (0.311238, 0),
+        (0.311240, 1),
+    ):  # .226289 one way, .311239 the other
         assert float(coefficients(KPop(threshold), batch)) == expected
     back = batch_of([math.log(0.6)], [1.0], proximal_logprobs=matrix([math.log(0.9)]))
-    assert float(coefficients(KPop(0.311238), back)) == 0 and float(coefficients(KPop(0.311240), back)) == 1
+    assert (
+        float(coefficients(KPop(0.311238), back)) == 0
+        and float(coefficients(KPop(0.311240), back)) == 1
+    )
 
 
 def moved(old: float, new: float, advantage: float) -> Batch:
@@ -122,8 +140,13 @@ def test_dppo_goes_by_the_distance_of_probabilities_not_by_their_ratio():
             assert float(coefficients(DPPO("kl", threshold, threshold), batch)) == expected
 
 
-@pytest.mark.parametrize(("advantage", "threshold", "keep"), [(-1, 0.4, 0), (1, 0.4, 1), (-1, 0.4621, 1), (-1, 0.46209, 0)])
-def test_the_sequence_mask_drops_rows_with_a_negative_advantage_that_became_unlikely(advantage, threshold, keep):
+@pytest.mark.parametrize(
+    ("advantage", "threshold", "keep"),
+    [(-1, 0.4, 0), (1, 0.4, 1), (-1, 0.4621, 1), (-1, 0.46209, 0)],
+)
+def test_the_sequence_mask_drops_rows_with_a_negative_advantage_that_became_unlikely(
+    advantage, threshold, keep
+):
     """The mean of log(old / new) is 0.462098."""
     old, new = (matrix(values).log() for values in ([0.5, 0.4, 0.3], [0.25, 0.3, 0.2]))
     batch = batch_of(old, [float(advantage)] * 3, current_logprobs=new)
@@ -140,7 +163,9 @@ SIX = on_rollout([0.1, 0.2, 0.3, 0.6, -0.5, 0.05], [1.0, 1, 1, 1, 1, -1])
 
 
 def test_m2po_masks_the_largest_of_the_tokens_that_move_further_away():
-    assert coefficients(M2PO(), SIX).tolist() == [[1, 1, 0, 0, 1, 1]]  # -0.5 is a step back: it stays
+    assert coefficients(M2PO(), SIX).tolist() == [
+        [1, 1, 0, 0, 1, 1]
+    ]  # -0.5 is a step back: it stays
     four = on_rollout([0.1, -0.2, 0.3, -0.6], [1.0, -1, 1, -1])
     assert coefficients(M2PO(), four).tolist() == [[1, 1, 0, 0]]
     assert float(M2PO()(SIX).metrics["second_moment"][0, 0]) == pytest.approx(0.125)
@@ -150,7 +175,9 @@ def test_m2po_over_all_tokens_keeps_one_at_least():
     assert coefficients(M2PO("mask_all"), SIX).tolist() == [[1, 1, 1, 0, 0, 1]]
     far = on_rollout([2.0, 3.0, -2.5], [1.0] * 3)
     assert coefficients(M2PO("mask_all"), far).tolist() == [[1, 0, 0]]
-    assert coefficients(M2PO(), far).tolist() == [[0, 0, 1]]  # the paper's rule lets the last one go too; -2.5 is a step back
+    assert coefficients(M2PO(), far).tolist() == [
+        [0, 0, 1]
+    ]  # the paper's rule lets the last one go too; -2.5 is a step back
 
 
 @pytest.mark.parametrize(
@@ -163,7 +190,9 @@ def test_m2po_sets_the_range_of_the_clip(variant, low, high):
     assert made.ratio_low[0].tolist() == pytest.approx([low] * 4, abs=2e-6)
     assert made.ratio_high[0].tolist() == pytest.approx([high] * 4, abs=2e-6)
     found = PPOClipLoss()(PolicyOutput(matrix([0.1, 0.2, 0.3, 0.6])), made)[0]
-    torch.testing.assert_close(-found, matrix([0.1, 0.2, 0.3, 0.6]).exp().clamp(max=high), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        -found, matrix([0.1, 0.2, 0.3, 0.6]).exp().clamp(max=high), atol=2e-6, rtol=0
+    )
 
 
 def test_no_token_gains_or_loses_its_gradient_by_the_rounding_of_the_next_pass():
@@ -193,11 +222,15 @@ def test_m2po_winsorized_moments_have_the_threshold_as_their_mean():
     """x^2 = 0.055 for the four of the range: e^-x and e^x are 0.7909498 and 1.2643028, inside of what is widest at least."""
     moments = torch.tensor([0.01, 0.04, 0.09, 0.36]).double()
     assert float(moments.clamp(max=0.055).mean()) == pytest.approx(0.04)
-    assert (math.exp(-math.sqrt(0.055)), math.exp(math.sqrt(0.055))) == pytest.approx((0.7909498, 1.2643028), abs=1e-6)
+    assert (math.exp(-math.sqrt(0.055)), math.exp(math.sqrt(0.055))) == pytest.approx(
+        (0.7909498, 1.2643028), abs=1e-6
+    )
     assert winsor_range(moments, 0.04) == (0.7, 1.5)
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
-        moments = 4 * torch.rand(9, generator=draw, dtype=torch.float64)  # x above log 1.5 for the range to tell it
+        moments = 4 * torch.rand(
+            9, generator=draw, dtype=torch.float64
+        )  # x above log 1.5 for the range to tell it
         threshold = 0.3 + 0.6 * float(torch.rand(1, generator=draw))
         low, high = winsor_range(moments, threshold)
         assert low == pytest.approx(1 / high)
@@ -221,7 +254,12 @@ def test_the_cutoff_keeps_what_leaving_out_one_after_another_keeps(strict):
 
 def test_equal_moments_are_kept_or_left_out_together():
     moments = torch.tensor([0.09, 0.01, 0.09, 0.01]).double()
-    assert kept(moments, 0.04, strict=False).tolist() == [False, True, False, True]  # one 0.09 alone would pass
+    assert kept(moments, 0.04, strict=False).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]  # one 0.09 alone would pass
     assert kept(moments, 0.0501, strict=False).tolist() == [True] * 4
 
 
@@ -247,12 +285,22 @@ def one_token(advantage: float, proximal: float = 0.4) -> Batch:
 def test_decoupled_ppo_clips_around_the_proximal_policy(advantage, value):
     """Policy .6, proximal .4, rollout .5: w = .8, r = 1.5. Clipped around the rollout policy it would be 1.2 for either."""
     output, kernel = PolicyOutput(matrix([math.log(0.6)])), PPOClipLoss(anchor="proximal")
-    assert -float(kernel(output, Decoupled()(one_token(advantage)))[0]) == pytest.approx(value, abs=1e-6)
-    assert -float(PPOClipLoss()(output, one_token(advantage))[0]) == pytest.approx(1.2 * advantage, abs=1e-6)
-    for proximal in (0.55, 0.6, 0.65):  # not clipped: the ratio to the rollout policy, whatever lies between
+    assert -float(kernel(output, Decoupled()(one_token(advantage)))[0]) == pytest.approx(
+        value, abs=1e-6
+    )
+    assert -float(PPOClipLoss()(output, one_token(advantage))[0]) == pytest.approx(
+        1.2 * advantage, abs=1e-6
+    )
+    for proximal in (
+        0.55,
+        0.6,
+        0.65,
+    ):  # not clipped: the ratio to the rollout policy, whatever lies between
         unclipped = kernel(output, Decoupled()(one_token(advantage, proximal)))[0]
         assert -float(unclipped) == pytest.approx(1.2 * advantage, abs=1e-6)
-    assert -float(kernel(output, Decoupled()(one_token(advantage, 0.5)))[0]) == pytest.approx(1.2 * advantage, abs=1e-6)
+    assert -float(kernel(output, Decoupled()(one_token(advantage, 0.5)))[0]) == pytest.approx(
+        1.2 * advantage, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(("lag", "alpha"), [(0, 0), (1, 0), (2, 0.5), (3, 2 / 3), (5, 0.8)])
@@ -260,7 +308,11 @@ def test_the_proximal_policy_is_interpolated_by_version(lag, alpha):
     old, new = 0.5, 0.2
     fields = {"versions": torch.tensor([[7 - lag, -1]]), "trainer_version": torch.tensor([7])}
     batch = batch_of(
-        [math.log(old), 0], [1.0, 0], torch.tensor([[True, False]]), current_logprobs=matrix([math.log(new), -3.0]), **fields
+        [math.log(old), 0],
+        [1.0, 0],
+        torch.tensor([[True, False]]),
+        current_logprobs=matrix([math.log(new), -3.0]),
+        **fields,
     )
     for how, expected in (
         ("loglinear", (1 - alpha) * math.log(old) + alpha * math.log(new)),
@@ -269,7 +321,9 @@ def test_the_proximal_policy_is_interpolated_by_version(lag, alpha):
         made = Decoupled(proximal=how)(batch)
         assert made.proximal_logprobs[0].tolist() == pytest.approx([expected, 0.0], abs=1e-6)
         assert float(made.coefficients[0, 0]) == pytest.approx(math.exp(expected) / old, abs=1e-6)
-    assert Decoupled(proximal="linear").needs == {"current", "rollout"} and Decoupled(proximal="linear").fills == {"proximal"}
+    assert Decoupled(proximal="linear").needs == {"current", "rollout"} and Decoupled(
+        proximal="linear"
+    ).fills == {"proximal"}
 
 
 @every_correction
@@ -290,14 +344,21 @@ def test_corrections_change_something_and_go_with_their_rows(correction):
     order = [3, 5, 0, 2, 4, 1]
     assert torch.equal(coefficients(correction, batch.select(order)), found[order])
     before = torch.full(found.shape, 3.0)
-    torch.testing.assert_close(coefficients(correction, batch.replace(coefficients=before)), 3 * found)
+    torch.testing.assert_close(
+        coefficients(correction, batch.replace(coefficients=before)), 3 * found
+    )
 
 
 @every_correction
 @pytest.mark.parametrize("poison", [50.0, -math.inf, math.nan])
 def test_what_is_not_trained_decides_nothing(correction, poison):
-    batch, names = random_batch(), ("logprobs", "proximal_logprobs", "current_logprobs", "advantages")
-    dirty = batch.replace(**{name: getattr(batch, name).masked_fill(~batch.loss_mask, poison) for name in names})
+    batch, names = (
+        random_batch(),
+        ("logprobs", "proximal_logprobs", "current_logprobs", "advantages"),
+    )
+    dirty = batch.replace(
+        **{name: getattr(batch, name).masked_fill(~batch.loss_mask, poison) for name in names}
+    )
     assert torch.equal(coefficients(correction, dirty), coefficients(correction, batch))
 
 
@@ -305,9 +366,14 @@ def test_what_is_not_trained_decides_nothing(correction, poison):
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_ratios_beyond_all_numbers_stay_finite(correction, distance):
     batch = random_batch()
-    for rollout in (batch.logprobs + distance, torch.where(torch.arange(7) < 3, batch.logprobs + distance, batch.logprobs)):
+    for rollout in (
+        batch.logprobs + distance,
+        torch.where(torch.arange(7) < 3, batch.logprobs + distance, batch.logprobs),
+    ):
         made = correction(batch.replace(logprobs=rollout))
-        assert made.coefficients.isfinite().all() and all(value.isfinite().all() for value in made.metrics.values())
+        assert made.coefficients.isfinite().all() and all(
+            value.isfinite().all() for value in made.metrics.values()
+        )
 
 
 @every_correction
@@ -324,11 +390,15 @@ def test_batches_without_trained_tokens_and_single_tokens_are_corrected(correcti
 @every_correction
 def test_a_correction_says_what_is_missing(correction):
     batch = random_batch().replace(proximal_logprobs=None, current_logprobs=None)
-    with pytest.raises(RLFlowError, match=r"transform \w+: the batch has no (proximal|current)_logprobs"):
+    with pytest.raises(
+        RLFlowError, match=r"transform \w+: the batch has no (proximal|current)_logprobs"
+    ):
         correction(batch)
     unknown = random_batch().replace(logprobs_known=torch.zeros(6, dtype=torch.bool))
     if correction != CORRECTIONS["dppo on proximal"]:
-        with pytest.raises(RLFlowError, match="without the log-probs of the policy that sampled them"):
+        with pytest.raises(
+            RLFlowError, match="without the log-probs of the policy that sampled them"
+        ):
             correction(unknown)
 
 
@@ -339,7 +409,9 @@ def test_a_row_from_elsewhere_without_log_probs_is_not_corrected(name: str) -> N
     batch = random_batch(spread=0.1)
     known = torch.tensor([True, True, False, True, True, True])
     source = torch.where(known, SOURCES.index("local"), SOURCES.index("replay"))
-    mixed = batch.replace(logprobs=batch.logprobs * known[:, None], logprobs_known=known, source=source)
+    mixed = batch.replace(
+        logprobs=batch.logprobs * known[:, None], logprobs_known=known, source=source
+    )
     found, alone = coefficients(correction, mixed), coefficients(correction, batch)
     assert bool(batch.loss_mask[2].any()) and torch.equal(found[2], torch.ones_like(found[2]))
     assert torch.equal(found[known], alone[known])
@@ -365,10 +437,19 @@ def test_what_was_capped_is_reported():
     [
         ({"name": "mis", "low": 3}, "expected low below high, found 3.0 and 2.0"),
         ({"name": "icepop", "low": 6}, "expected low below high"),
-        ({"name": "tis", "level": "row"}, "level: expected one of token, sequence, geometric, max, found 'row'"),
-        ({"name": "m2po", "variant": "masks"}, "variant: expected one of mask, winsor, range, mask_all.*Did you mean 'mask'"),
+        (
+            {"name": "tis", "level": "row"},
+            "level: expected one of token, sequence, geometric, max, found 'row'",
+        ),
+        (
+            {"name": "m2po", "variant": "masks"},
+            "variant: expected one of mask, winsor, range, mask_all.*Did you mean 'mask'",
+        ),
         ({"name": "dppo", "divergence": "js"}, "divergence: expected one of tv, kl"),
-        ({"name": "decoupled", "proximal": "version"}, "proximal: expected one of recompute, loglinear, linear"),
+        (
+            {"name": "decoupled", "proximal": "version"},
+            "proximal: expected one of recompute, loglinear, linear",
+        ),
         ("sequence_mask", "missing keyword threshold"),
     ],
 )

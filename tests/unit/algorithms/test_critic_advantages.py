@@ -27,13 +27,17 @@ def segment(mask: str, draw: torch.Generator) -> Segment:
     return Segment(torch.arange(len(mask)), sampled, logprobs, torch.where(sampled, 0, -1))
 
 
-def trajectory(number: int, masks: list[str], turns: list[tuple[int, int, int, float]], **facts: Any) -> Trajectory:
+def trajectory(
+    number: int, masks: list[str], turns: list[tuple[int, int, int, float]], **facts: Any
+) -> Trajectory:
     """masks: of its segments; turns: (segment, start, stop, reward)."""
     draw = torch.Generator().manual_seed(number)
     made = [Turn(*turn, duration_s=1.0) for turn in turns]
     total = facts.pop("reward", sum(turn.reward for turn in made))
     stop = facts.pop("stop", StopReason.TERMINATED)
-    return Trajectory(f"t{number}", "g", [segment(mask, draw) for mask in masks], made, total, stop, **facts)
+    return Trajectory(
+        f"t{number}", "g", [segment(mask, draw) for mask in masks], made, total, stop, **facts
+    )
 
 
 def scored(trajectories: list[Trajectory], seed: int = 0) -> Batch:
@@ -60,7 +64,13 @@ def batch() -> Batch:
             trajectory(0, ["..xxx..xx"], [(0, 2, 5, 0.5), (0, 7, 9, 1.0)]),
             trajectory(1, ["..xx", "...xxx.x"], [(0, 2, 4, 0.25), (1, 3, 6, -1.0), (1, 7, 8, 2.0)]),
             trajectory(2, [".xxxx."], [(0, 1, 5, 0.75)], stop=StopReason.MAX_TURNS),
-            trajectory(3, [".xx.x"], [(0, 1, 3, 0.5), (0, 4, 5, 0.5)], reward=0.25, stop=StopReason.MAX_TOKENS),
+            trajectory(
+                3,
+                [".xx.x"],
+                [(0, 1, 3, 0.5), (0, 4, 5, 0.5)],
+                reward=0.25,
+                stop=StopReason.MAX_TOKENS,
+            ),
             trajectory(4, ["....x"], [(0, 4, 5, 1.0)]),
         ]
     )
@@ -82,14 +92,24 @@ def lines_of(batch: Batch) -> list[tuple[list[Sampled], float]]:
     """Per trajectory its trained tokens, found by looping; and the value after the end where it was cut, else 0."""
     found = []
     for name in batch.trajectory.unique().tolist():
-        rows = sorted((batch.trajectory == name).nonzero().flatten().tolist(), key=lambda row: int(batch.segment[row]))
-        places = [(row, column) for row in rows for column in range(batch.tokens.shape[1]) if batch.loss_mask[row, column]]
+        rows = sorted(
+            (batch.trajectory == name).nonzero().flatten().tolist(),
+            key=lambda row: int(batch.segment[row]),
+        )
+        places = [
+            (row, column)
+            for row in rows
+            for column in range(batch.tokens.shape[1])
+            if batch.loss_mask[row, column]
+        ]
         line = [
             Sampled(
                 *place,
                 reward=0.0,
                 value=float(batch.values[place]),
-                ratio=float((batch.proximal_logprobs.double() - batch.logprobs.double())[place].exp()),
+                ratio=float(
+                    (batch.proximal_logprobs.double() - batch.logprobs.double())[place].exp()
+                ),
                 penalty=float((batch.proximal_logprobs - batch.reference_logprobs)[place]),
             )
             for place in places
@@ -111,16 +131,21 @@ def placed(batch: Batch, numbers: list[tuple[Sampled, float]]) -> Tensor:
     return whole
 
 
-def gae_by_definition(batch: Batch, gamma: float, lam: float, kl: float, bootstrap: bool) -> tuple[Tensor, Tensor]:
+def gae_by_definition(
+    batch: Batch, gamma: float, lam: float, kl: float, bootstrap: bool
+) -> tuple[Tensor, Tensor]:
     """A_t = sum over l of (gamma lam)^l delta_(t+l), each written out."""
     advantages, returns = [], []
     for line, after in lines_of(batch):
         ahead = [token.value for token in line[1:]] + [after if bootstrap else 0.0]
         deltas = [
-            token.reward - kl * token.penalty + gamma * following - token.value for token, following in zip(line, ahead)
+            token.reward - kl * token.penalty + gamma * following - token.value
+            for token, following in zip(line, ahead)
         ]
         for t, token in enumerate(line):
-            total = sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(line)))
+            total = sum(
+                (gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(line))
+            )
             advantages.append((token, total))
             returns.append((token, total + token.value))
     return placed(batch, advantages), placed(batch, returns)
@@ -143,7 +168,12 @@ def vtrace_by_definition(
                 trace = 1.0
                 for i in range(s, t):
                     trace *= c[i]
-                total += gamma ** (t - s) * trace * rho[t] * (line[t].reward + gamma * ahead[t] - line[t].value)
+                total += (
+                    gamma ** (t - s)
+                    * trace
+                    * rho[t]
+                    * (line[t].reward + gamma * ahead[t] - line[t].value)
+                )
             targets.append(total)
         for s, token in enumerate(line):
             following = targets[s + 1] if s + 1 < len(line) else end
@@ -167,8 +197,13 @@ def test_gae_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-@pytest.mark.parametrize("gamma, lam, kl", [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (1.0, 0.5, 0.3), (0.0, 1.0, 0.1), (0.9, 0.0, 0.0)])
-def test_gae_is_its_double_sum(batch: Batch, gamma: float, lam: float, kl: float, bootstrap: bool) -> None:
+@pytest.mark.parametrize(
+    "gamma, lam, kl",
+    [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (1.0, 0.5, 0.3), (0.0, 1.0, 0.1), (0.9, 0.0, 0.0)],
+)
+def test_gae_is_its_double_sum(
+    batch: Batch, gamma: float, lam: float, kl: float, bootstrap: bool
+) -> None:
     rewarded = KLReward(kl, anchor="proximal")(batch)
     advantages, returns = GAE(gamma=gamma, lam=lam, bootstrap=bootstrap, whiten=False)(rewarded)
     expected = gae_by_definition(batch, gamma, lam, kl, bootstrap)
@@ -177,8 +212,12 @@ def test_gae_is_its_double_sum(batch: Batch, gamma: float, lam: float, kl: float
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-@pytest.mark.parametrize("gamma, lam, rho, c", [(1.0, 1.0, 1.0, 1.0), (0.9, 0.8, 2.0, 1.0), (0.5, 1.0, 0.7, 0.3)])
-def test_vtrace_is_its_double_sum(batch: Batch, gamma: float, lam: float, rho: float, c: float, bootstrap: bool) -> None:
+@pytest.mark.parametrize(
+    "gamma, lam, rho, c", [(1.0, 1.0, 1.0, 1.0), (0.9, 0.8, 2.0, 1.0), (0.5, 1.0, 0.7, 0.3)]
+)
+def test_vtrace_is_its_double_sum(
+    batch: Batch, gamma: float, lam: float, rho: float, c: float, bootstrap: bool
+) -> None:
     advantages, returns = VTrace(gamma=gamma, lam=lam, rho=rho, c=c, bootstrap=bootstrap)(batch)
     expected = vtrace_by_definition(batch, gamma, lam, rho, c, bootstrap)
     close(advantages, expected[0])
@@ -187,15 +226,21 @@ def test_vtrace_is_its_double_sum(batch: Batch, gamma: float, lam: float, rho: f
 
 def test_on_policy_vtrace_is_gae(batch: Batch) -> None:
     on_policy = batch.replace(proximal_logprobs=batch.logprobs)
-    for found, expected in zip(VTrace(gamma=0.9)(on_policy), GAE(gamma=0.9, whiten=False)(batch), strict=True):
+    for found, expected in zip(
+        VTrace(gamma=0.9)(on_policy), GAE(gamma=0.9, whiten=False)(batch), strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_every_token_of_a_trajectory_gets_its_return_where_nothing_is_discounted_or_expected(batch: Batch) -> None:
+def test_every_token_of_a_trajectory_gets_its_return_where_nothing_is_discounted_or_expected(
+    batch: Batch,
+) -> None:
     silent = batch.replace(values=torch.zeros_like(batch.values))
     advantages, returns = GAE(whiten=False)(silent)
     first = {name: (batch.trajectory == name).nonzero()[0] for name in range(5)}
-    for name, total in enumerate((1.5, 1.25, 0.75, 0.25, 1.0)):  # the fourth is shaped: its turns say 1.0
+    for name, total in enumerate(
+        (1.5, 1.25, 0.75, 0.25, 1.0)
+    ):  # the fourth is shaped: its turns say 1.0
         row = first[name]
         assert returns[row][batch.loss_mask[row]][0] == pytest.approx(total)
     assert torch.equal(advantages, returns)
@@ -204,7 +249,9 @@ def test_every_token_of_a_trajectory_gets_its_return_where_nothing_is_discounted
 
 def test_rows_in_another_order_and_wider_padding_give_the_same(batch: Batch) -> None:
     order = torch.tensor([5, 2, 0, 4, 1, 3])  # a trajectory's second segment comes before its first
-    wide = batch.map(lambda value: torch.nn.functional.pad(value, (0, 3)) if value.dim() == 2 else value)
+    wide = batch.map(
+        lambda value: torch.nn.functional.pad(value, (0, 3)) if value.dim() == 2 else value
+    )
     expected = GAE(gamma=0.9, lam=0.9)(batch)
     shuffled = wide.map(lambda value: value[order])
     for found, whole in zip(GAE(gamma=0.9, lam=0.9)(shuffled), expected, strict=True):
@@ -224,8 +271,12 @@ def test_whitened_advantages_have_mean_0_and_variance_1_and_the_returns_stay(bat
     advantages, returns = GAE(gamma=0.9)(batch)
     plain, same = GAE(gamma=0.9, whiten=False)(batch)
     kept = advantages[batch.loss_mask].double()
-    assert float(kept.mean()) == pytest.approx(0, abs=1e-6) and float(kept.var()) == pytest.approx(1, abs=1e-5)
-    expected = (plain[batch.loss_mask] - plain[batch.loss_mask].mean()) / plain[batch.loss_mask].std()
+    assert float(kept.mean()) == pytest.approx(0, abs=1e-6) and float(kept.var()) == pytest.approx(
+        1, abs=1e-5
+    )
+    expected = (plain[batch.loss_mask] - plain[batch.loss_mask].mean()) / plain[
+        batch.loss_mask
+    ].std()
     torch.testing.assert_close(advantages[batch.loss_mask], expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(returns, same)
 
@@ -233,7 +284,10 @@ def test_whitened_advantages_have_mean_0_and_variance_1_and_the_returns_stay(bat
 def test_one_token_and_equal_tokens_whiten_to_zero() -> None:
     real = torch.tensor([[True, True, False]])
     assert torch.equal(whiten(torch.tensor([[3.0, 3.0, 9.0]]), real), torch.zeros(1, 3))
-    assert torch.equal(whiten(torch.tensor([[3.0, 5.0, 9.0]]), torch.tensor([[True, False, False]])), torch.zeros(1, 3))
+    assert torch.equal(
+        whiten(torch.tensor([[3.0, 5.0, 9.0]]), torch.tensor([[True, False, False]])),
+        torch.zeros(1, 3),
+    )
 
 
 def test_a_trajectory_without_a_trained_token_harms_nobody(batch: Batch) -> None:
@@ -255,18 +309,25 @@ def test_a_long_line_is_summed_in_double_precision() -> None:
 
 
 def test_ratios_beyond_all_bounds_stay_finite(batch: Batch) -> None:
-    far = torch.where(batch.loss_mask, torch.tensor([1e4, -1e4]).repeat(20)[: batch.tokens.shape[1]], 0.0)
+    far = torch.where(
+        batch.loss_mask, torch.tensor([1e4, -1e4]).repeat(20)[: batch.tokens.shape[1]], 0.0
+    )
     for found in VTrace(gamma=0.9)(batch.replace(proximal_logprobs=far)):
         assert bool(found.isfinite().all())
 
 
 def test_needs_and_refusals(batch: Batch) -> None:
     assert GAE().needs == {"values"} and VTrace().needs == {"values", "proximal", "rollout"}
-    with pytest.raises(RLFlowError, match=r"advantage gae: the batch has no values, expected it from trainer\.score"):
+    with pytest.raises(
+        RLFlowError,
+        match=r"advantage gae: the batch has no values, expected it from trainer\.score",
+    ):
         GAE()(dataclasses.replace(batch, values=None))
     with pytest.raises(ConfigError, match=r"c: expected at most rho = 1 .*found 2"):
         VTrace(c=2.0)
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage\.lam: expected a number from 0 to 1, found 1\.5"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.advantage\.lam: expected a number from 0 to 1, found 1\.5"
+    ):
         ADVANTAGE.check({"name": "gae", "lam": 1.5}, where="algorithm.advantage")
 
 

@@ -74,15 +74,23 @@ def test_a_streak_without_variance_makes_a_task_rarer_down_to_its_floor() -> Non
 
 def test_the_base_probabilities_follow_the_observed_shares_once_the_first_pass_is_over() -> None:
     curator = Greso(tasks(4), seed=0)
-    curator.observe([group("0", EASY, 0), group("1", EASY, 1)])  # the weights changed, in the first pass
+    curator.observe(
+        [group("0", EASY, 0), group("1", EASY, 1)]
+    )  # the weights changed, in the first pass
     assert curator.report() == {"tasks_passed_over": 0, "greso_p_easy": 0.5, "greso_p_hard": 0.5}
     curator.take(4)
-    curator.observe([group(str(number % 4), MIXED, 1) for number in range(10)])  # with one easy before: 1/11 >= .083
+    curator.observe(
+        [group(str(number % 4), MIXED, 1) for number in range(10)]
+    )  # with one easy before: 1/11 >= .083
     curator.observe([group("0", MIXED, 2)])
-    assert curator.report()["greso_p_easy"] == pytest.approx(0.49) and curator.report()["greso_p_hard"] == pytest.approx(0.51)
+    assert curator.report()["greso_p_easy"] == pytest.approx(0.49) and curator.report()[
+        "greso_p_hard"
+    ] == pytest.approx(0.51)
     curator.observe([group("0", HARD, 2)])  # 1 of 2 hard, none easy
     curator.observe([group("0", MIXED, 3)])
-    assert curator.report()["greso_p_easy"] == pytest.approx(0.50) and curator.report()["greso_p_hard"] == pytest.approx(0.50)
+    assert curator.report()["greso_p_easy"] == pytest.approx(0.50) and curator.report()[
+        "greso_p_hard"
+    ] == pytest.approx(0.50)
     for version in range(4, 120):
         curator.observe([group("0", MIXED, version)])
     assert curator.report()["greso_p_easy"] == curator.report()["greso_p_hard"] == 0.99
@@ -105,7 +113,9 @@ def play(curator: Curator, begin: int, end: int) -> list[str]:
     for step in range(begin, end):
         found = curator.take(4)
         taken += names(found)
-        curator.observe([group(task.id, (EASY, HARD, MIXED)[int(task.id) % 3], step) for task in found])
+        curator.observe(
+            [group(task.id, (EASY, HARD, MIXED)[int(task.id) % 3], step) for task in found]
+        )
     return taken
 
 
@@ -129,7 +139,9 @@ def test_a_solved_task_gets_fewer_attempts_and_none_more_turns_than_a_success_ha
     for options, most in (({"samples": 16}, 16), ({"samples": 16, "attempts": 4}, 4)):
         assert Adaptive(tasks(1), seed=0, **options).attempts_of("0") == most
     (task,) = curator.take(1)
-    assert (task.most_attempts, task.most_turns) == (2, 1) and curator.report() == {"attempts_spared": 6}
+    assert (task.most_attempts, task.most_turns) == (2, 1) and curator.report() == {
+        "attempts_spared": 6
+    }
     long = group("0", EASY)
     for one, turns in zip(long.trajectories, (7, 12), strict=True):
         one.turns = one.turns * turns

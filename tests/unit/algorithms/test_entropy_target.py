@@ -37,7 +37,9 @@ def test_it_has_an_upper_limit_and_says_what_it_is():
     for _ in range(3):
         loss.observe({"entropy": 0.0})
     output = PolicyOutput(torch.zeros(BATCH.tokens.shape), torch.ones(BATCH.tokens.shape))
-    assert loss.coefficient == 1.0 and loss(output, BATCH)[1]["entropy_coefficient"].unique().tolist() == [1.0]
+    assert loss.coefficient == 1.0 and loss(output, BATCH)[1][
+        "entropy_coefficient"
+    ].unique().tolist() == [1.0]
     with pytest.raises(RLFlowError, match="loss entropy_target: the trainer gave no entropy"):
         loss(PolicyOutput(torch.zeros(BATCH.tokens.shape)), BATCH)
 

@@ -38,7 +38,9 @@ def through_a_checkpoint(state: Any, folder: Path) -> Any:
     [([0, 0], True), ([1, 0], False), ([1], True), ([], True), ([None, None], True), ([None, 1.0], True),
      ([0.1 + 0.2, 0.3], True), ([0.3, 0.301], False), ([1e6, 1e6 + 1], False)],
 )  # fmt: skip
-def test_a_group_has_zero_advantage_if_its_usable_rewards_are_numerically_equal(scores: list[Any], alike: bool) -> None:
+def test_a_group_has_zero_advantage_if_its_usable_rewards_are_numerically_equal(
+    scores: list[Any], alike: bool
+) -> None:
     assert scores_alike(group("a", scores)) is alike
 
 
@@ -97,7 +99,9 @@ def test_a_later_filter_leaves_an_overlong_attempt_out_of_the_baseline() -> None
     pool([group("a", [1.0])])
     (made,) = pool(OverlongFilter(baseline=False)([cut]))
     assert rewards(made) == [0.0, 0.25, 0.5, 1.0]
-    assert [one.group_stats[1] for one in made.trajectories] == pytest.approx([1.25 / 3] * 2 + [0.25, 1.25 / 3])
+    assert [one.group_stats[1] for one in made.trajectories] == pytest.approx(
+        [1.25 / 3] * 2 + [0.25, 1.25 / 3]
+    )
 
 
 def test_an_overlong_attempt_may_be_out_of_the_baseline_too() -> None:
@@ -123,11 +127,16 @@ def test_a_group_that_failed_whole_gets_one_success_in_place_of_a_failure() -> N
     """Mobile-Agent-v3 (spec 13): [0, 0, 0, 1] -> -.577349 three times and 1.732047 with the population's std."""
     pool = filled()
     (made,) = pool([group("a", [0, 0, 0, 0], version=5)])
-    assert sorted(rewards(made)) == [0, 0, 0, 1] and len({one.attempt for one in made.trajectories}) == 4
+    assert (
+        sorted(rewards(made)) == [0, 0, 0, 1]
+        and len({one.attempt for one in made.trajectories}) == 4
+    )
     (success,) = [one for one in made.trajectories if one.source == "replay"]
     assert success.segments[0].versions.max() == 0 and success.group_id == made.id
     batch = make_batch(made.trajectories)
-    assert sorted(grpo(batch, std="population").tolist()) == pytest.approx([-0.577349] * 3 + [1.732047], abs=1e-6)
+    assert sorted(grpo(batch, std="population").tolist()) == pytest.approx(
+        [-0.577349] * 3 + [1.732047], abs=1e-6
+    )
     assert bool(batch.logprobs_known.all())  # of the policy that sampled it
     assert pool.report() == {"groups_failed": 1, "groups_rescued": 1, "pool_size": 1}
 
@@ -172,7 +181,10 @@ def test_the_pool_keeps_the_newest_and_no_replayed_ones() -> None:
 
 def test_a_restored_pool_makes_the_same_choices(tmp_path: Path) -> None:
     def steps(pool: SuccessPool, begin: int, end: int) -> list[list[str]]:
-        made = [pool([group("a", [0] * 4, step), group("b", [step % 2, 0], step)]) for step in range(begin, end)]
+        made = [
+            pool([group("a", [0] * 4, step), group("b", [step % 2, 0], step)])
+            for step in range(begin, end)
+        ]
         return [[one.id for some in groups for one in some.trajectories] for groups in made]
 
     def new() -> SuccessPool:
@@ -196,9 +208,17 @@ def test_replay_adds_earlier_groups_as_they_were() -> None:
     step = again([group("b", [0, 1], version=1)])
     assert names(step) == ["b", "a"] and {one.source for one in step[1].trajectories} == {"replay"}
     first = step[1].trajectories[0]
-    assert first.group_stats == (2, 0.5, pytest.approx(0.5**0.5)) and first.segments[0].logprobs is not None
+    assert (
+        first.group_stats == (2, 0.5, pytest.approx(0.5**0.5))
+        and first.segments[0].logprobs is not None
+    )
     assert again.report() == {"groups_replayed": 1, "groups_stale": 0, "replay_size": 2}
-    ids = [one.id for number in range(5) for some in again([group("c", [0, 1], 2 + number)]) for one in some.trajectories]
+    ids = [
+        one.id
+        for number in range(5)
+        for some in again([group("c", [0, 1], 2 + number)])
+        for one in some.trajectories
+    ]
     assert len(ids) == len(set(ids)) == 5 * 6 and again.report()["replay_size"] == 3
 
 
@@ -212,7 +232,10 @@ def test_replay_drops_what_is_too_old() -> None:
 
 def test_a_restored_buffer_replays_the_same(tmp_path: Path) -> None:
     def steps(again: Replay, begin: int, end: int) -> list[str]:
-        made = [again([group(f"t{step}", [1, 0], step), group(f"u{step}", [0, 1], step)]) for step in range(begin, end)]
+        made = [
+            again([group(f"t{step}", [1, 0], step), group(f"u{step}", [0, 1], step)])
+            for step in range(begin, end)
+        ]
         return [one.id for groups in made for some in groups for one in some.trajectories]
 
     expected = steps(Replay(seed=1, groups=2, capacity=6), 0, 8)

@@ -53,9 +53,13 @@ def gradient(kernel: Kernel, batch: Batch, logprobs: Tensor) -> tuple[float, Ten
     return float(total.detach()), logprobs.grad
 
 
-def one_token(kernel: Kernel, ratio: float, advantage: float, current: float = -1.5) -> tuple[float, float]:
+def one_token(
+    kernel: Kernel, ratio: float, advantage: float, current: float = -1.5
+) -> tuple[float, float]:
     """(K, dK/dlog-prob) at a ratio."""
-    total, slope = gradient(kernel, batch_of([current - math.log(ratio)], [advantage]), matrix([current]))
+    total, slope = gradient(
+        kernel, batch_of([current - math.log(ratio)], [advantage]), matrix([current])
+    )
     return -total, -float(slope)
 
 
@@ -74,11 +78,19 @@ def one_token(kernel: Kernel, ratio: float, advantage: float, current: float = -
 )
 def test_values_and_gradients_by_ratio_and_sign(ratio, advantage, cispo, aipo, soft, soft_slope):
     """ppo_clip's are in test_losses."""
-    assert one_token(CISPOLoss(), ratio, advantage) == pytest.approx((-1.5 * cispo, cispo), abs=1e-6)
+    assert one_token(CISPOLoss(), ratio, advantage) == pytest.approx(
+        (-1.5 * cispo, cispo), abs=1e-6
+    )
     assert one_token(AIPOLoss(), ratio, advantage) == pytest.approx((-1.5 * aipo, aipo), abs=1e-6)
-    assert one_token(ReinforceLoss(), ratio, advantage) == pytest.approx((-1.5 * advantage, advantage), abs=1e-6)
-    assert one_token(PPOClipLoss(None, None), ratio, advantage) == pytest.approx((ratio * advantage,) * 2, abs=1e-6)
-    assert one_token(SoftAdaptiveLoss(), ratio, advantage) == pytest.approx((soft, soft_slope), abs=5e-5)  # printed to 4 digits
+    assert one_token(ReinforceLoss(), ratio, advantage) == pytest.approx(
+        (-1.5 * advantage, advantage), abs=1e-6
+    )
+    assert one_token(PPOClipLoss(None, None), ratio, advantage) == pytest.approx(
+        (ratio * advantage,) * 2, abs=1e-6
+    )
+    assert one_token(SoftAdaptiveLoss(), ratio, advantage) == pytest.approx(
+        (soft, soft_slope), abs=5e-5
+    )  # printed to 4 digits
     tau = 1.0 if advantage > 0 else 1.05
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     exact = 4 / tau * gate * advantage, 4 * gate * (1 - gate) * ratio * advantage
@@ -87,7 +99,9 @@ def test_values_and_gradients_by_ratio_and_sign(ratio, advantage, cispo, aipo, s
 
 @pytest.mark.parametrize(("policy", "coefficient"), [(0.6, 2.0), (0.06, 0.3), (0.2, 1.0)])
 @pytest.mark.parametrize("advantage", [0.7, -0.7])
-def test_aipo_caps_the_ratio_to_the_rollout_policy_from_above_whatever_the_sign(policy, coefficient, advantage):
+def test_aipo_caps_the_ratio_to_the_rollout_policy_from_above_whatever_the_sign(
+    policy, coefficient, advantage
+):
     batch = batch_of([math.log(0.2)], [advantage])
     _, slope = gradient(AIPOLoss(max_ratio=2.0), batch, matrix([math.log(policy)]))
     assert -float(slope) == pytest.approx(coefficient * advantage, abs=1e-6)
@@ -95,7 +109,9 @@ def test_aipo_caps_the_ratio_to_the_rollout_policy_from_above_whatever_the_sign(
 
 def test_the_kernel_of_dppo_is_aipo_with_a_ratio_of_20_at_most():
     for policy, coefficient in ((0.05, 5.0), (0.5, 20.0)):
-        _, slope = gradient(AIPOLoss(max_ratio=20.0), batch_of([math.log(0.01)], [1.0]), matrix([math.log(policy)]))
+        _, slope = gradient(
+            AIPOLoss(max_ratio=20.0), batch_of([math.log(0.01)], [1.0]), matrix([math.log(policy)])
+        )
         assert -float(slope) == pytest.approx(coefficient, abs=1e-6)
 
 
@@ -115,7 +131,10 @@ def test_gspo_takes_the_geometric_mean_and_shares_its_gradient():
 def test_gspo_of_tokens_has_the_same_value_and_each_token_its_own_gradient():
     """Weights that differ between tokens, as corrections do, stay with their token."""
     batch = batch_of([0.0] * 4, [1.0, 2.0, 1.0, 0.5], coefficients=matrix([1.0, 0.0, 3.0, 1.0]))
-    shared, own = (gradient(GSPOLoss(0.2, 0.28, level=level), batch, matrix(LOG_RATIOS)) for level in ("sequence", "token"))
+    shared, own = (
+        gradient(GSPOLoss(0.2, 0.28, level=level), batch, matrix(LOG_RATIOS))
+        for level in ("sequence", "token")
+    )
     assert own[0] == pytest.approx(shared[0], abs=1e-12)
     torch.testing.assert_close(-own[1], math.exp(0.1) * matrix([1.0, 0.0, 3.0, 0.5]) / 4)
 
@@ -165,7 +184,12 @@ def surrogate(kernel: Kernel) -> Callable[[PolicyOutput, Batch], Tensor]:
         above = (1 + x - math.log(high)) * high
         below = (1 + x - math.log(low)) * low if low else torch.zeros_like(x)
         value = torch.where(x.exp() > high, above, torch.where(x.exp() < low, below, x.exp()))
-        return -value * batch.advantages * batch.loss_mask * (1.0 if batch.coefficients is None else batch.coefficients)
+        return (
+            -value
+            * batch.advantages
+            * batch.loss_mask
+            * (1.0 if batch.coefficients is None else batch.coefficients)
+        )
 
     return integral
 
@@ -175,7 +199,11 @@ def surrogate(kernel: Kernel) -> Callable[[PolicyOutput, Batch], Tensor]:
 def test_gradients_are_those_of_finite_differences(kernel, corrected):
     batch = random_batch(seed=3, spread=0.4)
     if corrected:
-        batch = batch.replace(coefficients=torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(1)).double())
+        batch = batch.replace(
+            coefficients=torch.rand(
+                batch.tokens.shape, generator=torch.Generator().manual_seed(1)
+            ).double()
+        )
     start, step = batch.current_logprobs, 1e-6
     loss = surrogate(kernel)
     _, found = gradient(kernel, batch, start)
@@ -183,7 +211,9 @@ def test_gradients_are_those_of_finite_differences(kernel, corrected):
     if kernel == KERNELS["gspo of tokens"]:
         x = torch.where(batch.loss_mask, start - batch.logprobs, 0.0)
         ratio = (x.sum(1, keepdim=True) / batch.loss_mask.sum(1, keepdim=True).clamp(min=1)).exp()
-        free = torch.where(batch.advantages > 0, ratio <= 1.28, ratio >= 0.8)  # closed form: s A while it is not clipped
+        free = torch.where(
+            batch.advantages > 0, ratio <= 1.28, ratio >= 0.8
+        )  # closed form: s A while it is not clipped
         factor = 1.0 if batch.coefficients is None else batch.coefficients
         expected = -batch.weights * factor * ratio * batch.advantages * free
     else:
@@ -211,7 +241,9 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(kernel, po
     expected = gradient(kernel, clean, clean.current_logprobs)
     found = gradient(kernel, dirty, clean.current_logprobs.masked_fill(hole, poison))
     assert found[0] == pytest.approx(expected[0]) and torch.equal(found[1], expected[1])
-    _, metrics = kernel(PolicyOutput(clean.current_logprobs.masked_fill(hole, poison).requires_grad_()), dirty)
+    _, metrics = kernel(
+        PolicyOutput(clean.current_logprobs.masked_fill(hole, poison).requires_grad_()), dirty
+    )
     assert all(value.isfinite().all() and not value.requires_grad for value in metrics.values())
 
 
@@ -219,17 +251,23 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(kernel, po
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ratios_beyond_all_numbers_stay_finite(kernel, distance, dtype):
-    batch = random_batch().map(lambda value: value.to(dtype) if value.is_floating_point() else value)
+    batch = random_batch().map(
+        lambda value: value.to(dtype) if value.is_floating_point() else value
+    )
     batch = batch.replace(proximal_logprobs=batch.logprobs)
     for advantages in (batch.advantages, -batch.advantages, torch.zeros_like(batch.advantages)):
-        total, slope = gradient(kernel, batch.replace(advantages=advantages), batch.logprobs + distance)
+        total, slope = gradient(
+            kernel, batch.replace(advantages=advantages), batch.logprobs + distance
+        )
         assert math.isfinite(total) and slope.isfinite().all()
 
 
 @every_kernel
 def test_without_advantage_nothing_is_lost_or_learnt(kernel):
     batch = random_batch()
-    total, slope = gradient(kernel, batch.replace(advantages=torch.zeros_like(batch.advantages)), batch.current_logprobs)
+    total, slope = gradient(
+        kernel, batch.replace(advantages=torch.zeros_like(batch.advantages)), batch.current_logprobs
+    )
     assert kernel.vanishes_at_zero_advantage and total == 0 and not slope.any()
 
 
@@ -240,7 +278,10 @@ def test_the_order_of_rows_and_micro_batches_changes_nothing(kernel):
     parts = [[5, 2], [0], [4, 1, 3]]
     found = [gradient(kernel, batch.select(rows), batch.current_logprobs[rows]) for rows in parts]
     assert sum(value for value, _ in found) == pytest.approx(total, abs=1e-12)
-    joined, order = torch.cat([value for _, value in found]), [row for rows in parts for row in rows]
+    joined, order = (
+        torch.cat([value for _, value in found]),
+        [row for rows in parts for row in rows],
+    )
     torch.testing.assert_close(joined, slope[order], atol=1e-15, rtol=1e-12)
 
 
@@ -252,13 +293,17 @@ def test_a_token_left_out_by_a_correction_of_its_row_has_no_gradient(kernel):
     _, slope = gradient(kernel, batch.replace(coefficients=keep), batch.current_logprobs)
     assert not slope[1].any() and slope[0].any()
     if not isinstance(kernel, OF_ROWS):
-        keep = torch.where(torch.rand(keep.shape, generator=torch.Generator().manual_seed(2)) < 0.5, keep, 0.0)
+        keep = torch.where(
+            torch.rand(keep.shape, generator=torch.Generator().manual_seed(2)) < 0.5, keep, 0.0
+        )
         _, slope = gradient(kernel, batch.replace(coefficients=keep), batch.current_logprobs)
         assert not slope[keep == 0].any()
 
 
 def test_the_clip_range_of_a_batch_takes_the_place_of_the_kernels():
-    batch = batch_of([0.0] * 3, [1.0] * 3, ratio_low=matrix([0.5, 0.9, 0.0]), ratio_high=matrix([1.5, 1.2, 9.0]))
+    batch = batch_of(
+        [0.0] * 3, [1.0] * 3, ratio_low=matrix([0.5, 0.9, 0.0]), ratio_high=matrix([1.5, 1.2, 9.0])
+    )
     found = PPOClipLoss()(PolicyOutput(torch.full((1, 3), 1.4).double().log()), batch)[0]
     torch.testing.assert_close(-found, matrix([1.4, 1.2, 1.4]))
 

@@ -25,7 +25,9 @@ from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import Batch, PolicyOutput
 
 
-def batch_of(old: Tensor, advantages: Tensor, mask: Tensor | None = None, **columns: Tensor) -> Batch:
+def batch_of(
+    old: Tensor, advantages: Tensor, mask: Tensor | None = None, **columns: Tensor
+) -> Batch:
     rows, width = old.shape
     mask = torch.ones(rows, width, dtype=torch.bool) if mask is None else mask
     batch = Batch(
@@ -73,7 +75,8 @@ def test_ppo_clip_value_and_gradient(ratio, advantage, value, gradient):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss"), [(1.5, 1, -1.28), (0.5, 1, -0.5), (1.5, -1, 1.5), (5, -1, 3), (0.5, -1, 0.8)]
+    ("ratio", "advantage", "loss"),
+    [(1.5, 1, -1.28), (0.5, 1, -0.5), (1.5, -1, 1.5), (5, -1, 3), (0.5, -1, 0.8)],
 )
 def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss):
     value, gradient, _ = ppo_at(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
@@ -81,7 +84,9 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss
     assert (gradient == 0) == (loss in (-1.28, 3, 0.8))
 
 
-@pytest.mark.parametrize("loss", [PPOClipLoss(), PPOClipLoss(0.2, 0.28), PPOClipLoss(0.1, 0.1, dual_clip=3.0)])
+@pytest.mark.parametrize(
+    "loss", [PPOClipLoss(), PPOClipLoss(0.2, 0.28), PPOClipLoss(0.1, 0.1, dual_clip=3.0)]
+)
 def test_on_policy_the_gradient_is_the_advantage(loss):
     logprobs = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
     advantages = torch.randn(3, 1, generator=torch.Generator().manual_seed(1)).expand(3, 5)
@@ -93,9 +98,18 @@ def test_on_policy_the_gradient_is_the_advantage(loss):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: PPOClipLoss(clip_low=-5.0), r"PPOClipLoss\.clip_low: expected a number from 0 to 1 or null, found -5\.0"),
-        (lambda: KLLoss(0.1, "k4"), r"KLLoss\.estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'"),
-        (lambda: SFTLoss(source="me"), r"SFTLoss\.source: expected one of local.* or null, found 'me'"),
+        (
+            lambda: PPOClipLoss(clip_low=-5.0),
+            r"PPOClipLoss\.clip_low: expected a number from 0 to 1 or null, found -5\.0",
+        ),
+        (
+            lambda: KLLoss(0.1, "k4"),
+            r"KLLoss\.estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'",
+        ),
+        (
+            lambda: SFTLoss(source="me"),
+            r"SFTLoss\.source: expected one of local.* or null, found 'me'",
+        ),
         (lambda: EntropyLoss("1"), r"EntropyLoss\.coefficient: expected a number, found '1'"),
     ],
 )
@@ -105,16 +119,24 @@ def test_the_options_of_a_loss_that_a_script_makes_are_checked(make, told):
 
 
 def test_recomputed_log_probs_replace_the_engines():
-    batch = batch_of(torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0))
+    batch = batch_of(
+        torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0)
+    )
     output = PolicyOutput(torch.full((1, 2), -1.0))
     assert PPOClipLoss(anchor="proximal")(output, batch)[1]["ratio"].tolist() == [[1.0, 1.0]]
-    assert PPOClipLoss(anchor="proximal").needs == {"proximal"} and PPOClipLoss().needs == {"rollout"}
-    ratio = PPOClipLoss()(output, batch)[1]["ratio"]  # the anchor decides, not what happens to be in the batch
+    assert PPOClipLoss(anchor="proximal").needs == {"proximal"} and PPOClipLoss().needs == {
+        "rollout"
+    }
+    ratio = PPOClipLoss()(output, batch)[1][
+        "ratio"
+    ]  # the anchor decides, not what happens to be in the batch
     torch.testing.assert_close(ratio, torch.full((1, 2), math.exp(4.0)))
 
 
 def test_rows_without_behaviour_log_probs_are_refused_unless_recomputed():
-    batch = batch_of(torch.zeros(2, 2), torch.ones(2, 2), logprobs_known=torch.tensor([True, False]))
+    batch = batch_of(
+        torch.zeros(2, 2), torch.ones(2, 2), logprobs_known=torch.tensor([True, False])
+    )
     output = PolicyOutput(torch.zeros(2, 2))
     with pytest.raises(RLFlowError, match="anchor: proximal"):
         PPOClipLoss()(output, batch)
@@ -125,7 +147,9 @@ def test_rows_without_behaviour_log_probs_are_refused_unless_recomputed():
 
 def test_coefficients_multiply_kernels_and_no_other_term():
     """Importance corrections must not rescale KL or entropy."""
-    batch = batch_of(torch.zeros(1, 3), torch.ones(1, 3), reference_logprobs=torch.full((1, 3), -0.5))
+    batch = batch_of(
+        torch.zeros(1, 3), torch.ones(1, 3), reference_logprobs=torch.full((1, 3), -0.5)
+    )
     output = PolicyOutput(torch.full((1, 3), -0.1), torch.ones(1, 3))
     corrected = batch.replace(coefficients=torch.tensor([[2.0, 0.0, 1.0]]))
     for term in (KLLoss(0.1), EntropyLoss(0.1), SFTLoss()):
@@ -144,7 +168,9 @@ def test_old_kl_is_the_k3_estimate_against_the_old_policy():
 
 
 def test_the_log_prob_gap_leaves_out_rows_whose_log_probs_nobody_knows():
-    batch = batch_of(torch.full((2, 1), -1.0), torch.ones(2, 1), logprobs_known=torch.tensor([True, False]))
+    batch = batch_of(
+        torch.full((2, 1), -1.0), torch.ones(2, 1), logprobs_known=torch.tensor([True, False])
+    )
     output = PolicyOutput(torch.full((2, 1), -1.25), torch.ones(2, 1))
     gap = Monitored(SFTLoss())(output, batch)[1]["logprob_gap"]
     assert gap.tolist() == [[0.25], [0.0]]
@@ -152,7 +178,10 @@ def test_the_log_prob_gap_leaves_out_rows_whose_log_probs_nobody_knows():
 
 @pytest.mark.parametrize(
     ("x", "expected"),
-    [(0.5, {"k1": -0.5, "k2": 0.125, "k3": 0.148721}), (-0.5, {"k1": 0.5, "k2": 0.125, "k3": 0.106531})],
+    [
+        (0.5, {"k1": -0.5, "k2": 0.125, "k3": 0.148721}),
+        (-0.5, {"k1": 0.5, "k2": 0.125, "k3": 0.106531}),
+    ],
 )
 def test_kl_estimators_of_one_token(x, expected):
     batch = batch_of(torch.zeros(1, 1), torch.zeros(1, 1), reference_logprobs=torch.tensor([[x]]))
@@ -175,7 +204,9 @@ def test_kl_estimators_of_one_token(x, expected):
 def test_kl_estimators_in_expectation_over_two_actions(estimator, expectation, gradient):
     """Policy (.6, .4) by a logit, reference (.5, .5): the exact KL is .0201355 and its gradient .0973116. On-policy."""
     logit = torch.tensor(math.log(0.6 / 0.4), dtype=torch.float64, requires_grad=True)
-    logprobs = torch.stack([torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)])
+    logprobs = torch.stack(
+        [torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)]
+    )
     reference = torch.full((1, 2), math.log(0.5), dtype=torch.float64)
     batch = batch_of(logprobs.detach()[None], torch.zeros(1, 2), reference_logprobs=reference)
     loss, _ = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
@@ -189,20 +220,30 @@ def test_kl_estimators_in_expectation_over_two_actions(estimator, expectation, g
 def test_the_weighted_estimators_are_unbiased_off_policy_too(estimator):
     """Tokens of an old policy (.2, .8), the same policy and reference: value and gradient of the exact KL, in float64."""
     logit = torch.tensor(math.log(0.6 / 0.4), dtype=torch.float64, requires_grad=True)
-    logprobs = torch.stack([torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)])
+    logprobs = torch.stack(
+        [torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)]
+    )
     old = torch.tensor([0.2, 0.8], dtype=torch.float64)
-    batch = batch_of(old.log()[None], torch.zeros(1, 2), reference_logprobs=torch.full((1, 2), math.log(0.5)).double())
+    batch = batch_of(
+        old.log()[None],
+        torch.zeros(1, 2),
+        reference_logprobs=torch.full((1, 2), math.log(0.5)).double(),
+    )
     loss, metrics = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
     expected = (old * loss[0]).sum()
     expected.backward()
     exact = 0.6 * math.log(1.2) + 0.4 * math.log(0.8)
     assert float(expected.detach()) == pytest.approx(exact, abs=1e-8)
-    assert float(logit.grad) == pytest.approx(0.6 * 0.4 * math.log(1.5), abs=1e-8)  # d KL / d logit = p (1 - p) log(p / (1 - p))
+    assert float(logit.grad) == pytest.approx(
+        0.6 * 0.4 * math.log(1.5), abs=1e-8
+    )  # d KL / d logit = p (1 - p) log(p / (1 - p))
     unweighted = KLLoss(1.0, estimator[1:])(PolicyOutput(logprobs[None].detach()), batch)[1]["kl"]
     assert torch.equal(metrics["kl"], unweighted)
 
 
-@pytest.mark.parametrize(("estimator", "old"), [("k1", None), ("k2", None), ("wk1", 0.4), ("wk3", None), ("wk3", 0.4)])
+@pytest.mark.parametrize(
+    ("estimator", "old"), [("k1", None), ("k2", None), ("wk1", 0.4), ("wk3", None), ("wk3", 0.4)]
+)
 def test_the_gradient_is_that_of_the_exact_kl_however_far_the_reference_is(estimator, old):
     """Two actions by a logit, tokens of an old policy or the policy's own, against autograd of the exact KL in float64; of k1
     the expectation is 0. The value stays within its clamp of 10 nats, which most of these are beyond."""
@@ -210,8 +251,14 @@ def test_the_gradient_is_that_of_the_exact_kl_however_far_the_reference_is(estim
         logit = torch.tensor(math.log(p / (1 - p)), dtype=torch.float64, requires_grad=True)
         logprobs = torch.nn.functional.logsigmoid(torch.stack([logit, -logit]))
         reference = torch.tensor([ref, 1 - ref], dtype=torch.float64).log()
-        (right,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logit, retain_graph=True)
-        drawn = logprobs.detach() if old is None else torch.tensor([old, 1 - old], dtype=torch.float64).log()
+        (right,) = torch.autograd.grad(
+            (logprobs.exp() * (logprobs - reference)).sum(), logit, retain_graph=True
+        )
+        drawn = (
+            logprobs.detach()
+            if old is None
+            else torch.tensor([old, 1 - old], dtype=torch.float64).log()
+        )
         batch = batch_of(drawn[None], torch.zeros(1, 2), reference_logprobs=reference[None])
         loss, metrics = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
         (found,) = torch.autograd.grad((drawn.exp() * loss[0]).sum(), logit)
@@ -225,7 +272,9 @@ def test_no_token_is_pushed_away_from_the_reference(estimator):
     """In float32, to the end of what a log-ratio may be: the loss falls towards the reference. k3 is 0 beyond its clamp."""
     gaps = torch.linspace(-25, 25, 101)[None]
     logprobs = torch.zeros_like(gaps).requires_grad_()
-    loss, _ = KLLoss(1.0, estimator)(PolicyOutput(logprobs), batch_of(gaps * 0, gaps * 0, reference_logprobs=gaps))
+    loss, _ = KLLoss(1.0, estimator)(
+        PolicyOutput(logprobs), batch_of(gaps * 0, gaps * 0, reference_logprobs=gaps)
+    )
     loss.sum().backward()
     towards = -logprobs.grad * gaps.sign()
     assert bool((towards >= 0).all())
@@ -239,7 +288,9 @@ def test_k3_of_float32_log_probs_is_right_to_the_last_digit(x):
     gap = float(torch.tensor(x))
     exact = gap**2 / 2 + gap**3 / 6 + gap**4 / 24
     zero, gaps = torch.zeros(1, 1), torch.full((1, 1), x)
-    found = KLLoss(1.0, "k3")(PolicyOutput(zero), batch_of(zero, zero, reference_logprobs=gaps))[1]["kl"]
+    found = KLLoss(1.0, "k3")(PolicyOutput(zero), batch_of(zero, zero, reference_logprobs=gaps))[1][
+        "kl"
+    ]
     assert float(found) == pytest.approx(exact, rel=1e-6, abs=0)
     old_kl = PPOClipLoss()(PolicyOutput(gaps), batch_of(zero, zero))[1]["old_kl"]
     assert float(old_kl) == pytest.approx(exact, rel=1e-6, abs=0)
@@ -247,12 +298,21 @@ def test_k3_of_float32_log_probs_is_right_to_the_last_digit(x):
 
 def test_the_weighted_kl_takes_its_ratio_from_the_anchor_and_asks_for_no_more_than_that():
     reference, proximal = torch.full((1, 1), -0.5), torch.full((1, 1), -1.5)
-    batch = batch_of(torch.full((1, 1), -1.0), torch.zeros(1, 1), reference_logprobs=reference, proximal_logprobs=proximal)
+    batch = batch_of(
+        torch.full((1, 1), -1.0),
+        torch.zeros(1, 1),
+        reference_logprobs=reference,
+        proximal_logprobs=proximal,
+    )
     output, k1 = PolicyOutput(torch.full((1, 1), -1.0)), -0.5
     assert float(KLLoss(1.0, "wk1")(output, batch)[0]) == pytest.approx(k1)
-    assert float(KLLoss(1.0, "wk1", anchor="proximal")(output, batch)[0]) == pytest.approx(math.exp(0.5) * k1)
+    assert float(KLLoss(1.0, "wk1", anchor="proximal")(output, batch)[0]) == pytest.approx(
+        math.exp(0.5) * k1
+    )
     assert KLLoss(1.0, anchor="proximal").needs == {"reference", "proximal"}
-    assert KLLoss(1.0).needs == {"reference", "rollout"} and KLLoss(1.0, "k3", anchor="proximal").needs == {"reference"}
+    assert KLLoss(1.0).needs == {"reference", "rollout"} and KLLoss(
+        1.0, "k3", anchor="proximal"
+    ).needs == {"reference"}
 
 
 @pytest.mark.parametrize("estimator", ["k3", "wk3"])
@@ -274,7 +334,9 @@ def test_kl_without_reference_scores_says_what_to_do():
 
 def test_entropy_is_rewarded_and_must_be_given():
     batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[False, True]]))
-    loss, metrics = EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2), torch.tensor([[9.0, 2.0]])), batch)
+    loss, metrics = EntropyLoss(0.5)(
+        PolicyOutput(torch.zeros(1, 2), torch.tensor([[9.0, 2.0]])), batch
+    )
     assert loss.tolist() == [[0.0, -1.0]] and metrics["entropy"].tolist() == [[0.0, 2.0]]
     with pytest.raises(RLFlowError, match="needs"):
         EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2)), batch)
@@ -290,7 +352,9 @@ def test_sft_is_the_negative_log_prob_of_trained_tokens():
 EVERY_TERM = SumLoss((PPOClipLoss(dual_clip=3.0), KLLoss(0.1), EntropyLoss(0.01), SFTLoss()))
 
 
-@pytest.mark.parametrize("loss", [*EVERY_TERM.losses, EVERY_TERM], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize(
+    "loss", [*EVERY_TERM.losses, EVERY_TERM], ids=lambda loss: type(loss).__name__
+)
 @pytest.mark.parametrize("poison", [50.0, -math.inf, math.nan])
 def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(loss, poison):
     generator = torch.Generator().manual_seed(0)
@@ -302,7 +366,9 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(loss, pois
         old: Tensor, reference: Tensor, advantages: Tensor, policy: Tensor
     ) -> tuple[float, Tensor, dict[str, Tensor]]:
         logprobs = policy.clone().requires_grad_()
-        output = PolicyOutput(logprobs, torch.where(mask, 1.0, poison) + 0 * torch.where(mask, logprobs, 0.0))
+        output = PolicyOutput(
+            logprobs, torch.where(mask, 1.0, poison) + 0 * torch.where(mask, logprobs, 0.0)
+        )
         batch = batch_of(old, advantages, mask, reference_logprobs=reference)
         values, metrics = loss(output, batch)
         total = (batch.weights * values).sum()
@@ -320,7 +386,9 @@ def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(loss, pois
 
 def test_huge_log_ratios_stay_finite():
     logprobs = torch.tensor([[300.0, -300.0]], requires_grad=True)
-    loss, metrics = PPOClipLoss()(PolicyOutput(logprobs), batch_of(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]])))
+    loss, metrics = PPOClipLoss()(
+        PolicyOutput(logprobs), batch_of(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]))
+    )
     loss.sum().backward()
     assert loss.isfinite().all() and metrics["old_kl"].isfinite().all()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
@@ -349,14 +417,18 @@ def test_a_sum_adds_terms_and_asks_for_what_any_of_them_needs():
     batch = batch_of(torch.zeros(1, 1), torch.ones(1, 1), reference_logprobs=torch.zeros(1, 1))
     output = PolicyOutput(torch.full((1, 1), -0.1), torch.ones(1, 1))
     values, metrics = EVERY_TERM(output, batch)
-    assert float(values) == pytest.approx(sum(float(term(output, batch)[0]) for term in EVERY_TERM.losses))
+    assert float(values) == pytest.approx(
+        sum(float(term(output, batch)[0]) for term in EVERY_TERM.losses)
+    )
     assert {"ratio", "clip_fraction", "kl", "entropy", "nll"} <= set(metrics)
     assert EVERY_TERM.needs == {"entropy", "reference", "rollout"}
     assert SumLoss((PPOClipLoss(), SFTLoss())).needs == {"rollout"}
     assert Monitored(SFTLoss()).needs == {"entropy"}
 
 
-@pytest.mark.parametrize("term", [PPOClipLoss(), PPOClipLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)])
+@pytest.mark.parametrize(
+    "term", [PPOClipLoss(), PPOClipLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)]
+)
 def test_a_term_that_says_that_it_vanishes_without_advantage_does(term: PPOClipLoss) -> None:
     logprobs = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss, _ = term(PolicyOutput(logprobs), batch_of(torch.zeros(4, 6), torch.zeros(4, 6)))
@@ -367,7 +439,12 @@ def test_a_term_that_says_that_it_vanishes_without_advantage_does(term: PPOClipL
 
 def test_a_sum_vanishes_without_advantage_only_if_every_term_says_so() -> None:
     assert SumLoss((PPOClipLoss(), PPOClipLoss(dual_clip=3.0))).vanishes_at_zero_advantage
-    for other in (KLLoss(0.01), EntropyLoss(0.01), SFTLoss(), lambda output, batch: (output.logprobs, {})):
+    for other in (
+        KLLoss(0.01),
+        EntropyLoss(0.01),
+        SFTLoss(),
+        lambda output, batch: (output.logprobs, {}),
+    ):
         assert not SumLoss((PPOClipLoss(), other)).vanishes_at_zero_advantage
         assert not Monitored(other).vanishes_at_zero_advantage
     assert Monitored(PPOClipLoss()).vanishes_at_zero_advantage
@@ -381,8 +458,12 @@ def test_losses_survive_pickling_and_are_frozen():
 
 def test_losses_are_made_from_their_components():
     assert make_loss([{"name": "ppo_clip", "clip_high": 0.28}]) == PPOClipLoss(clip_high=0.28)
-    assert make_loss([{"name": "sft"}, {"name": "kl", "coefficient": 1}]) == SumLoss((SFTLoss(), KLLoss(1)))
-    assert make_loss(["sft", {"name": "entropy", "coefficient": 0.1}]) == SumLoss((SFTLoss(), EntropyLoss(0.1)))
+    assert make_loss([{"name": "sft"}, {"name": "kl", "coefficient": 1}]) == SumLoss(
+        (SFTLoss(), KLLoss(1))
+    )
+    assert make_loss(["sft", {"name": "entropy", "coefficient": 0.1}]) == SumLoss(
+        (SFTLoss(), EntropyLoss(0.1))
+    )
     assert make_loss([{"name": "rlflow.algorithms.losses.sft:SFTLoss"}]) == SFTLoss()
 
 
@@ -393,11 +474,26 @@ def test_losses_are_made_from_their_components():
         (["ppo_clp"], r"losses\[0\]: unknown name 'ppo_clp'. Did you mean 'ppo_clip'"),
         (["sft", "kl"], r"losses\[1\] 'kl': missing keyword coefficient"),
         ([{"name": "kl", "coeficient": 1}], "Did you mean 'coefficient'"),
-        ([{"name": "kl", "coefficient": "much"}], r"losses\[0\].coefficient: expected a number from 0, found 'much'"),
-        ([{"name": "kl", "coefficient": -1}], r"losses\[0\].coefficient: expected a number from 0, found -1"),
-        ([{"name": "kl", "coefficient": float("nan")}], r"losses\[0\].coefficient: expected a number from 0, found nan"),
-        ([{"name": "ppo_clip", "clip_low": True}], "expected a number from 0 to 1 or null, found true"),
-        ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], r"estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'"),
+        (
+            [{"name": "kl", "coefficient": "much"}],
+            r"losses\[0\].coefficient: expected a number from 0, found 'much'",
+        ),
+        (
+            [{"name": "kl", "coefficient": -1}],
+            r"losses\[0\].coefficient: expected a number from 0, found -1",
+        ),
+        (
+            [{"name": "kl", "coefficient": float("nan")}],
+            r"losses\[0\].coefficient: expected a number from 0, found nan",
+        ),
+        (
+            [{"name": "ppo_clip", "clip_low": True}],
+            "expected a number from 0 to 1 or null, found true",
+        ),
+        (
+            [{"name": "kl", "coefficient": 1, "estimator": "k4"}],
+            r"estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'",
+        ),
         ([{"name": "ppo_clip", "clip_low": 1.5}], "clip_low"),
         ([{"name": "ppo_clip", "dual_clip": 0.5}], "dual_clip"),
         ([{"name": "rlflow.algorithms.losses.ppo_clip:Nothing"}], "ppo_clip has no 'Nothing'"),

@@ -26,7 +26,17 @@ from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn, stamp
+from rlflow.types import (
+    Batch,
+    Group,
+    PolicyOutput,
+    Segment,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+    stamp,
+)
 from tests.flow.letters import asked_of_the_user, write_letters_model
 from tests.unit.algorithms.batches import Said, Tried, batch_of
 
@@ -37,7 +47,9 @@ REWARDS = ([1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0])
 """Of four attempts at four tasks."""
 
 
-def algorithm_of(name: str, folder: Path, *overrides: str, teacher: Path = STARTING_POLICY) -> tuple[RunConfig, Algorithm]:
+def algorithm_of(
+    name: str, folder: Path, *overrides: str, teacher: Path = STARTING_POLICY
+) -> tuple[RunConfig, Algorithm]:
     """A preset's parts. A swarm gets a directory of its own and no rollout: what it does with groups needs both, see
     tests/flow/test_presets.py."""
     config = load_config(None, [*asked_of_the_user(name, folder, teacher), *overrides], preset=name)
@@ -59,7 +71,9 @@ def test_a_preset_says_what_it_is_and_sets_the_algorithm_alone(name: str) -> Non
     assert set(yaml.safe_load(text)) == {"algorithm"}
 
 
-@pytest.mark.parametrize(("name", "key"), [("opd", "teacher.*path"), ("sapo_swarm", "filters.*transport")])
+@pytest.mark.parametrize(
+    ("name", "key"), [("opd", "teacher.*path"), ("sapo_swarm", "filters.*transport")]
+)
 def test_what_a_preset_leaves_to_the_user_is_asked_for(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{key}"):
         check_config(load_config(None, [], preset=name), components=False)
@@ -67,7 +81,11 @@ def test_what_a_preset_leaves_to_the_user_is_asked_for(name: str, key: str) -> N
 
 def test_the_page_of_presets_lists_every_one_and_no_other() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1].strip().strip("`") for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1].strip().strip("`")
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     assert sorted(rows) == NAMES
 
 
@@ -79,7 +97,12 @@ def fresh_batch() -> Batch:
     """Attempts of one to three turns whose log-probs are the policy's own, whoever asks; what models know is made up."""
     draw = torch.Generator().manual_seed(1)
     before = itertools.cycle([[], [Said(2, 0.0, 1.0)], [Said(2, 0.0, 1.0), Said(1, 0.0, 2.0)]])
-    batch = batch_of(*([Tried([*next(before), Said(3, float(reward), 4.0)]) for reward in group] for group in REWARDS))
+    batch = batch_of(
+        *(
+            [Tried([*next(before), Said(3, float(reward), 4.0)]) for reward in group]
+            for group in REWARDS
+        )
+    )
     own, other, values, entropy = torch.rand(4, *batch.tokens.shape, generator=draw)
     own = -own.masked_fill(~batch.loss_mask, 0.0)
     return batch.replace(
@@ -101,7 +124,9 @@ def gradient(algorithm: Algorithm) -> tuple[Tensor, Tensor, Tensor]:
     return found, batch.advantages.double(), shares.double()
 
 
-def test_on_the_policys_own_samples_presets_of_equal_advantage_and_share_have_equal_gradients(tmp_path: Path) -> None:
+def test_on_the_policys_own_samples_presets_of_equal_advantage_and_share_have_equal_gradients(
+    tmp_path: Path,
+) -> None:
     """At ratio 1 the gradient of every kernel K(r, A) by the log-prob is A, so that of the loss is minus A Z."""
     found = {}
     for name in NAMES:
@@ -114,12 +139,20 @@ def test_on_the_policys_own_samples_presets_of_equal_advantage_and_share_have_eq
     same = {
         (one, other)
         for one, other in itertools.combinations(NAMES, 2)
-        if all(torch.equal(mine, theirs) for mine, theirs in zip(found[one][1:], found[other][1:], strict=True))
+        if all(
+            torch.equal(mine, theirs)
+            for mine, theirs in zip(found[one][1:], found[other][1:], strict=True)
+        )
     }
     for one, other in same:
         torch.testing.assert_close(found[one][0], found[other][0], rtol=1e-6, atol=1e-9)
     # Other kernels and corrections on the same A and Z: the comparison is not empty.
-    assert same >= {("cispo", "dapo"), ("dapo", "m2po_paper"), ("drgrpo", "llamarl_aipo"), ("gspo", "soft_sapo")}
+    assert same >= {
+        ("cispo", "dapo"),
+        ("dapo", "m2po_paper"),
+        ("drgrpo", "llamarl_aipo"),
+        ("gspo", "soft_sapo"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +177,15 @@ def groups_of(trainer: Trainer) -> list[Group]:
             segment = Segment(tokens, mask, None, torch.where(mask, 0, -1))
             turns = [Turn(0, 2, 4, 0.0, 0.5), Turn(0, 5, 7, float(reward), 1.5)]
             attempts.append(
-                Trajectory(f"t{place}", f"g{place}", [segment], turns, float(reward), StopReason.TERMINATED, attempt=attempt)
+                Trajectory(
+                    f"t{place}",
+                    f"g{place}",
+                    [segment],
+                    turns,
+                    float(reward),
+                    StopReason.TERMINATED,
+                    attempt=attempt,
+                )
             )
         stamp(attempts)
         groups.append(Group(f"g{place}", Task(f"t{place}", "a?"), attempts))
@@ -156,7 +197,9 @@ def groups_of(trainer: Trainer) -> list[Group]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_preset_makes_the_updates_of_a_step(name: str, model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_preset_makes_the_updates_of_a_step(
+    name: str, model: Path, teacher: Path, tmp_path: Path
+) -> None:
     options = (f"model.path={model}", "trainer.backend=reference", "trainer.lr=1e-3", "rollout.prompts_per_step=4",
                "rollout.samples_per_prompt=4")  # fmt: skip
     config, algorithm = algorithm_of(name, tmp_path, *options, teacher=teacher)
@@ -166,7 +209,9 @@ def test_a_preset_makes_the_updates_of_a_step(name: str, model: Path, teacher: P
         trainer.snapshot("reference")
     if algorithm.teacher is not None:
         tokenizer = Tokenizer.from_pretrained(model)
-        algorithm.teacher.open(Classroom(trainer, tokenizer, lambda task: tokenizer.encode_prompt(task.prompt), 1.0))
+        algorithm.teacher.open(
+            Classroom(trainer, tokenizer, lambda task: tokenizer.encode_prompt(task.prompt), 1.0)
+        )
     groups = groups_of(trainer)
     if name != "sapo_swarm":
         groups = algorithm.complete(algorithm.admit(groups))
@@ -179,7 +224,9 @@ def test_a_preset_makes_the_updates_of_a_step(name: str, model: Path, teacher: P
 
 
 @pytest.mark.parametrize("name", ["dart", "mobile_agent_trpo"])
-def test_a_stored_success_is_trained_on_with_what_else_the_preset_corrects(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_stored_success_is_trained_on_with_what_else_the_preset_corrects(
+    name: str, model: Path, tmp_path: Path
+) -> None:
     options = (f"model.path={model}", "trainer.backend=reference", "trainer.lr=1e-3")
     config, algorithm = algorithm_of(name, tmp_path, *options)
     trainer = make_trainer(config)
@@ -191,7 +238,12 @@ def test_a_stored_success_is_trained_on_with_what_else_the_preset_corrects(name:
         one.reward = one.turns[-1].reward = 0.0
     completed = algorithm.complete(algorithm.admit(failed))
     stored = [one for group in completed for one in group.trajectories if one.source == "replay"]
-    assert len(stored) == 4 and all(one.reward == 1 and one.segments[0].logprobs is None for one in stored)
+    assert len(stored) == 4 and all(
+        one.reward == 1 and one.segments[0].logprobs is None for one in stored
+    )
     metrics = training_step(1, completed, trainer, algorithm, PhaseTimer())
-    assert all(math.isfinite(value) for value in metrics.values()) and metrics["train/gradient_norm"] > 0
+    assert (
+        all(math.isfinite(value) for value in metrics.values())
+        and metrics["train/gradient_norm"] > 0
+    )
     trainer.close()

@@ -34,7 +34,9 @@ def added(batch: Batch, term: Tensor) -> Batch:
 def test_the_soft_penalty_of_long_responses(length, tokens, buffer, expected):
     batch = batch_of([Tried([Said(length)])])
     assert Overlong(buffer, tokens).term(batch).tolist() == pytest.approx([expected], abs=1e-9)
-    assert Overlong(buffer, tokens, 2.0).term(batch).tolist() == pytest.approx([2 * expected], abs=1e-9)
+    assert Overlong(buffer, tokens, 2.0).term(batch).tolist() == pytest.approx(
+        [2 * expected], abs=1e-9
+    )
 
 
 def test_the_length_is_that_of_all_segments_and_the_budget_of_the_run_is_the_limit():
@@ -60,13 +62,24 @@ def test_rewards_on_another_scale():
 
 def test_an_attempt_that_a_filter_took_out_of_the_baseline_stays_out_of_it():
     """Returns 1, 0 and two cut attempts of 0: the mean is .5 without them, .25 with them; a term of one more for all."""
-    attempts = [Tried([Said(2, 1.0)]), Tried([Said(2)]), *[Tried([Said(2)], stop=StopReason.MAX_TOKENS)] * 2]
-    group = Group("g", Task("g", "?"), [trajectory_of(tried, "g", place) for place, tried in enumerate(attempts)])
+    attempts = [
+        Tried([Said(2, 1.0)]),
+        Tried([Said(2)]),
+        *[Tried([Said(2)], stop=StopReason.MAX_TOKENS)] * 2,
+    ]
+    group = Group(
+        "g",
+        Task("g", "?"),
+        [trajectory_of(tried, "g", place) for place, tried in enumerate(attempts)],
+    )
     stamp(group.trajectories)
     for baseline, mean in ((True, 0.25), (False, 0.5)):
         (kept,) = OverlongFilter(baseline=baseline)([group])
         batch = AffineReward(bias=1.0)(make_batch(kept.trajectories))
-        assert make_advantage({"name": "grpo", "std": "none"})(batch)[:2].tolist() == [1 - mean, -mean]
+        assert make_advantage({"name": "grpo", "std": "none"})(batch)[:2].tolist() == [
+            1 - mean,
+            -mean,
+        ]
 
 
 def test_kl_of_each_token_is_taken_from_its_reward():
@@ -75,10 +88,14 @@ def test_kl_of_each_token_is_taken_from_its_reward():
     batch = batch.replace(reference_logprobs=torch.tensor([[9.0, -1.5, -0.5]]))
     assert KLReward(0.1).term(batch).tolist() == [pytest.approx([0, -0.05, 0.05])]
     k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
-    assert KLReward(1.0, "k3").term(batch)[0, 1:].tolist() == pytest.approx([-value for value in k3], abs=1e-6)
+    assert KLReward(1.0, "k3").term(batch)[0, 1:].tolist() == pytest.approx(
+        [-value for value in k3], abs=1e-6
+    )
     proximal = batch.replace(proximal_logprobs=torch.full((1, 3), -1.5))
     assert KLReward(1.0, anchor="proximal").term(proximal)[0].tolist() == pytest.approx([0, 0, 1.0])
-    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference", "rollout"}
+    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(
+        1.0
+    ).needs == {"reference", "rollout"}
 
 
 def test_kl_in_the_reward_stays_finite_at_extreme_log_probs():
@@ -95,13 +112,18 @@ def test_tokens_earn_the_return():
     batch = batch_of([Tried(turns), Tried([Said(0, 3.0)])])
     earned = token_rewards(batch, "a test")
     assert earned[batch.loss_mask].tolist() == [0, 0.5, 4.25]
-    assert per_trajectory(batch, earned).tolist() == [4.75, 0]  # of the other, no token could have earned it
+    assert per_trajectory(batch, earned).tolist() == [
+        4.75,
+        0,
+    ]  # of the other, no token could have earned it
 
 
 def test_a_term_of_tokens_adds_up_to_returns_and_group_statistics():
     attempts = split([1.0, 0.0, 0.5])
     batch = batch_of(attempts, [2.0])
-    term = -torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    term = -torch.rand(
+        batch.tokens.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     changed = added(batch, term)
     sums = per_trajectory(batch, term)
     expected = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64) + sums
@@ -115,7 +137,10 @@ def test_a_term_of_tokens_adds_up_to_returns_and_group_statistics():
 
 def test_terms_of_attempts_and_of_tokens_add_up_in_any_order():
     batch = batch_of(split([1.0, 0.0]))
-    tokens, whole = torch.full(batch.tokens.shape, 0.5).double(), torch.full((len(batch),), -0.25).double()
+    tokens, whole = (
+        torch.full(batch.tokens.shape, 0.5).double(),
+        torch.full((len(batch),), -0.25).double(),
+    )
     one, other = added(added(batch, tokens), whole), added(added(batch, whole), tokens)
     for name in ("rewards", "token_rewards", "group_mean", "group_std"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name))
@@ -131,7 +156,12 @@ def test_a_group_that_was_never_stamped_stays_so():
 
 
 def algorithm(advantage: str, *transforms) -> Algorithm:
-    return Algorithm(make_advantage(advantage), make_loss(["ppo_clip"]), lambda batch: batch.weights, transforms=transforms)
+    return Algorithm(
+        make_advantage(advantage),
+        make_loss(["ppo_clip"]),
+        lambda batch: batch.weights,
+        transforms=transforms,
+    )
 
 
 def test_kl_in_the_reward_with_returns_to_go():
@@ -141,17 +171,22 @@ def test_kl_in_the_reward_with_returns_to_go():
     made = algorithm("reinforce_pp", KLReward(0.5))
     assert made.needs >= {"reference"}
     found = made.credit(batch).advantages[batch.loss_mask]
-    torch.testing.assert_close(found, torch.tensor([-1.5**0.5, 0.0, 1.5**0.5]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, torch.tensor([-(1.5**0.5), 0.0, 1.5**0.5]), atol=1e-5, rtol=0)
 
 
 def test_without_terms_the_rewards_are_the_environments_and_nothing_else_is_in_the_batch():
     batch = batch_of(split([1.0, 0.0]))
     credited = algorithm("grpo").credit(batch)
     assert credited.token_rewards is None and torch.equal(credited.rewards, batch.rewards)
-    assert credited.advantages.dtype == torch.float32 and not credited.advantages[~batch.loss_mask].any()
+    assert (
+        credited.advantages.dtype == torch.float32
+        and not credited.advantages[~batch.loss_mask].any()
+    )
 
 
-@pytest.mark.parametrize(("over", "mean", "std"), [("trajectories", 0.0, 0.5), ("tokens", -0.25, 0.1875**0.5)])
+@pytest.mark.parametrize(
+    ("over", "mean", "std"), [("trajectories", 0.0, 0.5), ("tokens", -0.25, 0.1875**0.5)]
+)
 def test_any_advantage_can_be_normalised_over_the_batch(over, mean, std):
     """Rewards 1 of 1 token and 0 of 3, minus their mean: .5 and -.5."""
     batch = batch_of([Tried([Said(1, 1.0)]), Tried([Said(3, 0.0)])])

@@ -18,7 +18,9 @@ from tests.unit.algorithms.batches import Said, Tried, batch_of, split
 
 
 def test_each_trajectory_has_one_row_in_any_order():
-    batch = batch_of(split([1.0, 0.0])).select([2, 3, 0, 1])  # three segments, and an attempt of one
+    batch = batch_of(split([1.0, 0.0])).select(
+        [2, 3, 0, 1]
+    )  # three segments, and an attempt of one
     first, place = first_rows(batch)
     assert first.tolist() == [0, 1] and place.tolist() == [0, 1, 0, 0]
     batch.trajectory = None
@@ -46,13 +48,19 @@ def test_equal_values_have_a_deviation_of_exactly_0(value):
 
 def test_small_differences_of_large_values_survive():
     values = torch.tensor([1e9, 1e9 + 1, 1e9 + 2], dtype=torch.float64)
-    torch.testing.assert_close(whitened(values, torch.ones(3)), torch.tensor([-(1.5**0.5), 0, 1.5**0.5], dtype=torch.float64))
+    torch.testing.assert_close(
+        whitened(values, torch.ones(3)),
+        torch.tensor([-(1.5**0.5), 0, 1.5**0.5], dtype=torch.float64),
+    )
     assert moments(values, torch.zeros(3).long()).std.tolist() == [1.0] * 3
 
 
 def test_whitened_values_have_mean_0_and_deviation_1_under_their_shares():
     generator = torch.Generator().manual_seed(0)
-    values, shares = torch.rand(4, 9, generator=generator) + 3, torch.rand(4, 9, generator=generator)
+    values, shares = (
+        torch.rand(4, 9, generator=generator) + 3,
+        torch.rand(4, 9, generator=generator),
+    )
     shares[:, 5:] = 0
     found = whitened(values, shares)
     assert not found[:, 5:].any() and found.dtype == torch.float64
@@ -63,7 +71,9 @@ def test_whitened_values_have_mean_0_and_deviation_1_under_their_shares():
 
 
 def test_shares_of_tokens_and_of_trajectories():
-    batch = batch_of([Tried([Said(1), Said(3, new_segment=True)]), Tried([Said(2)]), Tried([Said(0)])])
+    batch = batch_of(
+        [Tried([Said(1), Said(3, new_segment=True)]), Tried([Said(2)]), Tried([Said(0)])]
+    )
     assert token_shares(batch, "tokens")[batch.loss_mask].tolist() == [1.0] * 6
     assert token_shares(batch, "trajectories")[batch.loss_mask].tolist() == [0.25] * 4 + [0.5] * 2
 
@@ -76,7 +86,10 @@ def test_tokens_come_in_the_order_in_which_they_were_sampled():
     assert position.tolist() == [1, 1, 2, 1, 2] and owner.tolist() == [0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("gamma", "expected"), [(1.0, [6, 5, 3, 9, 5]), (0.5, [2.75, 3.5, 3, 6.5, 5]), (0.0, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("gamma", "expected"),
+    [(1.0, [6, 5, 3, 9, 5]), (0.5, [2.75, 3.5, 3, 6.5, 5]), (0.0, [1, 2, 3, 4, 5])],
+)
 def test_returns_to_go_stop_at_the_end_of_a_trajectory(gamma, expected):
     found = returns_to_go(torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([0, 0, 0, 1, 1]), gamma)
     assert found.tolist() == expected and found.dtype == torch.float64

@@ -14,7 +14,11 @@ from tests.unit.algorithms.batches import Said, Tried, batch_of
 
 def two_attempts(new_segment: bool = False) -> Batch:
     """Rewards by turn: 0, 0, 1 in turns of 1, 2 and 1 tokens, and .5 in one of 3."""
-    turns = [Said(1, 0.0), Said(2, 0.0, new_segment=new_segment), Said(1, 1.0, new_segment=new_segment)]
+    turns = [
+        Said(1, 0.0),
+        Said(2, 0.0, new_segment=new_segment),
+        Said(1, 1.0, new_segment=new_segment),
+    ]
     return batch_of([Tried(turns), Tried([Said(3, 0.5)])])
 
 
@@ -56,8 +60,12 @@ def test_steps_count_as_often_as_an_attempt_has_them(new_segment):
     """One step with reward 1, three with reward 0: the mean is .25, not .5."""
     turns = [Said(2), Said(1, new_segment=new_segment), Said(4)]
     batch = batch_of([Tried([Said(2, 1.0)]), Tried(turns)])
-    assert on_turns(step_grpo(batch, std="none"), batch) == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    assert on_turns(step_grpo(batch, std="population"), batch) == pytest.approx([1.732047] + [-0.577349] * 3, abs=1e-6)
+    assert on_turns(step_grpo(batch, std="none"), batch) == pytest.approx(
+        [0.75, -0.25, -0.25, -0.25]
+    )
+    assert on_turns(step_grpo(batch, std="population"), batch) == pytest.approx(
+        [1.732047] + [-0.577349] * 3, abs=1e-6
+    )
 
 
 def test_with_one_turn_each_it_is_credit_of_attempts():
@@ -66,12 +74,19 @@ def test_with_one_turn_each_it_is_credit_of_attempts():
     from rlflow.algorithms import grpo
 
     expected = grpo(batch)[:, None] * batch.loss_mask
-    for found in (turn_returns(batch), step_grpo(batch), turn_returns(batch, gamma=0.1, compare="same")):
+    for found in (
+        turn_returns(batch),
+        step_grpo(batch),
+        turn_returns(batch, gamma=0.1, compare="same"),
+    ):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_groups_do_not_mix():
-    one, other = [Tried([Said(1, 1.0), Said(1, 0.0)]), 0.0], [5.0, Tried([Said(1, 7.0), Said(2, 2.0)])]
+    one, other = (
+        [Tried([Said(1, 1.0), Said(1, 0.0)]), 0.0],
+        [5.0, Tried([Said(1, 7.0), Said(2, 2.0)])],
+    )
     together, first, second = batch_of(one, other), batch_of(one), batch_of(other)
     for method in (turn_returns, step_grpo):
         apart = on_turns(method(first), first) + on_turns(method(second), second)

@@ -59,7 +59,12 @@ print(json.dumps(codes))
 def script(*command: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: what other tests have loaded into this one may not survive a fork."""
     return subprocess.run(
-        [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -69,8 +74,13 @@ def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
     *_, last, codes = run.stdout.splitlines()
     assert json.loads(codes) == [1, 0]
     made = (tmp_path / "made.txt").read_text().splitlines()
-    assert sorted(made) == sorted(2 * ["slow 0", "slow 1", "wrong 0", "wrong 1"] + ["good 0", "good 1"])
-    assert "fake, slow, seed 0: no end after 1 s" in run.stderr and "ValueError: of no use" in run.stderr
+    assert sorted(made) == sorted(
+        2 * ["slow 0", "slow 1", "wrong 0", "wrong 1"] + ["good 0", "good 1"]
+    )
+    assert (
+        "fake, slow, seed 0: no end after 1 s" in run.stderr
+        and "ValueError: of no use" in run.stderr
+    )
     told = json.loads(last)["experiments"]["fake"]
     assert (
         told["reproduces"] is True
@@ -88,7 +98,9 @@ def test_what_cannot_be_run_is_refused_in_one_line() -> None:
         ("--seeds", "3,x"): "found '3,x'",
         ("--seeds", "3,3"): "found '3,3'",
     }
-    run = script("-c", f"import claims; print([claims.main(list(each)) for each in {list(refused)}])")
+    run = script(
+        "-c", f"import claims; print([claims.main(list(each)) for each in {list(refused)}])"
+    )
     assert run.stdout == f"{[2] * len(refused)}\n"
     for line, said in zip(run.stderr.splitlines(), refused.values(), strict=True):
         assert line.startswith("claims: ") and said in line
@@ -103,14 +115,23 @@ def test_a_cell_of_another_version_is_not_taken_for_this_one(tmp_path: Path) -> 
 
 
 def test_the_rules_compare_means_and_every_seed() -> None:
-    results = {name: [{"success": value} for value in row] for name, row in {"a": (0.9, 0.8), "b": (0.7, 0.79)}.items()}
-    assert beats(results, "a", "b")[0] and not beats(results, "a", "b", by=0.2)[0] and not beats(results, "b", "a")[0]
+    results = {
+        name: [{"success": value} for value in row]
+        for name, row in {"a": (0.9, 0.8), "b": (0.7, 0.79)}.items()
+    }
+    assert (
+        beats(results, "a", "b")[0]
+        and not beats(results, "a", "b", by=0.2)[0]
+        and not beats(results, "b", "a")[0]
+    )
     assert keeps(results, "b", "a", share=0.87)[0] and not keeps(results, "b", "a", share=0.88)[0]
     assert all_of((True, "one"), (False, "two")) == (False, "one; NOT two")
 
 
 def test_a_figure_that_no_seed_has_is_a_dash() -> None:
-    assert reports.shown([float("nan")] * 2) == "-" and reports.shown([0.5, 1.0]) == "0.75 (0.5 to 1)"
+    assert (
+        reports.shown([float("nan")] * 2) == "-" and reports.shown([0.5, 1.0]) == "0.75 (0.5 to 1)"
+    )
 
 
 def test_a_block_of_a_page_is_exchanged_and_the_rest_stays() -> None:
@@ -122,7 +143,11 @@ def test_a_block_of_a_page_is_exchanged_and_the_rest_stays() -> None:
 
 def test_every_experiment_says_what_it_tests() -> None:
     for one in experiments.load():
-        assert one.name in experiments.NAMES and len(set(one.arms)) == len(one.arms) > 1 and one.columns
+        assert (
+            one.name in experiments.NAMES
+            and len(set(one.arms)) == len(one.arms) > 1
+            and one.columns
+        )
         assert set(one.arms_of(True)) <= set(one.arms) and one.claim and one.setup and one.rule
     with pytest.raises(ConfigError, match="no experiment 'nothing'"):
         experiments.load(["nothing"])
@@ -136,7 +161,9 @@ def late() -> Iterator[list[tuple[Tiny, list]]]:
         yield [(run, groups) for _, groups in run.train(steps=4, lag=2)]
 
 
-def test_samples_are_of_the_policy_as_it_was_so_many_steps_ago(late: list[tuple[Tiny, list]]) -> None:
+def test_samples_are_of_the_policy_as_it_was_so_many_steps_ago(
+    late: list[tuple[Tiny, list]],
+) -> None:
     run = late[0][0]
     for step, (_, groups) in enumerate(late):
         batch = make_batch([trajectory for group in groups for trajectory in group.trajectories])
@@ -146,14 +173,23 @@ def test_samples_are_of_the_policy_as_it_was_so_many_steps_ago(late: list[tuple[
         assert (gap < 1e-5) == (step <= 2)  # the last one is of the policy after the first step
 
 
-def test_success_is_the_chance_that_a_sampled_answer_is_right(late: list[tuple[Tiny, list]]) -> None:
+def test_success_is_the_chance_that_a_sampled_answer_is_right(
+    late: list[tuple[Tiny, list]],
+) -> None:
     """Against the share of right answers among many samples of the same policy."""
     run = late[0][0]
     run.rollout.load_weights(run.weights(), version=9)
-    groups = run.rollout.collect(run.rollout.environment.tasks("val"), step=50, samples_per_prompt=40)
-    rewards = torch.tensor([trajectory.reward for group in groups for trajectory in group.trajectories])
+    groups = run.rollout.collect(
+        run.rollout.environment.tasks("val"), step=50, samples_per_prompt=40
+    )
+    rewards = torch.tensor(
+        [trajectory.reward for group in groups for trajectory in group.trajectories]
+    )
     chance, count = run.success(), len(rewards)
-    assert abs(float((rewards == 1).float().mean()) - chance) < 5 * (chance * (1 - chance) / count) ** 0.5 + 1e-3
+    assert (
+        abs(float((rewards == 1).float().mean()) - chance)
+        < 5 * (chance * (1 - chance) / count) ** 0.5 + 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", ["areal", "astraflow", "llamarl"])
@@ -167,7 +203,9 @@ def test_few_bfloat16_weights_change_at_a_small_learning_rate() -> None:
     [one] = experiments.load(["sparsity"])
     small, large = (one.run(arm, 0, True) for arm in (one.arms[0], one.arms[-1]))
     assert (
-        0.9 < small["unchanged"] < 1 and large["unchanged"] < 0.5 and small["bytes_ratio"] > 10 > large["bytes_ratio"]
+        0.9 < small["unchanged"] < 1
+        and large["unchanged"] < 0.5
+        and small["bytes_ratio"] > 10 > large["bytes_ratio"]
     )
 
 

@@ -31,7 +31,9 @@ def test_training_flops_are_three_forward_passes() -> None:
 def test_packed_rows_attend_within_themselves_only() -> None:
     apart = forward_flops(SMALL, [3, 5], scored=0)
     assert apart == forward_flops(SMALL, [3], scored=0) + forward_flops(SMALL, [5], scored=0)
-    assert forward_flops(SMALL, [8], scored=0) - apart == 3 * 5 * 4 * 2 * 2  # the 15 pairs across the two rows
+    assert (
+        forward_flops(SMALL, [8], scored=0) - apart == 3 * 5 * 4 * 2 * 2
+    )  # the 15 pairs across the two rows
 
 
 def test_matrix_products_are_those_that_torch_counts_in_transformers() -> None:
@@ -51,7 +53,9 @@ def test_matrix_products_are_those_that_torch_counts_in_transformers() -> None:
     model = Qwen2ForCausalLM(config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, 16, dtype=torch.int64), use_cache=False)
-    unseen = 16 * 15 // 2 * 4 * shape.layers * shape.hidden  # eager attention computes pairs that the mask hides
+    unseen = (
+        16 * 15 // 2 * 4 * shape.layers * shape.hidden
+    )  # eager attention computes pairs that the mask hides
     assert counter.get_total_flops() == forward_flops(shape, [16], scored=16) + unseen
 
 
@@ -64,7 +68,12 @@ def test_a_qwen_3b_shape_has_the_published_number_of_weights() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12), ("Other", None)],
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("Other", None),
+    ],
 )
 def test_peak_is_that_of_the_longest_matching_name(name: str, expected: float | None) -> None:
     assert peak_flops(name) == expected

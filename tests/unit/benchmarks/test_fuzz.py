@@ -61,25 +61,41 @@ except Wrong as problem:
 """
 
 
-def test_a_case_that_hangs_is_ended_with_its_stacks_and_one_that_raises_is_seen(tmp_path: Path) -> None:
+def test_a_case_that_hangs_is_ended_with_its_stacks_and_one_that_raises_is_seen(
+    tmp_path: Path,
+) -> None:
     """In a process of its own: what other tests have loaded into this one may not survive a fork."""
     command = [sys.executable, "-c", CASES, str(tmp_path)]
-    run = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0 and "Traceback" in run.stdout, run.stderr
 
 
 def test_nonsense_is_the_same_for_a_seed_and_changes_what_it_is_given(tmp_path: Path) -> None:
     data = bytes(range(256)) * 4
-    made = [[nonsense.damaged(data, random.Random(number)) for number in range(200)] for _ in range(2)]
-    assert made[0] == made[1] and sum(one != data for one in made[0]) > 180 and len(set(made[0])) > 150
+    made = [
+        [nonsense.damaged(data, random.Random(number)) for number in range(200)] for _ in range(2)
+    ]
+    assert (
+        made[0] == made[1] and sum(one != data for one in made[0]) > 180 and len(set(made[0])) > 150
+    )
     content = {"a": [1, {"b": "c"}], "d": None}
-    values = {json.dumps(nonsense.damaged_json(content, random.Random(number))) for number in range(100)}
+    values = {
+        json.dumps(nonsense.damaged_json(content, random.Random(number))) for number in range(100)
+    }
     assert len(values) > 50 and content == {"a": [1, {"b": "c"}], "d": None}
 
 
 def fuzz(*arguments: str) -> dict:
     """The figures of a run that finds nothing."""
-    run = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=500, check=False)
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     figures = json.loads(run.stdout.splitlines()[-1]) if run.stdout else {}
     assert run.returncode == 0 and figures["wrong"] == 0, run.stderr[-8000:]
     assert all(target["cases"] > 0 for target in figures["targets"].values())

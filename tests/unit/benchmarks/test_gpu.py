@@ -34,14 +34,18 @@ def run(*arguments: str, timeout_s: float = 200) -> tuple[int, str, dict[str, An
     """(exit code, what it printed, the JSON of its last line)."""
     command = [sys.executable, str(FOLDER / "run.py"), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment
+    )
     assert done.stdout, done.stderr
     return done.returncode, done.stdout, json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def rows(found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """{case: {what: figure}}."""
-    return {end["case"]: {row["what"]: row["figure"] for row in end["rows"]} for end in found["results"]}
+    return {
+        end["case"]: {row["what"]: row["figure"] for row in end["rows"]} for end in found["results"]
+    }
 
 
 # ---------------------------------------------------------------- the session
@@ -96,10 +100,14 @@ def test_the_gpus_side_is_compared_on_a_gpu_that_is_not_there(
 
     monkeypatch.setenv("RLFLOW_LAYERS", "local")
     monkeypatch.setattr(layers, "varlen_attn", varlen)
-    machine, parity, session = (module(each, monkeypatch) for each in ("machine", "parity", "session"))
+    machine, parity, session = (
+        module(each, monkeypatch) for each in ("machine", "parity", "session")
+    )
     report = machine.Report(name, "cpu", True, tmp_path, tmp_path, tmp_path / "lines.jsonl")
     path, measured = machine.model_path(report, "tiny", "float32"), parity.measured
-    expected = measured(path, "float32", {"backend": "reference", "device": "cpu"})  # the fake has no "meta"
+    expected = measured(
+        path, "float32", {"backend": "reference", "device": "cpu"}
+    )  # the fake has no "meta"
 
     def known(path: Path, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
         return expected if "backend" in options else measured(path, dtype, options)
@@ -111,7 +119,7 @@ def test_the_gpus_side_is_compared_on_a_gpu_that_is_not_there(
     assert len(lines) == 12 and not [line for line in lines if not line["ok"]]
 
 
-STAND_IN = '''
+STAND_IN = """
 import subprocess, sys, time
 from machine import Skipped, need
 
@@ -136,7 +144,7 @@ def works(report, number):
     report.at_most("gap", 0.5, number, "nats")
     report.row("rate", 2, "tokens/s", flops_per_s=5e11)
     report.row("best", 1, "TFLOP/s", matrix_rate=1e12)
-'''
+"""
 
 
 def test_a_case_that_hangs_or_fails_costs_the_others_nothing(
@@ -146,7 +154,10 @@ def test_a_case_that_hangs_or_fails_costs_the_others_nothing(
     session = module("run", monkeypatch)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{FOLDER}")
     names = ("hangs", "breaks", "lacks", "imports", "is_wrong")
-    cases = [session.Case(name, f"stand_in:{name}", {}, 3.0 if name == "hangs" else 60.0) for name in names]
+    cases = [
+        session.Case(name, f"stand_in:{name}", {}, 3.0 if name == "hangs" else 60.0)
+        for name in names
+    ]
     cases.append(session.Case("works", "stand_in:works", {"number": 1.0}))
     given = type("Given", (), {"out": str(tmp_path), "minutes": None, "quick": True})
     ends = session.play(1, cases, given, "cpu")
@@ -162,13 +173,21 @@ def test_a_case_that_hangs_or_fails_costs_the_others_nothing(
     capsys.readouterr()
     session.show(ends)
     table = capsys.readouterr().out
-    assert "is_wrong: gap" in table and "WRONG (at most 1)" in table and "out of time: not done after 3 s" in table
+    assert (
+        "is_wrong: gap" in table
+        and "WRONG (at most 1)" in table
+        and "out of time: not done after 3 s" in table
+    )
     assert "0.5 TFLOP/s, 50.0% of the matrix rate" in table
     given.minutes = 0.0
-    assert {end["why"] for end in session.play(1, cases, given, "cpu")} == {"no time left (--minutes)"}
+    assert {end["why"] for end in session.play(1, cases, given, "cpu")} == {
+        "no time left (--minutes)"
+    }
 
 
-def test_every_case_of_the_plan_is_a_function_with_these_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_of_the_plan_is_a_function_with_these_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import inspect
 
     session = module("session", monkeypatch)
@@ -181,7 +200,9 @@ def test_every_case_of_the_plan_is_a_function_with_these_options(monkeypatch: py
             taken.bind(object(), **case.options)
 
 
-def test_packages_are_brought_along_whole_and_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_brought_along_whole_and_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheels, made = tmp_path / "wheels", tmp_path / "made.whl"
     wheels.mkdir()
     for name in ("first", "second"):
@@ -192,7 +213,9 @@ def test_packages_are_brought_along_whole_and_in_parts(tmp_path: Path, monkeypat
             (wheels / "first-1-py3-none-any.whl").write_bytes(content)
         else:
             for number in range(0, len(content), 50):
-                (wheels / f"second-1-py3-none-any.whl.{number // 50}").write_bytes(content[number : number + 50])
+                (wheels / f"second-1-py3-none-any.whl.{number // 50}").write_bytes(
+                    content[number : number + 50]
+                )
     (wheels / "alone.py").write_text("NAME = 'alone'")
     target = tmp_path / "out" / "packages"
     assert module("wheels", monkeypatch).bring(str(wheels), target) == [str(target)]
@@ -231,9 +254,15 @@ def test_steps_go_on_while_all_is_as_expected(
     eight, step = steps_of(monkeypatch)
     looks: list[int] = []
     steps = [
-        step("first", "print('hello')", check=lambda folder, said: "" if said == "hello\n" else said),
+        step(
+            "first", "print('hello')", check=lambda folder, said: "" if said == "hello\n" else said
+        ),
         step("killed", "import os; os.kill(os.getpid(), 9)", fails=True),
-        step("watched", "import time; time.sleep(0.3)", during=lambda folder, process: looks.append(process)),
+        step(
+            "watched",
+            "import time; time.sleep(0.3)",
+            during=lambda folder, process: looks.append(process),
+        ),
     ]
     assert eight.play(steps, tmp_path, poll_s=0.05) == 0
     assert "All 3 steps went as expected" in capsys.readouterr().out and len(looks) > 2
@@ -245,7 +274,11 @@ def test_steps_go_on_while_all_is_as_expected(
     ("code", "more", "said"),
     [
         ("print('oh'); raise SystemExit(3)", {}, "exit code 3, expected 0; it said at last: oh"),
-        ("pass", {"fails": True}, "exit code 0, expected an error; it said at last: it printed nothing"),
+        (
+            "pass",
+            {"fails": True},
+            "exit code 0, expected an error; it said at last: it printed nothing",
+        ),
         ("import time; time.sleep(60)", {"limit_s": 0.2}, "not done after 0 s"),
         ("pass", {"check": lambda folder, said: "two engines on GPU 0"}, "two engines on GPU 0"),
     ],
@@ -263,20 +296,31 @@ def test_the_first_surprise_stops_and_says_what_to_send(
     assert eight.play(steps, tmp_path, first=3, poll_s=0.05) == 0
 
 
-def test_each_gpu_has_one_rank_and_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_one_rank_and_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eight, _ = steps_of(monkeypatch)
 
     def look(process: int, *owners: str) -> str:
-        return json.dumps({"process": process, "lines": [f"{gpu}, {100 + n}, 9 MiB" for n, gpu in enumerate(owners)]})
+        return json.dumps(
+            {
+                "process": process,
+                "lines": [f"{gpu}, {100 + n}, 9 MiB" for n, gpu in enumerate(owners)],
+            }
+        )
 
-    (tmp_path / "gpus.jsonl").write_text("\n".join([look(1, "A", "A", "A"), look(2), look(2, "A", "B"), look(2, *"ABAB")]))
+    (tmp_path / "gpus.jsonl").write_text(
+        "\n".join([look(1, "A", "A", "A"), look(2), look(2, "A", "B"), look(2, *"ABAB")])
+    )
     assert eight.pinned(tmp_path, 2) == ""
     assert "expected 2 on each of 3" in eight.pinned(tmp_path, 3)
     (tmp_path / "gpus.jsonl").write_text(look(3, *"AAAB"))
     assert "{'A': 3, 'B': 1}" in eight.pinned(tmp_path, 2)
 
 
-def test_a_run_without_steps_or_figures_is_a_surprise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_steps_or_figures_is_a_surprise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eight, _ = steps_of(monkeypatch)
     (tmp_path / "run").mkdir()
     metrics, line = tmp_path / "run" / "metrics.jsonl", dict.fromkeys(eight.STEP_METRICS, 1.0)
@@ -287,11 +331,15 @@ def test_a_run_without_steps_or_figures_is_a_surprise(tmp_path: Path, monkeypatc
     assert "train/logprob_gap is [nan]" in eight.steps_done(tmp_path, "run", 1)
 
 
-def test_an_update_of_another_size_after_the_resume_is_a_surprise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_of_another_size_after_the_resume_is_a_surprise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     eight, _ = steps_of(monkeypatch)
-    lines = [{"update": number, "loss": 0.5, "gradient_norm": 2.0 - number / 10} for number in range(4)]
+    lines = [
+        {"update": number, "loss": 0.5, "gradient_norm": 2.0 - number / 10} for number in range(4)
+    ]
     for name, kept, scores in (("whole", lines, 1.0), ("resumed", lines[2:], 1.001)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, kept)))
         torch.save(torch.full((2, 3), scores), tmp_path / f"{name}.pt")
@@ -302,13 +350,17 @@ def test_an_update_of_another_size_after_the_resume_is_a_surprise(tmp_path: Path
     assert "update 3: gradient_norm 3.0 after the resume" in eight.same_updates(tmp_path)
 
 
-def test_the_list_asks_for_files_and_options_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_asks_for_files_and_options_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eight, _ = steps_of(monkeypatch)
     given = type("Given", (), {"out": str(tmp_path), "gpus": 8, "model_3b": "m3", "model_7b": "m7", "train_data": "t",
                                "val_data": "v", "corpus": "c"})  # fmt: skip
     steps = eight.the_list(given)
     assert [step.name for step in steps][:3] == ["doctor", "nvidia-smi", "ranks over NCCL"]
-    assert all(Path(word).exists() for step in steps for word in step.command if word.startswith(str(ROOT)))
+    assert all(
+        Path(word).exists() for step in steps for word in step.command if word.startswith(str(ROOT))
+    )
     from rlflow.config.schema import load_config
 
     for step in steps:
@@ -318,15 +370,27 @@ def test_the_list_asks_for_files_and_options_that_are_there(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_and_resumed_give_the_update_of_those_that_were_not(tmp_path: Path, monkeypatch: Any) -> None:
+def test_ranks_that_are_killed_and_resumed_give_the_update_of_those_that_were_not(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """`eight.py`'s commands with two ranks over gloo."""
     from tests.fixtures import tiny_model
 
     eight, _ = steps_of(monkeypatch)
     model = tiny_model(tmp_path, "qwen2", tokenizer=False, vocab_size=1000)
     config = tmp_path / "tiny.yaml"
-    config.write_text(f"model: {{path: {model}}}\nenvironment: {{name: none}}\ntrainer: {{packing: true, lr: 1.0e-3}}\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FOLDER / "ranks.py")]
+    config.write_text(
+        f"model: {{path: {model}}}\nenvironment: {{name: none}}\ntrainer: {{packing: true, lr: 1.0e-3}}\n"
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(FOLDER / "ranks.py"),
+    ]
 
     def updates(name: str, folder: str, *more: str) -> list[str]:
         files = ["--checkpoint", str(tmp_path / folder), "--out", str(tmp_path / f"{name}.jsonl")]
@@ -334,9 +398,23 @@ def test_ranks_that_are_killed_and_resumed_give_the_update_of_those_that_were_no
 
     steps = [
         eight.Step("smoke", [*torchrun, "smoke"], 100),
-        eight.Step("whole", updates("whole", "whole", "--save-after", "2", "--profile", str(tmp_path / "profile")), 100),
-        eight.Step("killed", updates("killed", "kept", "--save-after", "2", "--die-before", "3"), 100, fails=True),
-        eight.Step("resumed", updates("resumed", "kept", "--resume"), 100, lambda folder, said: eight.same_updates(folder)),
+        eight.Step(
+            "whole",
+            updates("whole", "whole", "--save-after", "2", "--profile", str(tmp_path / "profile")),
+            100,
+        ),
+        eight.Step(
+            "killed",
+            updates("killed", "kept", "--save-after", "2", "--die-before", "3"),
+            100,
+            fails=True,
+        ),
+        eight.Step(
+            "resumed",
+            updates("resumed", "kept", "--resume"),
+            100,
+            lambda folder, said: eight.same_updates(folder),
+        ),
     ]
     assert eight.play(steps, tmp_path, poll_s=0.2) == 0
     assert (tmp_path / "profile" / "profile.txt").stat().st_size > 1000
@@ -345,14 +423,19 @@ def test_ranks_that_are_killed_and_resumed_give_the_update_of_those_that_were_no
 # ---------------------------------------------------------------- the time of a step
 
 
-def test_the_model_of_a_step_gives_what_was_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_of_a_step_gives_what_was_counted_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Qwen2.5-3B, 2048 episodes of 1500 tokens, 40% of them sampled, on 8 H100s at 45% of their peak."""
     step_time = module("step_time", monkeypatch)
     from rlflow.config.schema import load_config
 
     config = load_config(step_time.RECIPE)
     model, gpu = step_time.architecture_of(config), step_time.GPUS["H100"]
-    parts = {line.name: line.seconds for line in step_time.lines(config, model, gpu, step_time.DESK_CHECK)}
+    parts = {
+        line.name: line.seconds
+        for line in step_time.lines(config, model, gpu, step_time.DESK_CHECK)
+    }
     tokens = 2048 * 1500
     layer = 2048 * (2048 + 2 * 256) + 2048 * 2048 + 3 * 2048 * 11008
     forward = 2 * 36 * layer * tokens + 4 * 36 * 2048 * 2048 * (1500 * 1501 // 2)
@@ -373,7 +456,12 @@ def test_features_are_those_of_this_code(monkeypatch: pytest.MonkeyPatch) -> Non
     from rlflow.config.schema import load_config
 
     config = load_config(step_time.RECIPE)
-    parts = step_time.lines(config, step_time.architecture_of(config), step_time.GPUS["H100"], step_time.features(config))
+    parts = step_time.lines(
+        config,
+        step_time.architecture_of(config),
+        step_time.GPUS["H100"],
+        step_time.features(config),
+    )
     assert sum(line.seconds for line in parts) < 39, "the recipe's step takes longer than it did"
     asked = ("trainer.recompute=none", "rollout.engine.max_concurrency=300")
     found = step_time.features(load_config(step_time.RECIPE, asked))

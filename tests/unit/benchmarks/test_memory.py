@@ -24,5 +24,7 @@ def test_lengths_are_skewed_and_within_their_bounds() -> None:
 @pytest.mark.slow
 def test_a_step_of_engine_and_trainer_is_measured(tmp_path: Path) -> None:
     write_random_model(tmp_path, SHAPES["tiny"])
-    taken = asyncio.run(measure(tmp_path, "tiny", 2, ("trainer", "engine"), packed=True, longest=24))
+    taken = asyncio.run(
+        measure(tmp_path, "tiny", 2, ("trainer", "engine"), packed=True, longest=24)
+    )
     assert len(taken) == 2 and min(taken) > 50

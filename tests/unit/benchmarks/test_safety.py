@@ -12,7 +12,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
 from experiments import table_policy
-from experiments.table_policy import TableTrainer, expected_reward, make_algorithm, right_answers, sampled, train_table
+from experiments.table_policy import (
+    TableTrainer,
+    expected_reward,
+    make_algorithm,
+    right_answers,
+    sampled,
+    train_table,
+)
 
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError
@@ -29,16 +36,22 @@ def test_the_table_gives_the_log_probs_that_its_samples_were_drawn_by() -> None:
     groups = sampled(trainer.logprobs(), right_answers(0), 3, torch.Generator().manual_seed(2))
     batch = make_batch([trajectory for group in groups for trajectory in group.trajectories])
     assert torch.allclose(trainer.score(batch)["logprobs"], batch.logprobs, atol=1e-6)
-    assert set(batch.versions[batch.loss_mask].tolist()) == {3} and batch.loss_mask.sum() == 4 * 8 * 3
+    assert (
+        set(batch.versions[batch.loss_mask].tolist()) == {3} and batch.loss_mask.sum() == 4 * 8 * 3
+    )
     right = right_answers(0)[batch.tokens[:, 0]]
     assert torch.equal((batch.tokens[:, 1:] == right).double().mean(dim=1), batch.rewards)
 
 
 def test_the_optimum_is_one_and_a_run_begins_at_chance() -> None:
     right = right_answers(0)
-    assert expected_reward(TableTrainer(lr=0.1).logprobs(), right) == pytest.approx(table_policy.CHANCE)
+    assert expected_reward(TableTrainer(lr=0.1).logprobs(), right) == pytest.approx(
+        table_policy.CHANCE
+    )
     best = torch.full((4, 3, 8), -100.0).scatter(2, right[:, :, None], 100.0).log_softmax(dim=-1)
-    assert expected_reward(best, right) == pytest.approx(1) and table_policy.entropy(best) == pytest.approx(0, abs=1e-6)
+    assert expected_reward(best, right) == pytest.approx(1) and table_policy.entropy(
+        best
+    ) == pytest.approx(0, abs=1e-6)
 
 
 def test_on_fresh_samples_the_plain_clip_comes_near_the_optimum() -> None:
@@ -74,6 +87,11 @@ assert "different signs at 4: `aipo` with dppo." in told and "same signs" in saf
 
 def test_a_verdict_is_by_the_median_seed_and_by_what_a_policy_can_still_find_out() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == 0, run.stderr

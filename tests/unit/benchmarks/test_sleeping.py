@@ -30,14 +30,20 @@ def made(path: Path, **sleep: float) -> Trainer:
 
 
 def test_an_update_takes_as_long_as_it_is_told_and_by_its_tokens(path: Path) -> None:
-    trainer, batch = made(path, update_s=0.1, token_s=0.01, score_token_s=0.02), token_batch([[3] * 6, [4] * 4])
+    trainer, batch = (
+        made(path, update_s=0.1, token_s=0.01, score_token_s=0.02),
+        token_batch([[3] * 6, [4] * 4]),
+    )
     started = time.monotonic()
     report = trainer.update(batch, lambda output, batch: (output.logprobs, {}))
     updated = time.monotonic()
     scores = trainer.score(batch, want=("logprobs", "entropy"))
     assert updated - started >= 0.2 and time.monotonic() - updated >= 0.2
     assert report["lr"] == 0.5 and report["tokens"] == 10
-    assert torch.equal(scores["logprobs"], batch.logprobs) and scores["entropy"].shape == batch.tokens.shape
+    assert (
+        torch.equal(scores["logprobs"], batch.logprobs)
+        and scores["entropy"].shape == batch.tokens.shape
+    )
 
 
 def test_it_publishes_the_weights_of_the_directory(path: Path) -> None:
@@ -55,7 +61,9 @@ def test_a_checkpoint_holds_step_and_updates(path: Path, tmp_path: Path) -> None
 
 
 def test_what_it_cannot_do_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.optimizer: the fake trainer has no optimizer; .*found 'adamw'"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.optimizer: the fake trainer has no optimizer; .*found 'adamw'"
+    ):
         TrainerOptions.of({"backend": BACKEND}).check()
     with pytest.raises(ConfigError, match="expected 0, found 2"):
         TrainerOptions.of({"backend": BACKEND, "optimizer": SLEEP}).check(ranks=2)

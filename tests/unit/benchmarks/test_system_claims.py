@@ -66,7 +66,10 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "unweighted, critic": {"slow": 0.9},
         "by duration, critic": {"slow": 0.9},
     },
-    "mle_stages_programs": {"without": {"stages": 0.3, "first": 0.1}, "instrumentation": {"stages": 2.5, "first": 1.0}},
+    "mle_stages_programs": {
+        "without": {"stages": 0.3, "first": 0.1},
+        "instrumentation": {"stages": 2.5, "first": 1.0},
+    },
     "dart_counts": {
         "step-wise GRPO": {"success": 0.6},
         "+ counts by task": {"success": 0.7},
@@ -85,7 +88,10 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "as it is": {"step_s": 3.0, "success": 0.7},
         rlinf.TOGETHER: {"step_s": 5.0, "success": 0.75},
     },
-    "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7, "learned": 0.9}},
+    "asearcher": {
+        "4 turns": {"near": 0.9, "far": 0.0},
+        "12 turns": {"near": 0.9, "far": 0.7, "learned": 0.9},
+    },
     "asearcher_guesses": {
         "4 turns": {"far": 0.2},
         "12 turns": {"far": 0.7, "learned": 0.9},
@@ -183,7 +189,10 @@ def test_numbers_against_the_claim_do_not(name: str, arm: str, figure: str, valu
 
 def test_one_seed_against_the_claim_is_enough() -> None:
     [one] = experiments.load(["mobile_agent"])
-    results = {arm: [copy.deepcopy(figures) for _ in range(3)] for arm, figures in GOOD["mobile_agent"].items()}
+    results = {
+        arm: [copy.deepcopy(figures) for _ in range(3)]
+        for arm, figures in GOOD["mobile_agent"].items()
+    }
     results["trajectory-aware"][1]["success"] = 0.4
     assert not one.judge(results)[0]
 
@@ -215,7 +224,9 @@ def test_the_tasks_reward_what_they_say_and_nothing_else() -> None:
     two = chains.tasks("val")[1]
     way = two.answer
     seen = steps(chains, two, [f"s{way[0]}", f"s{way[1]}", f"={way[2]}"])
-    assert [step.observation for step in seen] == [f">{way[1]}", f".{way[2]}", ""] and seen[-1].reward == 1
+    assert [step.observation for step in seen] == [f">{way[1]}", f".{way[2]}", ""] and seen[
+        -1
+    ].reward == 1
     assert (
         steps(chains, two, [f"={way[1]}"])[0].reward == 0
         and steps(chains, two, [f"s{way[2]}"])[0].observation[0] == "-"
@@ -236,7 +247,9 @@ def test_the_shortest_way_carries_the_cup_and_its_critic_sees_progress() -> None
 def test_a_server_of_rules_answers_until_it_is_closed() -> None:
     def asked(url: str) -> str:
         body = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body), timeout=5) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/chat/completions", body), timeout=5
+        ) as answer:
             return json.loads(answer.read())["choices"][0]["message"]["content"]
 
     with RuleServer(str.upper) as server:
@@ -279,13 +292,15 @@ def test_turns_in_step_wait_for_all_that_are_open() -> None:
 
 def test_the_tasks_are_environments() -> None:
     for task in (Keys([2]), Script(), Chains(), Carrying()):
-        assert isinstance(task, Environment) and len({one.id for one in task.tasks("train")}) == len(
-            task.tasks("train")
-        )
+        assert isinstance(task, Environment) and len(
+            {one.id for one in task.tasks("train")}
+        ) == len(task.tasks("train"))
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_program_of_the_right_parts_predicts_and_every_other_order_tells_how_far_it_came() -> None:
+def test_a_program_of_the_right_parts_predicts_and_every_other_order_tells_how_far_it_came() -> (
+    None
+):
     async def played(letters: str) -> tuple[float, float]:
         script = Script()
         step = await script.step(Episode(script.tasks("train")[0]), letters)

@@ -53,7 +53,9 @@ class Good(Environment):
         self.open -= 1
 
 
-def test_an_environment_that_keeps_the_contract_has_no_problem_and_every_episode_is_closed() -> None:
+def test_an_environment_that_keeps_the_contract_has_no_problem_and_every_episode_is_closed() -> (
+    None
+):
     environment = Good()
     report = check_environment(environment, episodes=8)
     assert report.passed and environment.open == 0, str(report)
@@ -133,46 +135,116 @@ serial = itertools.count()
     ("methods", "expected"),
     [
         ({"tasks": lambda self, split: []}, "tasks('train') is empty"),
-        ({"tasks": lambda self, split: [Task("a", "p"), Task("a", "q")]}, "tasks('train'): tasks 0 and 1 have the same id 'a'"),
-        ({"tasks": lambda self, split: [Task(f"{next(serial)}", "p")]}, "called twice gives different tasks"),
+        (
+            {"tasks": lambda self, split: [Task("a", "p"), Task("a", "q")]},
+            "tasks('train'): tasks 0 and 1 have the same id 'a'",
+        ),
+        (
+            {"tasks": lambda self, split: [Task(f"{next(serial)}", "p")]},
+            "called twice gives different tasks",
+        ),
         ({"tasks": lambda self, split: [{"id": "a"}]}, "expected rlflow.Task, found dict"),
-        ({"tasks": lambda self, split: (Task(str(n), "p") for n in range(2))}, "expected a sequence (list) of Task"),
+        (
+            {"tasks": lambda self, split: (Task(str(n), "p") for n in range(2))},
+            "expected a sequence (list) of Task",
+        ),
         ({"tasks": lambda self, split: [Task("a", "")]}, "prompt of task 'a' is empty"),
-        ({"tasks": lambda self, split: [Task("a", [{"role": "user"}])]}, "a message without role and content"),
+        (
+            {"tasks": lambda self, split: [Task("a", [{"role": "user"}])]},
+            "a message without role and content",
+        ),
         ({"stop": "</answer>"}, "stop: expected a tuple"),
         ({"metrics": ["exact_match"]}, "metrics: expected {name: rlflow.Metric}, found list"),
-        ({"metrics": {"exact_match": 0.5}}, "metrics['exact_match']: expected an rlflow.Metric, found float"),
-        ({"metrics": {"a/b": Metric("1", "x", score=True)}}, "metrics['a/b']: a score is a number of an episode"),
+        (
+            {"metrics": {"exact_match": 0.5}},
+            "metrics['exact_match']: expected an rlflow.Metric, found float",
+        ),
+        (
+            {"metrics": {"a/b": Metric("1", "x", score=True)}},
+            "metrics['a/b']: a score is a number of an episode",
+        ),
         ({"reset": lambda self, task: task}, "reset: expected an rlflow.Episode, found Task"),
         ({"reset": lambda self, task: Episode(task, turns=1)}, "expected an episode at turn 0"),
-        ({"step": lambda self, episode, response: ("obs", 0.0, False)}, "step: expected an rlflow.Step, found tuple"),
+        (
+            {"step": lambda self, episode, response: ("obs", 0.0, False)},
+            "step: expected an rlflow.Step, found tuple",
+        ),
         ({"step": lambda self, episode, response: None}, "is an `await` or a `return` missing?"),
         (
             {"step": lambda self, episode, response: Step(reward=float("nan"))},
             "reward: expected a finite number, found nan",
         ),
-        ({"step": lambda self, episode, response: Step(reward="1")}, "reward: expected a finite number, found '1'"),
-        ({"step": lambda self, episode, response: Step(reward=None)}, "reward: expected a finite number, found None"),
-        ({"step": lambda self, episode, response: Step(reward=10**400)}, "reward: expected at most 1e+18 either way"),
-        ({"step": lambda self, episode, response: Step(metrics=None)}, "metrics: expected {name: number}"),
-        ({"step": lambda self, episode, response: sys.exit(3)}, "step raised SystemExit(3), which is no error of an episode"),
-        ({"tasks": lambda self, split: [Task(7, "p")]}, "task id in 'train': expected a non-empty string, found 7"),
-        ({"tasks": lambda self, split: [Task("a", [1, 2])]}, "prompt of task 'a' has a message without role and content: 1"),
-        ({"tasks": lambda self, split: [Task("a", 7)]}, "prompt of task 'a' must be text or a list of messages, found int"),
-        ({"tasks": lambda self, split: [Task("a", "p", Incomparable())]}, "the check cannot go on: ValueError: ambiguous ("),
-        ({"metrics": {"solve": Metric("share", "x", score=True)}}, "metrics['solve'] is declared, but no episode reported it; "
-         "reported and not declared: solved. Did you mean 'solved'?"),
         (
-            {"reset": paying_less, "step": lambda self, episode, response: Step(reward=1 / self.resets, terminated=True)},
+            {"step": lambda self, episode, response: Step(reward="1")},
+            "reward: expected a finite number, found '1'",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(reward=None)},
+            "reward: expected a finite number, found None",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(reward=10**400)},
+            "reward: expected at most 1e+18 either way",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(metrics=None)},
+            "metrics: expected {name: number}",
+        ),
+        (
+            {"step": lambda self, episode, response: sys.exit(3)},
+            "step raised SystemExit(3), which is no error of an episode",
+        ),
+        (
+            {"tasks": lambda self, split: [Task(7, "p")]},
+            "task id in 'train': expected a non-empty string, found 7",
+        ),
+        (
+            {"tasks": lambda self, split: [Task("a", [1, 2])]},
+            "prompt of task 'a' has a message without role and content: 1",
+        ),
+        (
+            {"tasks": lambda self, split: [Task("a", 7)]},
+            "prompt of task 'a' must be text or a list of messages, found int",
+        ),
+        (
+            {"tasks": lambda self, split: [Task("a", "p", Incomparable())]},
+            "the check cannot go on: ValueError: ambiguous (",
+        ),
+        (
+            {"metrics": {"solve": Metric("share", "x", score=True)}},
+            "metrics['solve'] is declared, but no episode reported it; "
+            "reported and not declared: solved. Did you mean 'solved'?",
+        ),
+        (
+            {
+                "reset": paying_less,
+                "step": lambda self, episode, response: Step(
+                    reward=1 / self.resets, terminated=True
+                ),
+            },
             "gave other rewards, by what earlier episodes left on the environment",
         ),
         (
-            {"reset": paying_less, "step": lambda self, episode, response: Step(reward=self.resets % 2, terminated=True)},
+            {
+                "reset": paying_less,
+                "step": lambda self, episode, response: Step(
+                    reward=self.resets % 2, terminated=True
+                ),
+            },
             "gave other rewards, by what earlier episodes left on the environment",
         ),
-        ({"step": blocking(itertools.repeat(0.1))}, "step is async and blocks the event loop, and with it all"),
-        ({"step": lambda self, episode, response: Step(terminated=1)}, "terminated: expected True or False, found 1"),
-        ({"step": lambda self, episode, response: Step(observation=b"x")}, "observation must be text"),
+        (
+            {"step": blocking(itertools.repeat(0.1))},
+            "step is async and blocks the event loop, and with it all",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(terminated=1)},
+            "terminated: expected True or False, found 1",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(observation=b"x")},
+            "observation must be text",
+        ),
         (
             {"step": lambda self, episode, response: Step(metrics={"a": "b"})},
             "metrics: expected names with finite numbers",
@@ -199,7 +271,9 @@ def test_each_breach_is_one_clear_line(methods: dict[str, Any], expected: str) -
 
 def test_state_shared_through_reset_is_found() -> None:
     scratch: dict[str, Any] = {"seen": []}
-    report = check_environment(broken(reset=lambda self, task: Episode(task, scratch=scratch)), episodes=4)
+    report = check_environment(
+        broken(reset=lambda self, task: Episode(task, scratch=scratch)), episodes=4
+    )
     assert any("reset gives two episodes the same state" in problem for problem in report.problems)
 
 
@@ -228,12 +302,18 @@ def test_chance_and_endlessness_are_notes_not_problems() -> None:
 
 def test_a_metric_that_only_some_episodes_report_is_a_note() -> None:
     def step(self: Any, episode: Episode, response: str) -> Step:
-        return Step(terminated=True, metrics={"exact_match": 1.0} if episode.task.answer in response else {})
+        return Step(
+            terminated=True, metrics={"exact_match": 1.0} if episode.task.answer in response else {}
+        )
 
     report = check_environment(broken(step=step), episodes=8)
-    assert report.passed and any("metric 'exact_match' is reported by" in note for note in report.notes)
+    assert report.passed and any(
+        "metric 'exact_match' is reported by" in note for note in report.notes
+    )
     scored = broken(step=step, metrics={"exact_match": Metric("share", "of tasks", score=True)})
-    assert not any("exact_match" in note for note in check_environment(scored, episodes=8).notes)  # 0 in the others
+    assert not any(
+        "exact_match" in note for note in check_environment(scored, episodes=8).notes
+    )  # 0 in the others
 
 
 def test_something_else_than_an_environment_is_refused() -> None:
@@ -242,7 +322,9 @@ def test_something_else_than_an_environment_is_refused() -> None:
 
 
 def test_a_failed_step_is_told_with_its_place_and_the_response() -> None:
-    report = check_environment(broken(step=lambda self, episode, response: int(response)), episodes=6)
+    report = check_environment(
+        broken(step=lambda self, episode, response: int(response)), episodes=6
+    )
     found = next(problem for problem in report.problems if "step raised ValueError" in problem)
     assert f"({__file__}:" in found and "; the response was '" in found
 
@@ -266,25 +348,40 @@ class FewPlaces(Good):
 
 
 @pytest.mark.parametrize("places", [1, 2, 8])
-def test_a_reset_that_waits_for_one_of_few_places_gets_it(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_waits_for_one_of_few_places_gets_it(
+    places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environments, "TOGETHER_S", 0.2)
     monkeypatch.setattr(environments, "LIMIT_S", 5)
     report = check_environment(FewPlaces(places), episodes=40)
-    assert report.passed and any(fact.startswith("120 episodes") for fact in report.facts), str(report)
-    assert (places == 1) == any("a second reset waits for the first episode's end" in note for note in report.notes)
+    assert report.passed and any(fact.startswith("120 episodes") for fact in report.facts), str(
+        report
+    )
+    assert (places == 1) == any(
+        "a second reset waits for the first episode's end" in note for note in report.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (FewPlaces(places=1), "no call has ended for 2 s: reset (2 calls)"),  # its one place is taken
-        (broken(step=blocking(itertools.chain([6.0], itertools.repeat(0.0)))), "step (1 calls); step ("),
+        (
+            FewPlaces(places=1),
+            "no call has ended for 2 s: reset (2 calls)",
+        ),  # its one place is taken
+        (
+            broken(step=blocking(itertools.chain([6.0], itertools.repeat(0.0)))),
+            "step (1 calls); step (",
+        ),
         (broken(tasks=lambda self, split: time.sleep(6.0)), "tasks('train') (1 calls)"),
     ],
     ids=["reset", "step", "tasks"],
 )
 def test_what_hangs_is_told_of_and_ends_the_check(
-    environment: Environment, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    environment: Environment,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(environments, "WORD_S", 1)
     monkeypatch.setattr(environments, "LIMIT_S", 2)
@@ -297,7 +394,9 @@ def test_what_hangs_is_told_of_and_ends_the_check(
 
 def test_a_prompt_of_text_without_a_stop_string_is_a_note() -> None:
     report = check_environment(broken(stop=()), episodes=4)
-    assert any("stop is empty" in note for note in report.notes) and "the contract holds; see the notes" in str(report)
+    assert any(
+        "stop is empty" in note for note in report.notes
+    ) and "the contract holds; see the notes" in str(report)
     messages = [Task("a", [{"role": "user", "content": "Say 1"}], "1")]
     report = check_environment(broken(stop=(), tasks=lambda self, split: messages), episodes=4)
     assert not any("stop is empty" in note for note in report.notes)
@@ -318,7 +417,10 @@ def test_a_scripted_player_plays_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*call, f"{tmp_path}/player.py:play"]) == 0
     assert "the player: 4 episodes, 4 terminated, mean return 1" in capsys.readouterr().out
     assert main([*call, f"{tmp_path}/player.py:wrong"]) == 1
-    assert "PROBLEM: the player raised TypeError: expected the text of a response, found 7" in capsys.readouterr().out
+    assert (
+        "PROBLEM: the player raised TypeError: expected the text of a response, found 7"
+        in capsys.readouterr().out
+    )
 
 
 class Tiring(Good):
@@ -339,7 +441,13 @@ def ask_and_go(prompt: str, turns: list[Any], generator: random.Random, clumsy: 
 
 def test_state_that_only_a_player_reaches_is_found_where_it_was_used_up_long_ago() -> None:
     report = check_environment(Tiring(), episodes=4, player=ask_and_go)
-    assert sum("by what earlier episodes left on the environment" in problem for problem in report.problems) == 1, str(report)
+    assert (
+        sum(
+            "by what earlier episodes left on the environment" in problem
+            for problem in report.problems
+        )
+        == 1
+    ), str(report)
     assert "the player ended no episode within 16 turns" in report.notes
     again = check_environment(Good(), episodes=4, player=lambda prompt, *rest: prompt.split()[-1])
     assert again.passed and not again.notes, str(again)
@@ -362,10 +470,14 @@ class CountsDown(Environment):
         return Step(f"{episode.turns_left} left\n", reward, numpy.bool_(False))
 
 
-def test_what_a_rollout_tells_is_told_by_check_and_play_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_rollout_tells_is_told_by_check_and_play_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     report = check_environment(CountsDown(), episodes=6)
     assert report.passed, str(report)
-    assert any("within 3 turns" in note for note in report.notes) and "returns from 1 to 1" in str(report)
+    assert any("within 3 turns" in note for note in report.notes) and "returns from 1 to 1" in str(
+        report
+    )
     for task, most in (("0", 3), ("1", 2)):
         play(CountsDown(), task=task, source=io.StringIO("a\n\n" * 9), color="never")
         assert f"turn limit ({most}) reached, return 1" in capsys.readouterr().out

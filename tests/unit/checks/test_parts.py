@@ -29,7 +29,12 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "overlong": {"buffer": 16},
 }
 NEED_A_ROLLOUT = ("swarm", "demonstrations")
-SHIPPED = [(kind.name, name) for kind in PARTS.values() for name in kind.names() if name not in NEED_A_ROLLOUT]
+SHIPPED = [
+    (kind.name, name)
+    for kind in PARTS.values()
+    for name in kind.names()
+    if name not in NEED_A_ROLLOUT
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED)
@@ -60,7 +65,9 @@ class OverBatch(Loss):
 
 class Overflows(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
-        return torch.where(batch.loss_mask, -(output.logprobs - batch.logprobs).exp() * batch.advantages, 0.0), {}
+        return torch.where(
+            batch.loss_mask, -(output.logprobs - batch.logprobs).exp() * batch.advantages, 0.0
+        ), {}
 
 
 class KeepsGraph(Loss):
@@ -80,7 +87,9 @@ class ReadsMore(Loss):
     """Reads the reference and does not say so."""
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
-        return torch.where(batch.loss_mask, output.logprobs - batch.require("reference_logprobs", "mine"), 0.0), {}
+        return torch.where(
+            batch.loss_mask, output.logprobs - batch.require("reference_logprobs", "mine"), 0.0
+        ), {}
 
 
 class InPlace(Loss):
@@ -108,7 +117,9 @@ class WithoutBase:
 
 def standardized(batch: Batch) -> Any:
     """Divides by a deviation of 0 where a group is of equal rewards."""
-    return (batch.require("rewards", "mine") - batch.require("group_mean", "mine")) / batch.require("group_std", "mine")
+    return (batch.require("rewards", "mine") - batch.require("group_mean", "mine")) / batch.require(
+        "group_std", "mine"
+    )
 
 
 def by_place(batch: Batch) -> Any:
@@ -134,7 +145,9 @@ def half_returns(batch: Batch) -> Any:
 
 
 def returns_by_place(batch: Batch) -> Any:
-    return torch.zeros(batch.tokens.shape), torch.arange(len(batch))[:, None].expand(batch.tokens.shape).float()
+    return torch.zeros(batch.tokens.shape), torch.arange(len(batch))[:, None].expand(
+        batch.tokens.shape
+    ).float()
 
 
 class Counts(Part):
@@ -178,11 +191,27 @@ FAULTS = [
     ("by_place", "advantage", "rows in another order"),
     ("half_returns", "advantage", "(advantages, returns), (B, T) both"),
     ("returns_by_place", "advantage", "rows in another order change the returns"),
-    ("by_place", "aggregate", "the aggregate returned a tensor of shape (17,), where (B, T) is (17, 13)"),
+    (
+        "by_place",
+        "aggregate",
+        "the aggregate returned a tensor of shape (17,), where (B, T) is (17, 13)",
+    ),
     ("forgetful", "transform", "the transform returned a tensor of shape (17, 13)"),
-    ("two_tensors", None, f"'PolicyOutput' and 'Batch' ({__file__}:{LINE} in two_tensors); a loss takes (output: "),
-    ("no_metrics", None, "the loss returned a tensor of shape (17, 13), where (B, T) is (17, 13); a loss takes (output: "),
-    ("needs_the_batch_alone", "loss", "takes 1 positional argument but 2 were given; a loss takes (output: PolicyOutput"),
+    (
+        "two_tensors",
+        None,
+        f"'PolicyOutput' and 'Batch' ({__file__}:{LINE} in two_tensors); a loss takes (output: ",
+    ),
+    (
+        "no_metrics",
+        None,
+        "the loss returned a tensor of shape (17, 13), where (B, T) is (17, 13); a loss takes (output: ",
+    ),
+    (
+        "needs_the_batch_alone",
+        "loss",
+        "takes 1 positional argument but 2 were given; a loss takes (output: PolicyOutput",
+    ),
     ("remasks", None, "other batch.loss_mask"),
     ("keeps_first_row", None, "rows in another order"),
     ("Counts", "advantage", "restored from its state_dict"),
@@ -197,11 +226,17 @@ def test_each_planted_fault_is_told(name: str, kind: str | None, text: str) -> N
 
 
 def test_the_kind_is_told_from_name_class_or_signature() -> None:
-    assert [kind_of(name).name for name in ("ppo_clip", "grpo", "epochs")] == ["loss", "advantage", "curator"]
+    assert [kind_of(name).name for name in ("ppo_clip", "grpo", "epochs")] == [
+        "loss",
+        "advantage",
+        "curator",
+    ]
     assert kind_of(f"{__file__}:remasks").name == "transform"
     with pytest.raises(ConfigError, match=r"--kind .*, or annotate what it returns: Tensor"):
         kind_of(f"{__file__}:by_place")
-    with pytest.raises(ConfigError, match=r"--kind .*, or derive it from rlflow\.types\.Loss, or from Advantage"):
+    with pytest.raises(
+        ConfigError, match=r"--kind .*, or derive it from rlflow\.types\.Loss, or from Advantage"
+    ):
         kind_of(f"{__file__}:WithoutBase")
     with pytest.raises(ConfigError, match="kinds that know it: none"):
         kind_of("ppo_clap")
@@ -210,7 +245,9 @@ def test_the_kind_is_told_from_name_class_or_signature() -> None:
 def test_the_command_ends_with_1_where_the_contract_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text("def mine(output, batch):\n    return output.logprobs.sum(), {}\n")
+    (tmp_path / "mine.py").write_text(
+        "def mine(output, batch):\n    return output.logprobs.sum(), {}\n"
+    )
     assert main(["algorithm", "check", f"{tmp_path}/mine.py:mine"]) == 1
     assert "PROBLEM" in capsys.readouterr().out
     assert main(["algorithm", "check", "ppo_clip", "--set", "clip_low=0.1"]) == 0
@@ -223,13 +260,18 @@ def test_the_command_ends_with_1_where_the_contract_is_broken(
 def test_the_list_names_every_part_with_its_keywords(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithm", "list", "--kind", "loss"]) == 0
     text = capsys.readouterr().out
-    assert "ppo_clip(clip_low, clip_high, dual_clip, anchor)" in text and "advantage" not in text.split("\n")[0]
+    assert (
+        "ppo_clip(clip_low, clip_high, dual_clip, anchor)" in text
+        and "advantage" not in text.split("\n")[0]
+    )
 
 
 def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "write_an_algorithm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "write_an_algorithm.md").read_text(
+        encoding="utf-8"
+    )
     examples = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     (tmp_path / "my_method.py").write_text("\n".join(examples))
     monkeypatch.chdir(tmp_path)
@@ -245,5 +287,8 @@ def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
 @pytest.mark.parametrize("base", [Loss, Advantage])
 def test_needs_that_are_no_set_are_refused_with_the_fix(base: type, needs: object) -> None:
     part = type("Mine", (base,), {"needs": needs, "__call__": lambda self, *given: given})()
-    with pytest.raises(ConfigError, match=r"Mine\.needs: expected a set .* write needs = frozenset\(\{'entropy'\}\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Mine\.needs: expected a set .* write needs = frozenset\(\{'entropy'\}\)",
+    ):
         as_loss(part) if base is Loss else as_part(part)

@@ -69,7 +69,9 @@ def test_the_table_says_who_is_where() -> None:
         (TWO, 6, 2, 3, "engine 1 would lie on 10.0.0.10 and 10.0.0.2; .* found 3"),
     ],
 )
-def test_what_cannot_be_is_refused(bundles: list[Bundle], ranks: int, engines: int, each: int, told: str) -> None:
+def test_what_cannot_be_is_refused(
+    bundles: list[Bundle], ranks: int, engines: int, each: int, told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         plan(bundles, ranks, engines, each, True, again=False)
 
@@ -84,10 +86,19 @@ def config(**cluster: object) -> RunConfig:
     [
         ({"ranks": 2, "gpus_per_rank": 0.5}, "found 0.5 for 2 ranks: two ranks cannot share a GPU"),
         ({"ranks": 2, "gpus_per_rank": 2}, "found 2, expected at most 1"),
-        ({"ranks": 2, "gpus_per_rank": 0.7, "rollout_workers": 2}, "found 0.7: a rank and a rollout worker"),
+        (
+            {"ranks": 2, "gpus_per_rank": 0.7, "rollout_workers": 2},
+            "found 0.7: a rank and a rollout worker",
+        ),
         ({"ranks": 5, "gpus_per_rank": 1}, "5 ranks and 1 engines of 1 on 4 GPUs"),
-        ({"ranks": 2, "gpus_per_rank": 1, "rollout_workers": 3}, "2 ranks and 3 engines of 1 on 4 GPUs"),
-        ({"gpus_per_rank": 0.5, "rollout_workers": 2}, "cluster.ranks: found 0 .* Set cluster.ranks=1"),
+        (
+            {"ranks": 2, "gpus_per_rank": 1, "rollout_workers": 3},
+            "2 ranks and 3 engines of 1 on 4 GPUs",
+        ),
+        (
+            {"gpus_per_rank": 0.5, "rollout_workers": 2},
+            "cluster.ranks: found 0 .* Set cluster.ranks=1",
+        ),
         ({"gpus_per_rank": 1, "rollout_workers": 2, "address": "a:1"}, "cluster.ranks: found 0 "),
     ],
 )
@@ -119,7 +130,12 @@ def test_a_fraction_puts_workers_beside_the_ranks(
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.setenv(name, "before")
         monkeypatch.delenv(name)
 
@@ -129,8 +145,16 @@ def test_between_machines_collectives_take_the_interface_of_the_nodes_address(
 ) -> None:
     monkeypatch.setattr(placement, "own_node", lambda: "127.0.0.1")
     prepare_process("2,3", local=False, one_connection=True)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == interface("127.0.0.1") == "lo"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert (
+        os.environ["GLOO_SOCKET_IFNAME"]
+        == os.environ["NCCL_SOCKET_IFNAME"]
+        == interface("127.0.0.1")
+        == "lo"
+    )
+    assert (
+        os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+        and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    )
     assert interface("203.0.113.7") is None
 
 
@@ -151,7 +175,9 @@ class Placed:
         self.bundles = bundles
 
 
-@pytest.mark.parametrize(("driver", "engines"), [("10.0.0.2", 4), ("10.0.0.2", 5), ("10.0.0.99", 1)])
+@pytest.mark.parametrize(
+    ("driver", "engines"), [("10.0.0.2", 4), ("10.0.0.2", 5), ("10.0.0.99", 1)]
+)
 def test_engines_of_this_process_are_on_its_machine_or_nowhere(
     driver: str, engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,5 +187,7 @@ def test_engines_of_this_process_are_on_its_machine_or_nowhere(
     if (driver, engines) == ("10.0.0.2", 4):
         assert engine_gpus(asked, Placed(*TWO)) == [["0"], ["1"], ["2"], ["3"]]  # type: ignore[arg-type]
         return
-    with pytest.raises(ConfigError, match=rf"need GPUs of {driver} alone, .* cluster.rollout_workers={engines}, "):
+    with pytest.raises(
+        ConfigError, match=rf"need GPUs of {driver} alone, .* cluster.rollout_workers={engines}, "
+    ):
         engine_gpus(asked, Placed(*TWO))  # type: ignore[arg-type]

@@ -31,7 +31,9 @@ from rlflow.rollout.workers import Loaded, PlayedAttempt, Update, WorkerFacts, W
 from rlflow.types import StopReason, Task, Trajectory
 from tests.waiting import until
 
-LIMITS = PoolLimits(answer_s=1.0, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
+LIMITS = PoolLimits(
+    answer_s=1.0, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02
+)
 
 
 def attempt(name: str, group: str = "g", number: int = 0) -> Attempt:
@@ -46,7 +48,16 @@ def trajectory(payload: Any) -> Trajectory:
     """Its id is the request's and the worker's that played it."""
     name = payload.tobytes().decode()
     group, _, rest = name.partition("#")
-    return Trajectory("t", group, [], [], 1.0, StopReason.TERMINATED, attempt=int(rest.partition("@")[0] or 0), id=name)
+    return Trajectory(
+        "t",
+        group,
+        [],
+        [],
+        1.0,
+        StopReason.TERMINATED,
+        attempt=int(rest.partition("@")[0] or 0),
+        id=name,
+    )
 
 
 class Worker:
@@ -92,7 +103,9 @@ class Worker:
         if self.workers.probed is None:
             return Loaded(update.version, None, 3 << 20, update.version == 2, 0.5, 0.25)
         assert update.questions is not None
-        kept = update.version - (self.name in self.workers.probed)  # one that goes on with the old weights
+        kept = update.version - (
+            self.name in self.workers.probed
+        )  # one that goes on with the old weights
         versions = [update.version] * 2
         return Loaded(update.version, [Completion([1, 2], [-float(kept)] * 2, versions, "length")])
 
@@ -108,7 +121,9 @@ class Worker:
     def end(self, one: Attempt) -> None:
         name = f"{one.group_id}#{one.number}@{self.name}"
         with self.lock:
-            self.news[1].append(PlayedAttempt(one.request_id, np.frombuffer(name.encode(), dtype=np.uint8)))
+            self.news[1].append(
+                PlayedAttempt(one.request_id, np.frombuffer(name.encode(), dtype=np.uint8))
+            )
 
     def cancel(self, names: list[str]) -> None:
         self.workers.cancelled += names
@@ -166,7 +181,9 @@ def test_who_waits_for_all_workers_hears_which_are_not_up() -> None:
 
 
 def start(player: RemotePlayer, count: int, name: str = "a", of_a_group: int = 1) -> None:
-    player.start([attempt(f"{name}{number}", f"g{number // of_a_group}") for number in range(count)])
+    player.start(
+        [attempt(f"{name}{number}", f"g{number // of_a_group}") for number in range(count)]
+    )
 
 
 def heard(player: RemotePlayer, enough: Callable[[list[Event]], bool]) -> list[Event]:
@@ -200,7 +217,9 @@ def test_attempts_of_a_group_stay_together_and_no_worker_gets_more_than_it_has_r
         player = RemotePlayer(pool)
         start(player, 12, of_a_group=4)
         heard(player, lambda found: len(found) == 8)
-        given = [[one.request_id for job in worker.played for one in job] for worker in workers.made]
+        given = [
+            [one.request_id for job in worker.played for one in job] for worker in workers.made
+        ]
         assert sorted(given) == [["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7"]]
         for play in workers.made[0].played[:4]:
             workers.made[0].end(play[0])
@@ -209,7 +228,9 @@ def test_attempts_of_a_group_stay_together_and_no_worker_gets_more_than_it_has_r
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is late"])
-def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_place(how: str) -> None:
+def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_place(
+    how: str,
+) -> None:
     workers = Workers(hold=True)
     limits = replace(LIMITS, attempt_s=0.5) if how == "is late" else LIMITS
     with pool_of(workers, limits=limits) as pool:
@@ -217,7 +238,11 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
         start(player, 8, of_a_group=4)
         begun = heard(player, lambda found: len(found) == 8)
         victim, other = workers.made[:2]
-        mine = {item.request_id for item in begun if isinstance(item, Begun) and item.worker == victim.name}
+        mine = {
+            item.request_id
+            for item in begun
+            if isinstance(item, Begun) and item.worker == victim.name
+        }
         for play in other.played:
             other.end(play[0])
         found = heard(player, lambda found: len(ends(found)) == 4)
@@ -294,13 +319,16 @@ def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_r
         player = RemotePlayer(pool)
         player.start([attempt("a")])
         with pytest.raises(
-            RolloutError, match=r"not one of 2 workers has been up .*a tensor is not what was published"
+            RolloutError,
+            match=r"not one of 2 workers has been up .*a tensor is not what was published",
         ):
             heard(player, lambda _: False)
     assert len(workers.made) == 2 * LIMITS.failures
 
 
-def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     workers = Workers()
     with pool_of(workers, limits=replace(LIMITS, start_s=30.0)) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
@@ -320,14 +348,19 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
 
 def test_a_driver_that_was_stopped_for_an_hour_takes_no_attempt_as_late() -> None:
     workers, slept_s = Workers(hold=True), [0.0]
-    with closing(WorkerPool(workers, 1, trajectory, LIMITS, clock=lambda: time.monotonic() + slept_s[0])) as pool:
+    with closing(
+        WorkerPool(workers, 1, trajectory, LIMITS, clock=lambda: time.monotonic() + slept_s[0])
+    ) as pool:
         player = RemotePlayer(pool)
         start(player, 1)
         until(lambda: workers.made and workers.made[0].played)
         slept_s[0] = 3600.0
         time.sleep(1.0)
         workers.made[0].end(attempt("a0"))
-        assert len(ends(heard(player, lambda found: ends(found) != []))) == 1 and len(workers.made) == 1
+        assert (
+            len(ends(heard(player, lambda found: ends(found) != []))) == 1
+            and len(workers.made) == 1
+        )
 
 
 def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:
@@ -338,7 +371,9 @@ def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:
 
 
 def test_what_is_played_together_ends_together_or_is_lost_together() -> None:
-    workers = Workers(hold=True, places=2)  # fewer places than attempts: those that belong together stay so
+    workers = Workers(
+        hold=True, places=2
+    )  # fewer places than attempts: those that belong together stay so
     with pool_of(workers) as pool:
         player = RemotePlayer(pool, together=True)
         player.start([attempt(f"a{number}") for number in range(5)])
@@ -354,7 +389,9 @@ def test_what_is_played_together_ends_together_or_is_lost_together() -> None:
         second = next(one for one in workers.made if one.played and one is not first)
         for one in second.played[0]:
             second.end(one)
-        assert ends(heard(player, lambda found: len(found) == 5)) == [f"a{number}" for number in range(5)]
+        assert ends(heard(player, lambda found: len(found) == 5)) == [
+            f"a{number}" for number in range(5)
+        ]
 
 
 def test_what_is_cancelled_is_not_heard_of_and_makes_room() -> None:
@@ -364,7 +401,9 @@ def test_what_is_cancelled_is_not_heard_of_and_makes_room() -> None:
         player.start([attempt("a")])
         heard(player, lambda found: len(found) == 1)
         player.start([attempt("b")])
-        other.start([replace(attempt("evaluated"), temperature=0.0, priority=0)])  # before training's
+        other.start(
+            [replace(attempt("evaluated"), temperature=0.0, priority=0)]
+        )  # before training's
         player.cancel(["a"])
         heard(other, lambda found: len(found) == 1)
         until(lambda: workers.cancelled == ["a"])
@@ -424,7 +463,9 @@ def probed(*stale: str, **options: Any) -> Workers:
     return workers
 
 
-def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_thread_that_syncs() -> None:
+def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_thread_that_syncs() -> (
+    None
+):
     workers, policy = probed(), Policy()
     with pool_of(workers) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
@@ -434,7 +475,9 @@ def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_threa
             start(player, 8, f"{policy.version}/")
             found = heard(player, lambda found: len(ends(found)) == 8)
             assert {item.version for item in found if isinstance(item, Begun)} == {policy.version}
-    assert policy.scored == [(threading.get_ident(), 1)] * 2  # equal answers of both, once per version
+    assert (
+        policy.scored == [(threading.get_ident(), 1)] * 2
+    )  # equal answers of both, once per version
 
 
 def test_no_attempt_is_given_or_heard_of_before_its_weights_have_passed() -> None:
@@ -449,8 +492,14 @@ def test_no_attempt_is_given_or_heard_of_before_its_weights_have_passed() -> Non
         until(lambda: workers.made[0].version == 1)
         workers.made[0].end(workers.made[0].played[0][0])  # under weights that nobody has verified
         time.sleep(0.3)
-        assert not player._inbox._items.qsize() and len(workers.made[0].played) == 1 and not policy.scored
-        found = heard(player, lambda found: len(found) == 2)  # who asks for news has a trainer that is free
+        assert (
+            not player._inbox._items.qsize()
+            and len(workers.made[0].played) == 1
+            and not policy.scored
+        )
+        found = heard(
+            player, lambda found: len(found) == 2
+        )  # who asks for news has a trainer that is free
         assert ends(found) == ["a"] and isinstance(found[1], Begun) and len(policy.scored) == 1
 
 
@@ -464,13 +513,20 @@ def test_one_worker_with_old_weights_loses_its_place_and_alone_it_ends_the_run()
         policy.sync(pool)
         assert workers.made[0].dead != workers.made[1].dead
         found = heard(player, lambda found: len(losses(found)) == 4)
-        assert set(losses(found)) == {one.request_id for one in begun if isinstance(one, Begun) and one.worker == "0"}
+        assert set(losses(found)) == {
+            one.request_id for one in begun if isinstance(one, Begun) and one.worker == "0"
+        }
         workers.probed = set()
         until(lambda: len(workers.made) == 3)
-        heard(player, lambda _: workers.made[2].version == 1)  # one that joins later, which the wait for news compares
+        heard(
+            player, lambda _: workers.made[2].version == 1
+        )  # one that joins later, which the wait for news compares
         until(lambda: pool.counts()["workers/up"] == 2)
         workers.probed = {"0", "1"}
-        with pytest.raises(RolloutError, match="after version 2 engine and trainer differ by 1 nats on a token of the probe"):
+        with pytest.raises(
+            RolloutError,
+            match="after version 2 engine and trainer differ by 1 nats on a token of the probe",
+        ):
             policy.sync(pool)
 
 

@@ -12,7 +12,9 @@ from rlflow.cluster.watching import Doing, Stillness, Work, verdict
 
 
 def at(file: str, instruction: int = 0) -> Doing:
-    return Doing("update", (("/x/rlflow/loop.py", 1, "call", 0), (f"/site/{file}", 7, "work", instruction)))
+    return Doing(
+        "update", (("/x/rlflow/loop.py", 1, "call", 0), (f"/site/{file}", 7, "work", instruction))
+    )
 
 
 WAITING = at("torch/distributed/distributed_c10d.py")
@@ -23,21 +25,32 @@ LOSS = "rank {} is at /site/loss.py:7 in work"
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        ({0: WAITING, 1: at("loss.py"), 2: PIPELINE}, f"{LOSS.format(1)}; waiting for it: ranks 0, 2"),
-        ({0: WAITING, 1: None, 2: at("loss.py")}, "rank 1 does not answer (stopped?); waiting for it: ranks 0, 2"),
+        (
+            {0: WAITING, 1: at("loss.py"), 2: PIPELINE},
+            f"{LOSS.format(1)}; waiting for it: ranks 0, 2",
+        ),
+        (
+            {0: WAITING, 1: None, 2: at("loss.py")},
+            "rank 1 does not answer (stopped?); waiting for it: ranks 0, 2",
+        ),
         ({0: at("loss.py"), 1: at("loss.py")}, f"{LOSS.format(0)}, {LOSS.format(1)}"),
         ({0: at("loss.py"), 1: Doing()}, f"{LOSS.format(0)}; waiting for it: rank 1"),
     ],
     ids=["works", "is silent", "all work", "has not begun"],
 )
-def test_the_culprit_is_who_does_not_wait_for_others(found: dict[int, Doing | None], expected: str) -> None:
+def test_the_culprit_is_who_does_not_wait_for_others(
+    found: dict[int, Doing | None], expected: str
+) -> None:
     assert verdict("update", found, [], 5) == f"update: nothing moved for 5 s: {expected}"
 
 
 def test_the_verdict_is_one_line_with_phase_culprit_place_and_who_waits() -> None:
     told = verdict("update", {0: WAITING, 1: at("my/loss.py"), 2: WAITING}, [3], limit_s=300)
     culprit = "rank 1 is at site/my/loss.py:7 in work"
-    assert told == f"update: nothing moved for 300 s: {culprit}; waiting for it: ranks 0, 2; finished: rank 3"
+    assert (
+        told
+        == f"update: nothing moved for 300 s: {culprit}; waiting for it: ranks 0, 2; finished: rank 3"
+    )
     assert "rank 1 does not answer (stopped?)" in verdict("save", {0: WAITING, 1: None}, [], 5)
 
 
@@ -59,7 +72,12 @@ def test_ranks_are_still_when_none_that_answers_has_moved_for_the_limit() -> Non
 
 
 def test_a_rank_that_answers_again_as_before_has_not_moved() -> None:
-    assert looks((0, {0: WAITING}), (5, {0: None}), (10, {0: WAITING}), (11, {0: PIPELINE})) == [False, False, True, False]
+    assert looks((0, {0: WAITING}), (5, {0: None}), (10, {0: WAITING}), (11, {0: PIPELINE})) == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_ranks_that_were_stopped_with_the_driver_get_their_limit_afterwards() -> None:
@@ -89,7 +107,10 @@ def test_work_is_seen_from_another_thread() -> None:
     time.sleep(0.05)
     first, second = work.look(), work.look()
     assert first == second and first.phase == "update"
-    assert any(function == "hang_here" for _, _, function, _ in first.frames) and "hang_here" in first.stack()
+    assert (
+        any(function == "hang_here" for _, _, function, _ in first.frames)
+        and "hang_here" in first.stack()
+    )
     done.set()
     thread.join()
     assert work.look() == Doing() and work.look().place == "idle"

@@ -53,7 +53,11 @@ def test_what_arrives_is_what_was_sent_and_lies_where_it_was_put(store: Store) -
     for name, value in vars(sent).items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(getattr(found, name), value), name
-    assert torch.equal(found.extras["ids"], sent.extras["ids"]) and found.values is None and found.metrics == {}
+    assert (
+        torch.equal(found.extras["ids"], sent.extras["ids"])
+        and found.values is None
+        and found.metrics == {}
+    )
     places = {array.ctypes.data for array, _ in store.held}
     assert found.tokens.data_ptr() in places and found.extras["ids"].data_ptr() in places
     assert found.select([1]).tokens.data_ptr() not in places  # a rank's own rows are its own
@@ -73,7 +77,9 @@ def test_a_tensor_is_put_once_as_long_as_it_is_the_same(store: Store) -> None:
 def test_bfloat16_travels_by_its_bits() -> None:
     value = torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16)
     found = unpack(pack(value))
-    assert found.dtype is torch.bfloat16 and torch.equal(found.view(torch.int16), value.view(torch.int16))
+    assert found.dtype is torch.bfloat16 and torch.equal(
+        found.view(torch.int16), value.view(torch.int16)
+    )
 
 
 def test_a_closed_trainer_asks_nothing_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:

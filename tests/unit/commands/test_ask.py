@@ -34,8 +34,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers_of(model: Path, question: str) -> list[str]:
-    with Rollout.from_pretrained(model, Asked(), max_turns=2, max_response_tokens=2, max_total_tokens=16) as rollout:
-        (group,) = rollout.collect([Asked().task_from_text(question)], samples_per_prompt=1, temperature=0.0)
+    with Rollout.from_pretrained(
+        model, Asked(), max_turns=2, max_response_tokens=2, max_total_tokens=16
+    ) as rollout:
+        (group,) = rollout.collect(
+            [Asked().task_from_text(question)], samples_per_prompt=1, temperature=0.0
+        )
     return [turn.response for turn in group.trajectories[0].turns]
 
 
@@ -45,15 +49,21 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_what_is_printed_is_what_a_rollout_gets(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_what_a_rollout_gets(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for question in ("a?", "fc?"):
         lines = ask(capsys, str(model), question).splitlines()
-        said = [line for line in lines if not line.startswith("  │ ") and not line.startswith("cut")]
+        said = [
+            line for line in lines if not line.startswith("  │ ") and not line.startswith("cut")
+        ]
         assert said == answers_of(model, question)
         assert ("  │ |b?" in lines) == (len(said) == 2)
 
 
-def test_another_policy_stands_beside_it(model: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_policy_stands_beside_it(
+    model: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ask(capsys, str(model), "a?", "--start", str(other))
     left, right = zip(*(line.split(" │ ") for line in out.splitlines()))
     assert (left[0].strip(), right[0].strip()) == ("before", "after")
@@ -67,13 +77,20 @@ def test_questions_come_from_the_input_without_one(
 ) -> None:
     monkeypatch.setattr("sys.stdin", iter(["a?\n", "\n", "b?\n"]))
     out = ask(capsys, str(model))
-    assert out.count("? ") == 4 and all(answer in out for question in ("a?", "b?") for answer in answers_of(model, question))
+    assert out.count("? ") == 4 and all(
+        answer in out for question in ("a?", "b?") for answer in answers_of(model, question)
+    )
 
 
-def test_mistakes_are_one_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, told in (
         (["--env", REFERENCE], "Letters: it makes no task of a text"),
-        (["--env", ASKED, "--before"], "no run that says where it started; name it with --start DIR"),
+        (
+            ["--env", ASKED, "--before"],
+            "no run that says where it started; name it with --start DIR",
+        ),
         (["--env", ASKED, "--start", str(tmp_path)], "found no config.json"),
         (["--env", ASKED, "--temperature", "-1"], "--temperature: expected at least 0"),
     ):
@@ -82,7 +99,9 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path, capsys: pytest.Captu
         assert told in said and said.count("\n") == 1
 
 
-def test_a_finished_run_answers_by_its_export_and_one_that_goes_on_by_its_checkpoint(tmp_path: Path) -> None:
+def test_a_finished_run_answers_by_its_export_and_one_that_goes_on_by_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
     (tmp_path / "config.yaml").write_text("run: {name: x}\n")

@@ -20,7 +20,16 @@ import pytest
 from rlflow.checks.environments import check_environment
 from rlflow.commands import cli
 from rlflow.commands.arguments import option_overrides
-from rlflow.commands.doctor import JOBS, TESTED, all_jobs, diagnose, job_row, package_row, verdict, versions_tested
+from rlflow.commands.doctor import (
+    JOBS,
+    TESTED,
+    all_jobs,
+    diagnose,
+    job_row,
+    package_row,
+    verdict,
+    versions_tested,
+)
 from rlflow.commands.play import find_task, play, read_response
 from rlflow.commands.scaffold import write_environment
 from rlflow.commands.train import train_overrides
@@ -61,12 +70,18 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -> None:
     data = tmp_path / "it's data.jsonl"
     data.write_text("")
-    args = train_arguments("--model", str(tmp_path), "--train-data", str(data), "--resume", "model.path=other")
+    args = train_arguments(
+        "--model", str(tmp_path), "--train-data", str(data), "--resume", "model.path=other"
+    )
     overrides = train_overrides(args)
     from rlflow.config.schema import load_config
 
     config = load_config(None, overrides)
-    assert config.environment["train"] == str(data) and config.run.resume and config.model.path == "other"
+    assert (
+        config.environment["train"] == str(data)
+        and config.run.resume
+        and config.model.path == "other"
+    )
 
 
 def test_options_and_overrides_mix_in_any_order() -> None:
@@ -77,7 +92,9 @@ def test_options_and_overrides_mix_in_any_order() -> None:
             train_arguments("--dry-run", *mistake)
 
 
-def test_an_unknown_option_names_the_help_that_has_it_and_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_names_the_help_that_has_it_and_the_closest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words, told in (
         (["env", "play", "x.py:X", "--set", "a=1"], f"--set; see {called()} env play --help."),
         (["train", "--resmue"], f"--resmue; see {called()} train --help. Did you mean '--resume'?"),
@@ -91,12 +108,18 @@ def test_missing_files_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixtur
     told = "rlflow: ConfigError: --model: /no/such/model: no such file or directory."
     assert cli.main(["train", "--model", "/no/such/model", "--dry-run"]) == 2
     assert capsys.readouterr().err == f"{told}\n"
-    assert cli.main(["train", "--model", "/no/such/model", "--corpus", "/nor/this", "--dry-run"]) == 2
+    assert (
+        cli.main(["train", "--model", "/no/such/model", "--corpus", "/nor/this", "--dry-run"]) == 2
+    )
     assert capsys.readouterr().err == f"{told} --corpus: /nor/this: no such file or directory.\n"
 
 
-@pytest.mark.parametrize("arguments", [["show", "x" * 5000], ["search", "query", "a", "--corpus", "x" * 5000]])
-def test_what_the_system_refuses_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["show", "x" * 5000], ["search", "query", "a", "--corpus", "x" * 5000]]
+)
+def test_what_the_system_refuses_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("rlflow: OSError: ") and "too long" in said and said.count("\n") == 1
@@ -117,7 +140,9 @@ def test_one_ctrl_c_at_the_prompt_is_130_without_a_traceback(tmp_path: Path) -> 
         said = ""
         while "> " not in said:
             said += os.read(terminal, 4096).decode()
-        time.sleep(0.3)  # as a person would: a signal between the prompt and the read behind it waits for the next key
+        time.sleep(
+            0.3
+        )  # as a person would: a signal between the prompt and the read behind it waits for the next key
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     finally:
@@ -147,7 +172,11 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     information = tmp_path / "plug_in-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: plug-in\nVersion: 1\n")
-    points = {"commands": "hello = a_plug_in:add", "options": "chess = a_plug_in:OPTIONS", "jobs": "chess = a_plug_in:JOBS"}
+    points = {
+        "commands": "hello = a_plug_in:add",
+        "options": "chess = a_plug_in:OPTIONS",
+        "jobs": "chess = a_plug_in:JOBS",
+    }
     text = "".join(f"[rlflow.{group}]\n{line}\n" for group, line in points.items())
     (information / "entry_points.txt").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -164,10 +193,15 @@ def test_plug_ins_add_options_which_the_help_shows_in_their_group(
     board = tmp_path / "it's a board"
     board.write_text("")
     args = train_arguments("--board-file", str(board), "environment.board=mine")
-    assert train_overrides(args) == [f"environment.board='{str(board).replace(chr(39), chr(39) * 2)}'", "environment.board=mine"]
+    assert train_overrides(args) == [
+        f"environment.board='{str(board).replace(chr(39), chr(39) * 2)}'",
+        "environment.board=mine",
+    ]
     with pytest.raises(SystemExit):
         train_arguments("--speed", "3")  # of eval only
-    assert option_overrides(cli.parse(["eval", "--model", "m", "--speed", "3"]), "eval") == ["environment.speed='3'"]
+    assert option_overrides(cli.parse(["eval", "--model", "m", "--speed", "3"]), "eval") == [
+        "environment.speed='3'"
+    ]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         cli.parse(["train", "--help"])
@@ -182,7 +216,9 @@ def test_plug_ins_add_jobs_to_the_doctor(plug_in: None) -> None:
     assert versions_tested()["no-such-chess"] == "1.2"
 
 
-def test_without_an_environment_the_installed_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_environment_the_installed_ones_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["train", "--dry-run"]) == 2
     error = capsys.readouterr().err
     told = "environment.name: expected an environment, found none; set environment.name or give --env NAME. Installed: "
@@ -198,11 +234,15 @@ def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own
     made = write_environment("word_game", tmp_path)
     source, test, reference = made.source, made.test, made.reference
     assert len(source.read_text().splitlines()) <= 30
-    assert [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)] == ["WordGame"]
+    assert [
+        node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
+    ] == ["WordGame"]
     report = check_environment(ENVIRONMENT.build({"name": reference}), episodes=8)
     assert report.passed, str(report)
     monkeypatch.setattr(sys, "path", [*sys.path])  # its test puts its folder there
-    tests = {name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")}
+    tests = {
+        name: each for name, each in runpy.run_path(str(test)).items() if name.startswith("test_")
+    }
     del sys.modules["word_game"]
     assert len(tests) == 2
     for each in tests.values():
@@ -225,7 +265,9 @@ def test_a_scaffold_never_overwrites(tmp_path: Path) -> None:
     assert not (tmp_path / "guess.py").exists()
 
 
-def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_check_prints_problems_and_exits_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = write_environment("guess", tmp_path)
     source, reference = made.source, made.reference
     assert cli.main(["env", "check", reference, "environment.highest=5", "--episodes", "4"]) == 0
@@ -240,9 +282,14 @@ def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.Ca
     assert "PROBLEM: step: expected an rlflow.Step, found float" in capsys.readouterr().out
 
 
-def test_env_check_of_what_is_no_environment_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_check_of_what_is_no_environment_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text("class Mine: pass\ndef made(): return 3\n")
-    for name, told in (("Mine", "expected an rlflow.Environment, found a class"), ("made", "it returned int")):
+    for name, told in (
+        ("Mine", "expected an rlflow.Environment, found a class"),
+        ("made", "it returned int"),
+    ):
         assert cli.main(["env", "check", f"{tmp_path / 'mine.py'}:{name}"]) == 2
         assert told in capsys.readouterr().err
 
@@ -253,11 +300,16 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
     task = next(task for task in environment.tasks("train") if task.answer == 7)
     play(environment, task=task.id, source=io.StringIO("5\n8\nI say\n7\n"), color="never")
     out = capsys.readouterr().out
-    told = [out.index(words) for words in ("higher", "lower", "A number, please.", "terminated after 4 turns, return 1")]
+    told = [
+        out.index(words)
+        for words in ("higher", "lower", "A number, please.", "terminated after 4 turns, return 1")
+    ]
     assert told == sorted(told)
 
 
-def test_a_scripted_player_plays_and_one_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scripted_player_plays_and_one_watches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = write_environment("guess", tmp_path, policy=True)
     assert cli.main(["env", "play", made.reference, "--player", made.player, "--split", "val"]) == 0
     out = capsys.readouterr().out
@@ -292,7 +344,9 @@ def test_a_line_break_that_ends_responses_reaches_the_environment_and_breaks_no_
     assert header == "task a. You are the policy: a response ends with Enter; Ctrl-D leaves."
 
 
-def test_stop_strings_stand_in_the_header_so_that_they_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_strings_stand_in_the_header_so_that_they_can_be_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Odd(Environment):
         stop = ("</a>", " \t", "\n\n")
 
@@ -304,10 +358,14 @@ def test_stop_strings_stand_in_the_header_so_that_they_can_be_read(capsys: pytes
 
     play(Odd(), source=io.StringIO("one\ntwo\n\nthree"), color="never")
     header, *rest = capsys.readouterr().out.splitlines()
-    assert r"ends with an empty line or </a> or ' \t' or '\n\n'; Ctrl-D" in header and rest[1:3] == ["> one", "two"]
+    assert r"ends with an empty line or </a> or ' \t' or '\n\n'; Ctrl-D" in header and rest[
+        1:3
+    ] == ["> one", "two"]
 
 
-def test_leaving_and_the_turn_limit_end_a_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leaving_and_the_turn_limit_end_a_game(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
     play(environment, source=io.StringIO(""), color="never")
@@ -340,9 +398,14 @@ def test_tasks_are_found_by_id_before_position() -> None:
 def run(tmp_path: Path) -> Path:
     with RunDirectory.create(tmp_path / "run") as run:
         write_text(run.config, "run: {}\n")
-        steps = [f'{{"step": {step}, "train/reward": {step / 10}, "time/step_s": 30}}\n' for step in range(1, 5)]
+        steps = [
+            f'{{"step": {step}, "train/reward": {step / 10}, "time/step_s": 30}}\n'
+            for step in range(1, 5)
+        ]
         write_text(run.metrics, "".join(steps))
-        write_json(run.summary, {"status": "finished", "steps": 4, "seconds": 130, "written": {"run": "x"}})
+        write_json(
+            run.summary, {"status": "finished", "steps": 4, "seconds": 130, "written": {"run": "x"}}
+        )
         episodes = [
             {"task_id": f"t{n}", "attempt": 0, "prompt": "Who?", "answer": ["Ann"], "reward": float(n == 1), "stop": "terminated",
              "turns": [{"response": f"guess {n}", "observation": "<information>doc</information>"}],
@@ -353,7 +416,10 @@ def run(tmp_path: Path) -> Path:
         for step in (2, 4):
             write_text(
                 run.trajectories(step),
-                "".join(json.dumps({**one, "task_id": f"{one['task_id']}@{step}"}) + "\n" for one in episodes),
+                "".join(
+                    json.dumps({**one, "task_id": f"{one['task_id']}@{step}"}) + "\n"
+                    for one in episodes
+                ),
             )
     return tmp_path / "run"
 
@@ -363,7 +429,9 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_show_prints_summary_and_the_last_episodes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_summary_and_the_last_episodes(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = shown(capsys, str(run))
     for text in ("step 4 after 2:00", "reward 0.400", "finished after 4 steps and 2:10", "t0@4", "guess 1",
                  "<information>doc</information>", "reward 1", "expected Ann",
@@ -375,7 +443,9 @@ def test_show_prints_summary_and_the_last_episodes(run: Path, capsys: pytest.Cap
 def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, str(run), "--step", "2", "--solved")
     assert "t1@2" in out and "t0@2" not in out and "1 of 1 solved episodes, 3 in all" in out
-    out = shown(capsys, str(run / "trajectories" / "step_000004.jsonl"), "--failed", "--trajectories", "1")
+    out = shown(
+        capsys, str(run / "trajectories" / "step_000004.jsonl"), "--failed", "--trajectories", "1"
+    )
     assert "t0@4" in out and "t2@4" not in out and "step 4 after" not in out
 
 
@@ -400,13 +470,19 @@ def test_show_says_which_steps_there_are(run: Path, capsys: pytest.CaptureFixtur
 def test_doctor_ends_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     code = diagnose()
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("verdict: ") and code == (1 if "not possible" in out else 0)
+    assert out.splitlines()[-1].startswith("verdict: ") and code == (
+        1 if "not possible" in out else 0
+    )
     assert all(job.name in out for job in all_jobs()) and metadata.version("torch") in out
 
 
-def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_names_what_is_missing_and_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     nothing: dict[str, str | None] = dict.fromkeys(TESTED)
-    job = JOBS[0].__class__("job", ("no-such-package-a|no-such-package-b", "torch"), "pip install x")
+    job = JOBS[0].__class__(
+        "job", ("no-such-package-a|no-such-package-b", "torch"), "pip install x"
+    )
     assert job_row(job, {**nothing, "torch": "1"}, gpu=False) == (
         "job",
         "no",
@@ -425,23 +501,36 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch: pytest.
 
 
 def test_doctor_says_which_versions_were_not_tested() -> None:
-    assert [package_row("megatron-core", version)[-1] for version in ("0.16.1", "0.17.1", "0.19.2")] == ["", "differs", ""]
-    assert package_row("torch", TESTED["torch"] + "+cpu")[-1] == "" and package_row("torch", "2.0")[-1] == "differs"
+    assert [
+        package_row("megatron-core", version)[-1] for version in ("0.16.1", "0.17.1", "0.19.2")
+    ] == ["", "differs", ""]
+    assert (
+        package_row("torch", TESTED["torch"] + "+cpu")[-1] == ""
+        and package_row("torch", "2.0")[-1] == "differs"
+    )
     assert verdict(dict(TESTED), gpu=False) == ("verdict: ready to train on CPU.", True)
 
 
 def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
-    constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    constraints = dict(
+        line.split("==") for line in lines if "==" in line and not line.startswith("#")
+    )
     tested = versions_tested()
-    assert {name: constraints.get(name) for name in tested} == {name: said.split(" or ")[0] for name, said in tested.items()}
+    assert {name: constraints.get(name) for name in tested} == {
+        name: said.split(" or ")[0] for name, said in tested.items()
+    }
 
 
-def test_a_run_that_began_with_overwrite_can_be_resumed_from_its_own_configuration(tmp_path: Path) -> None:
+def test_a_run_that_began_with_overwrite_can_be_resumed_from_its_own_configuration(
+    tmp_path: Path,
+) -> None:
     from rlflow.config.schema import load_config
 
     (tmp_path / "config.yaml").write_text("run: {overwrite: true}\n")
-    config = load_config(str(tmp_path / "config.yaml"), train_overrides(train_arguments("--resume")))
+    config = load_config(
+        str(tmp_path / "config.yaml"), train_overrides(train_arguments("--resume"))
+    )
     assert config.run.resume and not config.run.overwrite
     both = load_config(None, train_overrides(train_arguments("--resume", "--overwrite")))
     assert both.run.resume and both.run.overwrite, "a contradiction is refused later, not resolved"

@@ -14,7 +14,11 @@ from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
 
 PLAIN = Paint("never")
-LONG = "\n\n<information>" + "\n".join(f"Doc {number} {'word ' * 40}" for number in range(1, 8)) + "</information>\n"
+LONG = (
+    "\n\n<information>"
+    + "\n".join(f"Doc {number} {'word ' * 40}" for number in range(1, 8))
+    + "</information>\n"
+)
 
 
 def tell(conversation: Conversation, *turns: tuple[str, str]) -> None:
@@ -29,15 +33,27 @@ def test_a_response_is_printed_once_as_it_comes_and_what_is_shown_is_collapsed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     conversation = Conversation(PLAIN, live=True)
-    tell(conversation, ("the prompt", "<think> hm </think><find> x </find>"), (LONG, "<answer> y </answer>"))
+    tell(
+        conversation,
+        ("the prompt", "<think> hm </think><find> x </find>"),
+        (LONG, "<answer> y </answer>"),
+    )
     conversation.finish("terminated", "")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "<think> hm </think><find> x </find>" and lines[-1] == "<answer> y </answer>"
-    assert len(lines) == 7 and lines[5] == "  │ … 3 more lines; --full shows them" and max(map(len, lines)) <= 80
+    assert (
+        len(lines) == 7
+        and lines[5] == "  │ … 3 more lines; --full shows them"
+        and max(map(len, lines)) <= 80
+    )
 
 
-def test_thoughts_are_dim_and_a_tag_is_styled_even_where_pieces_cut_it(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(Conversation(Paint("always"), live=True), ("prompt", "a<think>b</think>c<answer>d</answer>"))
+def test_thoughts_are_dim_and_a_tag_is_styled_even_where_pieces_cut_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell(
+        Conversation(Paint("always"), live=True), ("prompt", "a<think>b</think>c<answer>d</answer>")
+    )
     out = capsys.readouterr().out
     plain = out.replace("\033[0m", "")
     for style in ("2", "36", "36;1"):
@@ -54,9 +70,14 @@ def test_nobody_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not set(capsys.readouterr().out) & set("\x1b\x07\x9b\r")
 
 
-def test_two_conversations_stand_beside_each_other_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_conversations_stand_beside_each_other_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    heard = [("after", Conversation(PLAIN, live=False)), ("before", Conversation(PLAIN, live=False))]
+    heard = [
+        ("after", Conversation(PLAIN, live=False)),
+        ("before", Conversation(PLAIN, live=False)),
+    ]
     tell(heard[0][1], ("p", "look it up " * 8), (LONG, "<answer> y </answer>"))
     tell(heard[1][1], ("p", "<answer> I guess </answer>"))
     heard[1][1].finish("max_turns", "")
@@ -81,9 +102,15 @@ def test_columns_are_drawn_while_they_are_written_and_stand_whole_at_the_end(
         assert "Vasmere" in capsys.readouterr().out
         after.finish("terminated", "")
         capsys.readouterr()
-    rows = [[part.strip() for part in line.split(" │ ")] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [part.strip() for part in line.split(" │ ")]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     assert ["I guess", "look it up"] in rows and ["", "Vasmere"] in rows
-    assert before.turns == [("I guess", "")] and [said for said, _ in after.turns] == ["look it up", "Vasmere"]
+    assert before.turns == [("I guess", "")] and [said for said, _ in after.turns] == [
+        "look it up",
+        "Vasmere",
+    ]
 
 
 def test_whole_observations_are_wrapped() -> None:

@@ -51,9 +51,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         json.dumps(rows[0]) + "\n" + '{"question": "Who?"' + "\n" + json.dumps({"question": "x"})
     )
     (path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"id": str(n), "contents": f'"Me {n}"\nMyself'}) + "\n" for n in range(3))
+        "".join(
+            json.dumps({"id": str(n), "contents": f'"Me {n}"\nMyself'}) + "\n" for n in range(3)
+        )
     )
-    (path / "broken.jsonl").write_text(json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n[1]\n")
+    (path / "broken.jsonl").write_text(
+        json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n[1]\n"
+    )
     for name in ("no_tokenizer", "half", "other_tokenizer"):
         shutil.copytree(POLICY, path / name)
     for file in (path / "no_tokenizer").glob("tokenizer*"):
@@ -67,7 +71,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
     place = Place(path, free)
-    data = f"train: {path}/questions.jsonl, val: {path}/questions.jsonl, corpus: {path}/corpus.jsonl"
+    data = (
+        f"train: {path}/questions.jsonl, val: {path}/questions.jsonl, corpus: {path}/corpus.jsonl"
+    )
     place.config.write_text(
         f"run: {{directory: '{path}/run', steps: 1}}\nmodel: {{path: '{POLICY}'}}\n"
         f"environment: {{name: search, {data}, retriever: bm25}}\n"
@@ -92,7 +98,9 @@ def untouched(place: Place) -> Iterator[None]:
     assert sorted(place.path.rglob("*")) == before
 
 
-def dry(place: Place, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str, list[str]]:
+def dry(
+    place: Place, capsys: pytest.CaptureFixture[str], *overrides: str
+) -> tuple[int, str, list[str]]:
     """(exit code, what it says, the problems)."""
     code = cli.main(["train", "--config", str(place.config), "--dry-run", *overrides])
     out, err = capsys.readouterr()
@@ -100,7 +108,10 @@ def dry(place: Place, capsys: pytest.CaptureFixture[str], *overrides: str) -> tu
 
 
 def test_a_configuration_that_works_is_ready(
-    place: Place, untouched: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    untouched: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")  # no table is folded
     code, out, problems = dry(place, capsys)
@@ -111,18 +122,35 @@ def test_a_configuration_that_works_is_ready(
     assert "(run.steps = 1) if every episode fills its budget" in out and "estimate" in out
     assert "note: 1 x 2 prompts are 0.5 epochs of the 4 tasks of split 'train'" in out
     assert "note: 4 of 4 tasks of split 'val' are also in split 'train'" in out
-    places = [out.index(text) for text in ("ready: ", "note: ", "the run: at most", "# batch plan", "# resolved configuration")]
+    places = [
+        out.index(text)
+        for text in (
+            "ready: ",
+            "note: ",
+            "the run: at most",
+            "# batch plan",
+            "# resolved configuration",
+        )
+    ]
     assert places == sorted(places), "what decides comes first"
 
 
 def test_long_prompts_before_fitting_ones_are_no_problem(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(examine, "PROMPTS_READ", 2)
     questions = ["Who is it? " * 99] * 3 + ["Who?"] * 2
-    rows = [{"id": str(number), "question": question, "answer": "me"} for number, question in enumerate(questions)]
+    rows = [
+        {"id": str(number), "question": question, "answer": "me"}
+        for number, question in enumerate(questions)
+    ]
     (tmp_path / "sorted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, _ = dry(place, capsys, f"environment.train={tmp_path}/sorted.jsonl", "data.max_prompt_tokens=300")
+    code, out, _ = dry(
+        place, capsys, f"environment.train={tmp_path}/sorted.jsonl", "data.max_prompt_tokens=300"
+    )
     assert code == 0 and "prompts of them take up to" in out and "3 are too long" in out
 
 
@@ -130,13 +158,24 @@ def test_prompts_without_the_models_template_are_said(
     place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A chat model that is fed bare questions answers badly; prompts that went through its template are right as they stand."""
-    model, bare = f"model.path={place.path}/other_tokenizer", "hold no token of the model's chat template"
+    model, bare = (
+        f"model.path={place.path}/other_tokenizer",
+        "hold no token of the model's chat template",
+    )
     assert bare in dry(place, capsys, model)[1]
     assert bare not in dry(place, capsys, model, "rollout.chat_template=true")[1]
-    row = {"prompt": "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n", "solutions": ["me"]}
+    row = {
+        "prompt": "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n",
+        "solutions": ["me"],
+    }
     (tmp_path / "templated.jsonl").write_text(json.dumps(row))
     templated = f"{tmp_path}/templated.jsonl"
-    assert bare not in dry(place, capsys, model, f"environment.train={templated}", f"environment.val={templated}")[1]
+    assert (
+        bare
+        not in dry(
+            place, capsys, model, f"environment.train={templated}", f"environment.val={templated}"
+        )[1]
+    )
 
 
 def test_a_template_that_forgets_thoughts_is_said(
@@ -147,7 +186,10 @@ def test_a_template_that_forgets_thoughts_is_said(
     model, note = f"model.path={path}", "note: the chat template rewrites earlier turns"
     out = dry(place, capsys, model, "rollout.chat_template=true")[1]
     assert out.count(note) == 1 and "rollout/forks" in out
-    assert note not in dry(place, capsys, model, "rollout.chat_template=true", "rollout.history=exact")[1]
+    assert (
+        note
+        not in dry(place, capsys, model, "rollout.chat_template=true", "rollout.history=exact")[1]
+    )
     assert note not in dry(place, capsys, model)[1]
 
 
@@ -204,9 +246,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_a_fault_is_one_line(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
     override, expected = (
-        text.replace("{path}", str(place.path)).replace("{free}", str(place.free)).replace("{policy}", str(POLICY))
+        text.replace("{path}", str(place.path))
+        .replace("{free}", str(place.free))
+        .replace("{policy}", str(POLICY))
         for text in FAULTS[fault]
     )
     code, out, problems = dry(place, capsys, override)
@@ -215,19 +261,30 @@ def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.Captu
     assert "1 problem found, nothing was started." in out
 
 
-def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_ends_with_the_problem_that_a_dry_run_tells(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is loaded: in the same words, of the same list of checks."""
-    for override in ("trainer.offload_snapshots=true", "rollout.engine={name: embedded, device: cuda}"):
+    for override in (
+        "trainer.offload_snapshots=true",
+        "rollout.engine={name: embedded, device: cuda}",
+    ):
         _, _, problems = dry(place, capsys, override)
         with pytest.raises(ConfigError) as refused:
             check_start(load_config(place.config, [override]))
         assert problems == [f"rlflow: ConfigError: {refused.value}"]
 
 
-def test_a_start_asks_for_the_secrets_that_an_earlier_run_does_not_hold(place: Place, untouched: None) -> None:
+def test_a_start_asks_for_the_secrets_that_an_earlier_run_does_not_hold(
+    place: Place, untouched: None
+) -> None:
     teacher = "teacher: {name: server, url: 'http://***@h/v1', model: x}"
-    config = load_config(place.config, [f"algorithm={{advantage: opd, losses: [ppo_clip], {teacher}}}"])
-    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.url: expected a value, found \*\*\*"):
+    config = load_config(
+        place.config, [f"algorithm={{advantage: opd, losses: [ppo_clip], {teacher}}}"]
+    )
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.teacher\.url: expected a value, found \*\*\*"
+    ):
         check_start(config)
 
 
@@ -279,13 +336,23 @@ def test_the_users_own_parts_are_called_once(
     code, _, problems = dry(place, capsys, *faults)
     assert code == 2 and len(problems) == len(faults)
     assert all(any(expected in problem for problem in problems) for expected in faults.values())
-    code, out, _ = dry(place, capsys, f"algorithm.losses=[{own}:fine, {own}:of_the_run]", f"algorithm.transforms=[{own}:Closing]")
+    code, out, _ = dry(
+        place,
+        capsys,
+        f"algorithm.losses=[{own}:fine, {own}:of_the_run]",
+        f"algorithm.transforms=[{own}:Closing]",
+    )
     assert code == 0 and out.startswith("called\nclosed\n")
 
 
-def test_a_step_that_repeats_its_tasks_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_repeats_its_tasks_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = dry(place, capsys, "rollout.prompts_per_step=6", "run.steps=331")
-    assert code == 0 and "note: split 'train' has 4 tasks for 6 prompts per step: each step repeats tasks" in out
+    assert (
+        code == 0
+        and "note: split 'train' has 4 tasks for 6 prompts per step: each step repeats tasks" in out
+    )
     assert "note: 331 x 6 prompts are 496 epochs of the 4 tasks" in out
 
 
@@ -328,7 +395,9 @@ def test_what_rollout_workers_cannot_be_made_with_is_told(
     assert expected is None or expected in problems[0]
 
 
-def test_the_command_that_converts_csv_does_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_converts_csv_does_so(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, _, (problem,) = dry(place, capsys, f"environment.train={place.path}/questions.csv")
     made = place.path / "questions_of_csv.jsonl"
     command = re.search("Convert it by `(.*)`", problem)[1].replace("questions.jsonl", made.name)
@@ -353,9 +422,14 @@ def test_all_faults_are_told_and_not_only_the_first(
 def test_a_model_that_cannot_be_fetched_hides_nothing_else(
     place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, problems = dry(place, capsys, "model.path=Nobody/Nothing", "environment.retriever=bm52")
+    code, out, problems = dry(
+        place, capsys, "model.path=Nobody/Nothing", "environment.retriever=bm52"
+    )
     assert code == 2 and len(problems) == 2 and "# batch plan" in out
-    assert "ModelError: model.path: Nobody/Nothing: no directory of that name here" in problems[0] and "HF_HOME=" in problems[0]
+    assert (
+        "ModelError: model.path: Nobody/Nothing: no directory of that name here" in problems[0]
+        and "HF_HOME=" in problems[0]
+    )
     assert "unknown name 'bm52'" in problems[1]
 
 
@@ -363,15 +437,23 @@ def test_a_megatron_that_imports_triton_where_there_is_none_is_told(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, version = preflight.importlib.util.find_spec, errors.metadata.version
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    monkeypatch.setattr(
+        preflight.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
     told = "trainer.backend=megatron: the package 'triton' is not installed:"
     for found, expected in (("0.17.1", 0), ("0.18.0", 1)):
-        monkeypatch.setattr(errors.metadata, "version", lambda name, found=found: found if "mega" in name else version(name))
+        monkeypatch.setattr(
+            errors.metadata,
+            "version",
+            lambda name, found=found: found if "mega" in name else version(name),
+        )
         _, _, problems = dry(place, capsys)
         assert sum(told in problem for problem in problems) == expected
 
 
-def test_a_value_of_another_kind_is_told_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_another_kind_is_told_alone(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, problems = dry(place, capsys, "rollout.faults={call_s: -1}")
     assert code == 2 and len(problems) == 1 and "rollout.faults" in problems[0]
 
@@ -423,15 +505,27 @@ def test_a_dense_teacher_may_stand_beside_a_policy_with_experts() -> None:
     ("attributes", "buffer", "problem"),
     [
         ("stop = ('<|im_end|> now',)", 1, "stop string '<|im_end|> now' cannot be said"),
-        ("stop = ('</answer>')", 1, "Strange: stop: expected a tuple of non-empty strings, found '</answer>'"),
+        (
+            "stop = ('</answer>')",
+            1,
+            "Strange: stop: expected a tuple of non-empty strings, found '</answer>'",
+        ),
         ("max_turns = 9", 4000, ""),  # more than rollout.max_turns allows by itself
-        ("max_turns = 1", 2000, "overlong: expected a buffer of at most the 512 tokens, found 2000"),
+        (
+            "max_turns = 1",
+            2000,
+            "overlong: expected a buffer of at most the 512 tokens, found 2000",
+        ),
     ],
 )
-def test_an_environment_that_does_not_fit_is_told(tmp_path: Path, attributes: str, buffer: int, problem: str) -> None:
+def test_an_environment_that_does_not_fit_is_told(
+    tmp_path: Path, attributes: str, buffer: int, problem: str
+) -> None:
     source = tmp_path / "strange.py"
     methods = "def tasks(self, split): return [Task('0', 'a')]\n    def step(self, episode, response): return Step()"
-    source.write_text(f"from rlflow import *\n\nclass Strange(Environment):\n    {attributes}\n    {methods}\n")
+    source.write_text(
+        f"from rlflow import *\n\nclass Strange(Environment):\n    {attributes}\n    {methods}\n"
+    )
     tiny_model(tmp_path / "model")
     overlong = f"algorithm.transforms=[{{name: overlong, buffer: {buffer}}}]"
     shared = [f"environment={source}:Strange", f"run.directory={tmp_path}/run", overlong]
@@ -439,7 +533,9 @@ def test_an_environment_that_does_not_fit_is_told(tmp_path: Path, attributes: st
     assert [problem in str(one) for one in found.problems] == [True] * bool(problem)
 
 
-def test_the_doctor_looks_at_a_configuration_too(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_looks_at_a_configuration_too(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["doctor", "--config", str(place.config)]) in (0, 1)
     assert "ready: nothing is in the way of this run." in capsys.readouterr().out
     assert cli.main(["doctor", "--config", str(place.config), "environment.retriever=bm52"]) == 2

@@ -18,7 +18,9 @@ from rlflow.report.lines import next_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = "/usr/bin:/bin"
-COMMAND = re.compile(r"(?:(?<=^  )|(?<=`))((?:\S*/)?(?:rlflow|python) .+?)(?:`|  #.*)?$", re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:(?<=^  )|(?<=`))((?:\S*/)?(?:rlflow|python) .+?)(?:`|  #.*)?$", re.MULTILINE
+)
 
 
 @pytest.fixture
@@ -31,9 +33,20 @@ def called_by_path(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def pasted(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """What a shell without an active environment makes of the line; its input is at the end."""
-    environment = {"PATH": NOWHERE, "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PATH": NOWHERE,
+        "HOME": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        ["bash", "-c", line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -44,7 +57,9 @@ def parses(line: str) -> None:
     cli.parse(words[1:])
 
 
-def test_a_command_is_called_as_this_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_called_as_this_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripts = tmp_path / ".venv" / "bin"
     scripts.mkdir(parents=True)
     for name in ("python", "rlflow", "pip"):
@@ -59,7 +74,10 @@ def test_a_command_is_called_as_this_shell_finds_it(tmp_path: Path, monkeypatch:
     assert as_called("not installed: pip install x") == "not installed: .venv/bin/pip install x"
     both = "pip install pytest && python -m pytest test.py"
     assert as_called(both) == ".venv/bin/pip install pytest && .venv/bin/python -m pytest test.py"
-    assert as_called("rlflow sets it; env/bin/pip install x") == "rlflow sets it; env/bin/pip install x"
+    assert (
+        as_called("rlflow sets it; env/bin/pip install x")
+        == "rlflow sets it; env/bin/pip install x"
+    )
     monkeypatch.setenv(CALLED_IN, "/")  # a script went to the repository for the run
     assert command() == f"cd {tmp_path} && .venv/bin/rlflow"
     monkeypatch.delenv(CALLED_IN)
@@ -90,12 +108,22 @@ def test_help_and_errors_spell_commands_so_that_they_can_be_pasted(
     called_by_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     searching = [["search", name] for name in ("build", "serve", "query", "check", "qa")]
-    for words in (["train"], ["env", "new"], ["ask"], ["eval"], ["config"], ["convert"], *searching):
+    for words in (
+        ["train"],
+        ["env", "new"],
+        ["ask"],
+        ["eval"],
+        ["config"],
+        ["convert"],
+        *searching,
+    ):
         with pytest.raises(SystemExit):
             cli.main([*words, "--help"])
         told = capsys.readouterr().out
         assert f"usage: {called_by_path} {' '.join(words)}" in " ".join(told.split())
-        assert not re.search(r"(?<![\w/])rlflow (?:train|env|eval|ask|show|search|config)\b", told), told
+        assert not re.search(
+            r"(?<![\w/])rlflow (?:train|env|eval|ask|show|search|config)\b", told
+        ), told
         examples = told.partition("examples:")[2] or told.partition("example:")[2]
         for line in examples.replace("\\\n", " ").splitlines():
             for part in line.partition("  #")[0].split(" && "):
@@ -107,7 +135,11 @@ def test_help_and_errors_spell_commands_so_that_they_can_be_pasted(
 
 
 def test_a_misspelt_command_is_told_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, meant in ((["trian"], "train"), (["env", "chek"], "check"), (["search", "quary"], "query")):
+    for words, meant in (
+        (["trian"], "train"),
+        (["env", "chek"], "check"),
+        (["search", "quary"], "query"),
+    ):
         with pytest.raises(SystemExit):
             cli.main(words)
         assert f"Did you mean '{meant}'?" in capsys.readouterr().err
@@ -115,7 +147,10 @@ def test_a_misspelt_command_is_told_the_right_one(capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_what_env_new_prints_runs_as_pasted(
-    called_by_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    called_by_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["env", "new", "my_task"]) == 0
@@ -127,7 +162,10 @@ def test_what_env_new_prints_runs_as_pasted(
 
 
 def test_what_env_policy_prints_trains_what_was_imitated(
-    called_by_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    called_by_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from rlflow.commands.scaffold import write_environment
     from rlflow.commands.train import train_overrides
@@ -135,7 +173,17 @@ def test_what_env_policy_prints_trains_what_was_imitated(
 
     made = write_environment("my_task", tmp_path, policy=True)
     monkeypatch.chdir(tmp_path)
-    words = [made.reference, made.player, "--out", "tiny", "--steps", "1", "--turns", "5", "environment.highest=4"]
+    words = [
+        made.reference,
+        made.player,
+        "--out",
+        "tiny",
+        "--steps",
+        "1",
+        "--turns",
+        "5",
+        "environment.highest=4",
+    ]
     assert cli.main(["env", "policy", *words]) == 0
     (line,) = COMMAND.findall(capsys.readouterr().out)
     parses(line)
@@ -155,10 +203,14 @@ def test_what_the_demo_prints_at_its_end_runs_as_pasted(tmp_path: Path) -> None:
     model = f"model.path={ROOT}/recipes/searchr1/starting_policy"
     done = pasted(f"{train} {small} {model} metrics.picture=false", tmp_path)
     lines = COMMAND.findall(done.stderr.partition("next\n")[2])
-    assert [shlex.split(line)[1] for line in lines] == ["ask", "view", "show", "eval"], done.stdout + done.stderr
+    assert [shlex.split(line)[1] for line in lines] == ["ask", "view", "show", "eval"], (
+        done.stdout + done.stderr
+    )
     for line in lines:
         done = pasted(line.replace(" --open", ""), tmp_path)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         if " ask " in line:
             said = re.findall(r"\w+", done.stdout)
-            assert not any(one == two == three for one, two, three in zip(said, said[1:], said[2:])), done.stdout
+            assert not any(
+                one == two == three for one, two, three in zip(said, said[1:], said[2:])
+            ), done.stdout

@@ -25,7 +25,9 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_an_attempt_stands_in_its_group_with_its_advantage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_attempt_stands_in_its_group_with_its_advantage(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = shown(capsys, str(run), "--trajectories", "2")
     assert "── Orvan · attempt 1 · group 0.50 ± 0.71 ──" in out
     assert "reward 1  advantage +0.50" in out and "reward 0  advantage -0.50" in out
@@ -35,42 +37,65 @@ def test_question_and_answer_are_marked(run: Path, capsys: pytest.CaptureFixture
     out = shown(capsys, str(run), "--trajectories", "1", "--color", "always")
     assert "\033[2mQuestion: \033[0m\033[1mWhere was Orvan born?\033[0m" in out
     assert "\033[2m<information>He came from \033[0m\033[30;43mVasmere\033[0m" in out
-    assert "\033[36;1m<answer>\033[0m\033[30;43mVasmere\033[0m" in out and "expected \033[30;43mVasmere\033[0m" in out
+    assert (
+        "\033[36;1m<answer>\033[0m\033[30;43mVasmere\033[0m" in out
+        and "expected \033[30;43mVasmere\033[0m" in out
+    )
 
 
 def test_marks_are_whole_words_of_any_case_and_never_patterns() -> None:
     paint = Paint("always")
-    assert marked("a VAS\nmere b", ["vas mere"], paint, (), ("good",)).count("\033[32m") == 2  # a style per line
-    assert "\033[32m" not in marked("vasmeres x.y", ["vasmere", "x", "."], paint, ("dim",), ("good",))
-    assert "\033[32m(a|b)*\033[0m" in marked("see (a|b)* there", ["(a|b)*"], paint, ("dim",), ("good",))
+    assert (
+        marked("a VAS\nmere b", ["vas mere"], paint, (), ("good",)).count("\033[32m") == 2
+    )  # a style per line
+    assert "\033[32m" not in marked(
+        "vasmeres x.y", ["vasmere", "x", "."], paint, ("dim",), ("good",)
+    )
+    assert "\033[32m(a|b)*\033[0m" in marked(
+        "see (a|b)* there", ["(a|b)*"], paint, ("dim",), ("good",)
+    )
 
 
-def test_changed_questions_are_shown_before_and_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_questions_are_shown_before_and_after(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = shown(capsys, str(run), "--changed")
     assert out.startswith("1 of 2 questions changed, step 0 to step 2: 1 won, 0 lost\n")
     before, after = out.split("step 2\n")
-    assert "step 0\n" in before and "reward 0" in before and "reward 1" in after and "Orvan" not in out
+    assert (
+        "step 0\n" in before and "reward 0" in before and "reward 1" in after and "Orvan" not in out
+    )
     assert "reward" not in shown(capsys, str(run), "--changed", "--failed")
 
 
-def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_one_evaluation_has_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text("run: {}\n")
     assert cli.main(["show", str(tmp_path), "--changed"]) == 2
     assert "expected two evaluations, found 0" in capsys.readouterr().err
 
 
-def test_the_folder_of_an_evaluation_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_an_evaluation_is_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rlflow.report.metrics import save_registered
 
-    (tmp_path / "trajectories.jsonl").write_bytes((run / "evaluations" / "step_000002.jsonl").read_bytes())
+    (tmp_path / "trajectories.jsonl").write_bytes(
+        (run / "evaluations" / "step_000002.jsonl").read_bytes()
+    )
     save_registered(tmp_path / "environment_metrics.json", REGISTERED)
     write_json(tmp_path / "summary.json", evaluated(0, 0.75))
     out = shown(capsys, str(tmp_path), "--solved")
     assert "EM 0.750 [0.650, 0.850]" in out and "2 of 2 solved episodes, 2 in all" in out
 
 
-def test_a_time_says_what_it_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "step 2 after 20 s from the start, evaluations included" in shown(capsys, str(run), "--trajectories", "0")
+def test_a_time_says_what_it_counts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "step 2 after 20 s from the start, evaluations included" in shown(
+        capsys, str(run), "--trajectories", "0"
+    )
     write_json(tmp_path / "summary.json", {"status": "finished", "steps": 1, "seconds": 614})
     write_frame(tmp_path, [{"step": 1, "time/evaluate_s": 70.0}])
     assert "finished after 1 step and 10:14" in shown(capsys, str(tmp_path), "--trajectories", "0")

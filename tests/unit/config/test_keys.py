@@ -35,19 +35,27 @@ def test_another_librarys_name_leads_to_a_key_that_is_there(other: str) -> None:
         assert f"Did you mean '{ours}'?" in str(told.value)
 
 
-def test_keys_are_searched_by_word(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_searched_by_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
     def found(*word: str) -> str:
         assert cli.main(["config", *word]) == 0
         return capsys.readouterr().out
 
-    assert found("learning_rate").startswith("trainer.lr=1e-06\n    learning rate of the optimizer; a number above 0")
-    assert "ppo_clip: clip_high" in found("clip_high") and "rollout.samples_per_prompt=8\n" in found("num_generations")
+    assert found("learning_rate").startswith(
+        "trainer.lr=1e-06\n    learning rate of the optimizer; a number above 0"
+    )
+    assert "ppo_clip: clip_high" in found(
+        "clip_high"
+    ) and "rollout.samples_per_prompt=8\n" in found("num_generations")
     everything = found()
     assert all(f"{key.name}=" in everything for key in KEYS)
     wide = [line for line in everything.splitlines() if len(line) > 80]
-    assert not [line for line in wide if line.startswith(" ")], "what is told is wrapped; a default stands in one line"
+    assert not [line for line in wide if line.startswith(" ")], (
+        "what is told is wrapped; a default stands in one line"
+    )
     with pytest.raises(SystemExit):
         cli.main(["train", "--learning-rate", "1e-4"])
     assert "Did you mean 'trainer.lr'?" in capsys.readouterr().err

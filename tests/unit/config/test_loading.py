@@ -33,31 +33,54 @@ def test_no_file_and_no_override_is_the_defaults() -> None:
 
 
 def test_files_merge_over_their_bases_and_overrides_over_files(tmp_path: Path) -> None:
-    write(tmp_path / "root.yaml", "trainer: {lr: 1e-3, max_gradient_norm: 0.5, logits_chunk_mib: 1e-7}\nrun: {name: root}\n")
+    write(
+        tmp_path / "root.yaml",
+        "trainer: {lr: 1e-3, max_gradient_norm: 0.5, logits_chunk_mib: 1e-7}\nrun: {name: root}\n",
+    )
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "sub" / "middle.yaml", "base: ../root.yaml\ntrainer: {max_gradient_norm: 0.6, logits_chunk_mib: 1e-6}\n")
+    write(
+        tmp_path / "sub" / "middle.yaml",
+        "base: ../root.yaml\ntrainer: {max_gradient_norm: 0.6, logits_chunk_mib: 1e-6}\n",
+    )
     top = write(tmp_path / "top.yaml", "base: sub/middle.yaml\ntrainer: {logits_chunk_mib: 1e-5}\n")
     config = load_run_config(top, ["trainer.logits_chunk_mib=1e-4"])
     trainer = config.trainer
-    assert (trainer.lr, trainer.max_gradient_norm, trainer.logits_chunk_mib, config.run.name) == (1e-3, 0.6, 1e-4, "root")
+    assert (trainer.lr, trainer.max_gradient_norm, trainer.logits_chunk_mib, config.run.name) == (
+        1e-3,
+        0.6,
+        1e-4,
+        "root",
+    )
 
 
 def test_a_preset_replaces_the_algorithm_of_a_file_and_overrides_go_over_it(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "algorithm: {losses: [sft], minibatches_per_step: 4, epochs_per_step: 3}\ntrainer: {lr: 0.5}\n"
     )
-    config = load_config(tmp_path / "mine.yaml", ["algorithm.losses.0.clip_high=0.3"], RunConfig, preset="grpo")
+    config = load_config(
+        tmp_path / "mine.yaml", ["algorithm.losses.0.clip_high=0.3"], RunConfig, preset="grpo"
+    )
     assert [loss["name"] for loss in config.algorithm.losses] == ["ppo_clip", "kl"]
     assert config.algorithm.losses[0] == {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3}
-    assert (config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step, config.trainer.lr) == (1, 1, 0.5)
+    assert (
+        config.algorithm.minibatches_per_step,
+        config.algorithm.epochs_per_step,
+        config.trainer.lr,
+    ) == (1, 1, 0.5)
 
 
 def test_a_file_may_be_based_on_a_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("base: preset:grpo\nalgorithm: {epochs_per_step: 3}\n")
     section = load_config(tmp_path / "mine.yaml", [], RunConfig).algorithm
-    assert (section.losses[1]["name"], section.epochs_per_step, section.aggregate) == ("kl", 3, {"name": "trajectory_mean"})
+    assert (section.losses[1]["name"], section.epochs_per_step, section.aggregate) == (
+        "kl",
+        3,
+        {"name": "trajectory_mean"},
+    )
     (tmp_path / "mine.yaml").write_text("base: preset:grop\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml: base: unknown preset 'grop'. Did you mean 'grpo'"):
+    with pytest.raises(
+        ConfigError, match=r"mine.yaml: base: unknown preset 'grop'. Did you mean 'grpo'"
+    ):
         load_config(tmp_path / "mine.yaml", [], RunConfig)
 
 
@@ -76,7 +99,9 @@ def test_every_spelling_of_a_small_float_is_that_float(text: str) -> None:
 def test_whole_numbers_become_floats_where_floats_belong_and_nowhere_else() -> None:
     config = load_run_config(None, ["trainer.lr=1"])
     assert config.trainer.lr == 1.0 and isinstance(config.trainer.lr, float)
-    assert "expected a whole number above 0, found 2.0 (number)" in error_of("rollout.max_turns=2.0")
+    assert "expected a whole number above 0, found 2.0 (number)" in error_of(
+        "rollout.max_turns=2.0"
+    )
 
 
 @pytest.mark.parametrize("value", ["yes", "1", "'true'", "null"])
@@ -86,7 +111,9 @@ def test_booleans_are_true_or_false_only(value: str) -> None:
 
 def test_whole_numbers_are_decimal() -> None:
     """As YAML 1.2 says; with a leading 0 they were octal in 1.1."""
-    config = load_run_config(None, ["run.steps=0100", "run.seed=08", "data.max_prompt_tokens=1_000"])
+    config = load_run_config(
+        None, ["run.steps=0100", "run.seed=08", "data.max_prompt_tokens=1_000"]
+    )
     assert (config.run.steps, config.run.seed, config.data.max_prompt_tokens) == (100, 8, 1000)
     assert "expected an index below 1, found '²'" in error_of("algorithm.losses.².clip=1")
 
@@ -97,29 +124,49 @@ def test_a_boolean_is_not_a_number() -> None:
 
 
 def test_overrides_reach_into_components_and_lists() -> None:
-    config = load_run_config(None, ["environment.reader.top_k=5", "environment.name=search", "algorithm.losses.0.clip_low=.1"])
+    config = load_run_config(
+        None,
+        ["environment.reader.top_k=5", "environment.name=search", "algorithm.losses.0.clip_low=.1"],
+    )
     assert config.environment == {"name": "search", "reader": {"top_k": 5}}
     assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}]
     assert "algorithm.losses' is a list of 1" in error_of("algorithm.losses.1.x=1")
 
 
-def test_another_component_name_drops_the_keywords_of_the_first_in_any_order(tmp_path: Path) -> None:
+def test_another_component_name_drops_the_keywords_of_the_first_in_any_order(
+    tmp_path: Path,
+) -> None:
     file = write(tmp_path / "c.yaml", "environment: {name: search, corpus: c.jsonl}\n")
     for overrides in (
         ["environment.name=guess", "environment.highest=3"],
         ["environment.highest=3", "environment.name=guess"],
     ):
         assert load_run_config(file, overrides).environment == {"name": "guess", "highest": 3}
-    assert load_run_config(file, ["environment.name=search"]).environment == {"name": "search", "corpus": "c.jsonl"}
+    assert load_run_config(file, ["environment.name=search"]).environment == {
+        "name": "search",
+        "corpus": "c.jsonl",
+    }
 
 
 def test_a_bare_name_is_a_component_everywhere(tmp_path: Path) -> None:
-    file = write(tmp_path / "c.yaml", "environment: guess\nalgorithm: {advantage: rloo, losses: [sft, {name: kl, clamp: 3}]}\n")
-    config = load_run_config(file, ["rollout.engine=other", "algorithm.losses.0=ppo_clip", "algorithm.losses.0.clip_low=.1"])
+    file = write(
+        tmp_path / "c.yaml",
+        "environment: guess\nalgorithm: {advantage: rloo, losses: [sft, {name: kl, clamp: 3}]}\n",
+    )
+    config = load_run_config(
+        file,
+        ["rollout.engine=other", "algorithm.losses.0=ppo_clip", "algorithm.losses.0.clip_low=.1"],
+    )
     assert config.environment == {"name": "guess"} and config.rollout.engine == {"name": "other"}
     assert config.algorithm.advantage == {"name": "rloo"}
-    assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}, {"name": "kl", "clamp": 3}]
-    for overrides in (["environment=new", "environment.highest=3"], ["environment.highest=3", "environment=new"]):
+    assert config.algorithm.losses == [
+        {"name": "ppo_clip", "clip_low": 0.1},
+        {"name": "kl", "clamp": 3},
+    ]
+    for overrides in (
+        ["environment=new", "environment.highest=3"],
+        ["environment.highest=3", "environment=new"],
+    ):
         assert load_run_config(file, overrides).environment == {"name": "new", "highest": 3}
     for override in ("algorithm.losses=[sft]", "algorithm.losses=sft"):
         assert load_run_config(file, [override]).algorithm.losses == [{"name": "sft"}]
@@ -148,7 +195,10 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("rollout.lr=1", "Did you mean 'trainer.lr'?"),
         ("rollout.temprature=1", "Did you mean 'rollout.temperature'?"),
         ("rollout.qqq=1", "Known keys of rollout: engine, prompts_per_step"),
-        ("rollout.max_turns=four", "rollout.max_turns: expected a whole number above 0, found 'four' (text)"),
+        (
+            "rollout.max_turns=four",
+            "rollout.max_turns: expected a whole number above 0, found 'four' (text)",
+        ),
         ("metrics.sinks=3", "metrics.sinks: expected a list"),
         ("trainer=3", "trainer: expected a section with keys, found 3"),
         ("rollout.max_turns", "expected section.key=value, found 'rollout.max_turns'"),
@@ -156,7 +206,10 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("trainer.lr=[", "is not a YAML value"),
         ("trainer.lr=" + "[" * 600 + "]" * 600, "nested too deeply"),
         ("trainer.lr=" + "9" * 5000, "is not a YAML value"),
-        ("trainer.lr_schedule=cosine", "trainer.lr_schedule: unknown key. Did you mean 'trainer.schedule'?"),
+        (
+            "trainer.lr_schedule=cosine",
+            "trainer.lr_schedule: unknown key. Did you mean 'trainer.schedule'?",
+        ),
         ("trainer.lr_warmup_steps=5", "Did you mean 'trainer.schedule.warmup_steps'?"),
         ("trainer.min_lr=1e-7", "Did you mean 'trainer.schedule.min_lr'?"),
         ("trainer.beta2=0.9", "Did you mean 'trainer.optimizer.beta2'?"),
@@ -172,14 +225,20 @@ def test_mistakes_say_where_what_and_how(override: str, expected: str) -> None:
     assert message.startswith("command line: ") and expected in message
 
 
-def test_an_option_of_the_environment_without_its_section_is_suggested_with_it(tmp_path: Path) -> None:
+def test_an_option_of_the_environment_without_its_section_is_suggested_with_it(
+    tmp_path: Path,
+) -> None:
     own = write(tmp_path / "own.py", "def make(length: int = 2, mode: str = ''): ...\n")
     chosen = f"environment.name={own}:make"
     for word, expected in (("lenght", "environment.length"), ("length", "environment.length"), ("mode", "environment.mode"),
                            ("lr", "trainer.lr"), ("dat", "data")):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"command line: {word}: unknown key. Did you mean '{expected}'"):
+        with pytest.raises(
+            ConfigError, match=f"command line: {word}: unknown key. Did you mean '{expected}'"
+        ):
             load_run_config(None, [chosen, f"{word}=2"])
-    silent = write(tmp_path / "silent.py", f"open('{tmp_path}/imported', 'w')\ndef make(length=2): ...\n")
+    silent = write(
+        tmp_path / "silent.py", f"open('{tmp_path}/imported', 'w')\ndef make(length=2): ...\n"
+    )
     file = write(tmp_path / "top.yaml", f"environment: {{name: '{silent}:make'}}\nlenght: 2\n")
     assert "Known keys: run, model" in error_of(file=file) and not (tmp_path / "imported").exists()
 
@@ -187,18 +246,26 @@ def test_an_option_of_the_environment_without_its_section_is_suggested_with_it(t
 def test_mistakes_in_files_name_the_file_that_holds_them(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "rollout: {max_turns: many}\n")
     top = write(tmp_path / "top.yaml", "base: base.yaml\ntrainer: {lr: 1}\n")
-    assert error_of(file=top).startswith(f"{tmp_path / 'base.yaml'}: rollout.max_turns: expected a whole number")
+    assert error_of(file=top).startswith(
+        f"{tmp_path / 'base.yaml'}: rollout.max_turns: expected a whole number"
+    )
     assert "demo.yaml: no such configuration file. Did you mean 'demos.yaml'?" in error_of(
         file=write(tmp_path / "demos.yaml", "").with_name("demo.yaml")
     )
-    assert f"{top}:3: not YAML: key 'lr' stands twice" in error_of(file=write(top, "trainer:\n  lr: 1\n  lr: 2\n"))
+    assert f"{top}:3: not YAML: key 'lr' stands twice" in error_of(
+        file=write(top, "trainer:\n  lr: 1\n  lr: 2\n")
+    )
     assert "expected sections" in error_of(file=write(top, "- 1\n"))
     for value in ("!!bool x", '!!float ""', "!!timestamp x"):
         assert "does not fit its tag" in error_of(file=write(top, f"run: {{name: {value}}}\n"))
 
 
 def test_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:
-    overrides = ["trainer.lr=1e-7", "environment={name: x, list: [1, {a: é}], none: null}", "run.target=0.5"]
+    overrides = [
+        "trainer.lr=1e-7",
+        "environment={name: x, list: [1, {a: é}], none: null}",
+        "run.target=0.5",
+    ]
     config = load_run_config(None, overrides)
     save_config(config, tmp_path / "config.yaml")
     assert load_run_config(tmp_path / "config.yaml") == config
@@ -242,18 +309,33 @@ def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
 )  # fmt: skip
 def test_whatever_is_called_a_secret_is_one(key: str) -> None:
     assert redact({key: "s3cret"}) == {key: "***"}
-    assert redact({key: {"a": ["s3cret", 1234, None, True]}}) == {key: {"a": ["***", "***", None, True]}}
+    assert redact({key: {"a": ["s3cret", 1234, None, True]}}) == {
+        key: {"a": ["***", "***", None, True]}
+    }
 
 
 def test_every_header_is_a_secret_but_for_those_that_are_known() -> None:
-    headers = {"auth": "a", "x-auth": "b", "pass": "c", "openaiApiKey": "d", "sig": "e", "X-Made-Up": "f", "Accept": "text/html"}
+    headers = {
+        "auth": "a",
+        "x-auth": "b",
+        "pass": "c",
+        "openaiApiKey": "d",
+        "sig": "e",
+        "X-Made-Up": "f",
+        "Accept": "text/html",
+    }
     shown = {**dict.fromkeys(headers, "***"), "Accept": "text/html"}
     for key in ("headers", "extra_headers", "defaultHeaders", "header"):
         assert redact({key: headers}) == {key: shown}
-    assert redact({"headers": ["X-A: s3cret", ["X-B", "s3cret"]]}) == {"headers": ["***", ["***", "***"]]}
+    assert redact({"headers": ["X-A: s3cret", ["X-B", "s3cret"]]}) == {
+        "headers": ["***", ["***", "***"]]
+    }
 
 
-@pytest.mark.parametrize("text", ["a" * 10**6, "a://" * 10**5, "://@" * 10**5, "?a=" * 10**5 + "://", "x:" * 10**5, "#" * 10**6])
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 10**6, "a://" * 10**5, "://@" * 10**5, "?a=" * 10**5 + "://", "x:" * 10**5, "#" * 10**6],
+)
 def test_a_long_text_costs_no_more_than_its_length(text: str) -> None:
     began = time.process_time()
     redact_text(text)
@@ -290,7 +372,10 @@ def test_names_of_columns_are_no_secrets(key: str) -> None:
         ("{'authorization': 'Token s3cret'}", "{'authorization': 'Token ***'}"),
         ("Which? a=b&c=d", "Which? a=b&c=d"),
         ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer ***"),
-        ("mail me@host or see http://host:80/x, ssh://git@host", "mail me@host or see http://host:80/x, ssh://git@host"),
+        (
+            "mail me@host or see http://host:80/x, ssh://git@host",
+            "mail me@host or see http://host:80/x, ssh://git@host",
+        ),
     ],
 )
 def test_secrets_in_texts_are_not_shown(text: str, shown: str) -> None:

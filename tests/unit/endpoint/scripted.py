@@ -31,7 +31,9 @@ class Fed:
         self.samplings: list[Sampling] = []
         self.report: dict[str, float] = {}  # the environment's
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str
+    ) -> Completion:
         text = self.says(self.tokenizer.decode(tokens, skip_special_tokens=False), len(self.said))
         ids = [token for letter in text for token in self.tokenizer.encode(letter)]
         stopped = any(stop in text for stop in sampling.stop)
@@ -68,7 +70,9 @@ def play(
     task = environment.tasks("train")[0]
 
     async def all_of() -> list[Trajectory]:
-        attempts = [Attempt(task, "g", f"r{number}", lambda turn: 0, number) for number in range(episodes)]
+        attempts = [
+            Attempt(task, "g", f"r{number}", lambda turn: 0, number) for number in range(episodes)
+        ]
         try:
             return await asyncio.gather(*(player.play(one, fed.generate) for one in attempts))
         finally:

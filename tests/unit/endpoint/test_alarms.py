@@ -53,7 +53,9 @@ def test_each_alarm_is_raised_by_its_fault_alone(
 ) -> None:
     tokenizer = dressed(tiny_tokenizer(tmp_path), QWEN3)
     made = environment(tmp_path, f"REWRITES, STRANGER = {rewrites}, {stranger}\n{AGENT}")
-    found, fed = play(made, tokenizer, lambda text, number: says, episodes=1, max_response_tokens=400)
+    found, fed = play(
+        made, tokenizer, lambda text, number: says, episodes=1, max_response_tokens=400
+    )
     checked(found[0], fed)
     told = {key: statistics.fmean(one.metrics[key] for one in found) for key in found[0].metrics}
     metrics = {training_name(key, made.metrics): value for key, value in told.items()} | fed.report

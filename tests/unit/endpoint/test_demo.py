@@ -39,10 +39,14 @@ def collected(environment: Environment) -> list[Trajectory]:
 def gradient(played: Sequence[Trajectory], rewards: Sequence[float]) -> list[torch.Tensor]:
     batch = make_batch(played)
     advantages = torch.tensor(rewards)[batch.trajectory] - sum(rewards) / len(rewards)
-    batch = batch.replace(weights=token_weights(batch), advantages=advantages[:, None].expand(batch.tokens.shape))
+    batch = batch.replace(
+        weights=token_weights(batch), advantages=advantages[:, None].expand(batch.tokens.shape)
+    )
     trainer = ReferenceTrainer(POLICY, lr=1e-3, device="cpu")
     trainer.update(batch, PPOClipLoss())
-    return [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.slow

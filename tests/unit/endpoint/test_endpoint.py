@@ -41,8 +41,12 @@ async def agent(task, client):
 """
 
 
-def test_a_conversation_is_one_segment_of_the_ids_that_were_sampled(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (one,), fed = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}")
+def test_a_conversation_is_one_segment_of_the_ids_that_were_sampled(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (one,), fed = play(
+        environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}"
+    )
     checked(one, fed)
     assert len(one.segments) == 1 and len(one.turns) == 3 and one.reward == 1.0
     assert one.stop is StopReason.TERMINATED and one.metrics["broken_histories"] == 0
@@ -74,7 +78,9 @@ async def agent(task, client):
 def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    (one,), fed = play(environment(tmp_path, BRANCHES), tokenizer, lambda text, number: f"The answer {number}")
+    (one,), fed = play(
+        environment(tmp_path, BRANCHES), tokenizer, lambda text, number: f"The answer {number}"
+    )
     checked(one, fed)
     assert one.reward == 1.0 and [turn.segment for turn in one.turns] == [0, 1, 2, 3, 4, 5]
     first, second = fed.contexts[0] + fed.said[0], fed.contexts[2] + fed.said[2]
@@ -116,9 +122,15 @@ def test_tools_and_streams_of_openais_client(directory: Path, tmp_path: Path) ->
     call = '\n<tool_call>\n{"name": "look", "arguments": {"for": "x"}}\n</tool_call>'
     tokenizer = dressed(directory, QWEN3)
     limits = {"max_response_tokens": 400}
-    (one,), fed = play(environment(tmp_path, TOOLS), tokenizer, lambda text, number: "I look" + call * 2, **limits)
+    (one,), fed = play(
+        environment(tmp_path, TOOLS), tokenizer, lambda text, number: "I look" + call * 2, **limits
+    )
     checked(one, fed)
-    assert len(one.segments) == 1 and one.metrics["tool_calls"] == 6 and one.metrics["tools_unused"] == 0
+    assert (
+        len(one.segments) == 1
+        and one.metrics["tool_calls"] == 6
+        and one.metrics["tools_unused"] == 0
+    )
     assert '"name": "look"' in tokenizer.decode(fed.contexts[0])
     assert tokenizer.decode(fed.contexts[2]).count("<tool_response>\nfound") == 4
 
@@ -150,7 +162,9 @@ async def agent(task, client):
 """
 
 
-def test_what_training_cannot_honour_is_refused_with_the_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_training_cannot_honour_is_refused_with_the_reason(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     made = environment(tmp_path, f"FILE = {str(tmp_path / 'told')!r}\n{REFUSED}")
     made.sampled_at(1.0)
     (one,), fed = play(made, tokenizer, lambda text, number: "Yes")
@@ -158,7 +172,9 @@ def test_what_training_cannot_honour_is_refused_with_the_reason(tokenizer: Token
     told = (tmp_path / "told").read_text().split("\n")
     expected = ["top_p: expected 1, found 0.9", "temperature: expected 1.0", "n: expected 1", "max_tokens", "stop:", "messages:",
                 "image_url", "tool_choice: expected 'auto' or 'none'", "unknown key", "not found"]  # fmt: skip
-    assert all(re.search(pattern, text, re.I) for pattern, text in zip(expected, told, strict=True)), told
+    assert all(
+        re.search(pattern, text, re.I) for pattern, text in zip(expected, told, strict=True)
+    ), told
 
 
 IGNORED = """
@@ -196,13 +212,21 @@ async def agent(task, client):
 """
 
 
-def test_an_agent_is_told_of_the_limits_and_its_episode_is_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_agent_is_told_of_the_limits_and_its_episode_is_truncated(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     made = environment(tmp_path, f"MOST = None\n{LIMITED}")
-    (one,), fed = play(made, tokenizer, lambda text, number: f"So {number}. ", max_total_tokens=150, max_turns=3)
+    (one,), fed = play(
+        made, tokenizer, lambda text, number: f"So {number}. ", max_total_tokens=150, max_turns=3
+    )
     checked(one, fed)
-    assert one.stop is StopReason.MAX_TURNS and one.reward == 5  # three responses, one too long, one too many
+    assert (
+        one.stop is StopReason.MAX_TURNS and one.reward == 5
+    )  # three responses, one too long, one too many
     assert [turn.segment for turn in one.turns] == [0, 0, 1]
-    assert tokenizer.decode(fed.contexts[1], False).count("So 0. ") == 1  # the stop string came back, the blank did not
+    assert (
+        tokenizer.decode(fed.contexts[1], False).count("So 0. ") == 1
+    )  # the stop string came back, the blank did not
     (tmp_path / "other").mkdir()
     made = environment(tmp_path / "other", f"MOST = 4\n{LIMITED}")
     (one,), fed = play(made, tokenizer, lambda text, number: "So it goes", max_turns=3)
@@ -297,7 +321,12 @@ def test_a_response_that_fills_the_episode_to_the_token_is_rewarded_once(
 
 
 def test_many_episodes_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    found, _ = play(environment(tmp_path, TALK), tokenizer, lambda text, number: f"The answer {number}", episodes=64)
+    found, _ = play(
+        environment(tmp_path, TALK),
+        tokenizer,
+        lambda text, number: f"The answer {number}",
+        episodes=64,
+    )
     assert all(one.usable and len(one.segments) == 1 and one.reward == 1.0 for one in found)
     assert sum(len(one.turns) for one in found) == 192
 
@@ -323,17 +352,30 @@ CLOSES = """BEGUN.append(1)
         ("import numpy\n    return numpy.bool_(True)", 1.0, ""),
         ("return 1e19", 0.0, r"expected a number to 1e\+18"),
         ("return 10**400", 0.0, r"expected a number to 1e\+18"),
-        ("await client.chat.completions.create(model='m', messages=5)", 0.0, r"agent.py:6 in agent"),
+        (
+            "await client.chat.completions.create(model='m', messages=5)",
+            0.0,
+            r"agent.py:6 in agent",
+        ),
         ("raise asyncio.CancelledError  # of a tool's task", 0.0, "agent CancelledError"),
     ],
 )
-def test_how_functions_end(rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    found, _ = play(environment(tmp_path, f"{ASKS}    {rest}\n"), tokenizer, lambda text, number: "yes", episodes=3)
+def test_how_functions_end(
+    rest: str, reward: float, told: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    found, _ = play(
+        environment(tmp_path, f"{ASKS}    {rest}\n"),
+        tokenizer,
+        lambda text, number: "yes",
+        episodes=3,
+    )
     assert [one.usable for one in found] == [not told] * 3, found[0].error
     assert all(one.reward == reward and re.search(told, one.error) for one in found), found[0].error
 
 
-def test_an_agent_that_hangs_after_a_limit_is_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_agent_that_hangs_after_a_limit_is_truncated(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     hangs = "    try:\n        await agent(task, client)\n    finally:\n        await asyncio.sleep(9)\n"
     made = environment(tmp_path, ASKS + hangs, timeout_s=0.3)
     (one,), _ = play(made, tokenizer, lambda text, number: "yes", max_turns=1)
@@ -350,12 +392,16 @@ def test_a_reward_that_hangs_aborts_its_episode_alone(tokenizer: Tokenizer, tmp_
 
 
 def test_a_reward_may_be_awaited(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "judge.py").write_text("async def late():\n    return 0.5\ndef reward(task, played):\n    return late()\n")
+    (tmp_path / "judge.py").write_text(
+        "async def late():\n    return 0.5\ndef reward(task, played):\n    return late()\n"
+    )
     made = environment(tmp_path, ASKS, reward=f"{tmp_path / 'judge.py'}:reward")
     assert play(made, tokenizer, lambda text, number: "yes")[0][0].reward == 0.5
 
 
-def test_a_fixed_port_is_free_again_for_the_next_event_loop(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_fixed_port_is_free_again_for_the_next_event_loop(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     made = environment(tmp_path, f"{ASKS}    return 1\n", port=port)

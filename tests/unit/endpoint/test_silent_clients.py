@@ -12,7 +12,9 @@ from rlflow import connections
 from rlflow.endpoint.endpoint import Endpoint
 
 
-def test_a_connection_whose_request_is_never_whole_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_whose_request_is_never_whole_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "WHOLE_REQUEST_S", 0.3)
     head = b"POST /episodes/x/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40\r\n\r\n"
 
@@ -22,7 +24,9 @@ def test_a_connection_whose_request_is_never_whole_is_closed(monkeypatch: pytest
         try:
             port = endpoint._port
             quiet = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            for (_, writer), sent in zip(quiet, (b"", b"POST /epi", head + b'{"model"'), strict=True):
+            for (_, writer), sent in zip(
+                quiet, (b"", b"POST /epi", head + b'{"model"'), strict=True
+            ):
                 writer.write(sent)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head + b"{" + b" " * 38 + b"}")

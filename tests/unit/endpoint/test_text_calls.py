@@ -12,7 +12,9 @@ from rlflow.endpoint.text_calls import ReadResponse, TextCall, read_response
 
 def test_calls_and_the_text_around_them() -> None:
     text = ' I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "b"}</tool_call> '
-    assert read_response(text) == ReadResponse("I add.", (TextCall("add", {"a": 1}), TextCall("b", {})))
+    assert read_response(text) == ReadResponse(
+        "I add.", (TextCall("add", {"a": 1}), TextCall("b", {}))
+    )
     assert read_response(' {"name": "b"} ') == ReadResponse("", (TextCall("b", {}),))
     assert read_response(" none ") == ReadResponse(" none ")
 
@@ -21,7 +23,9 @@ def test_what_cannot_be_read_stays_and_is_counted() -> None:
     wrong = "a <tool_call>{</tool_call> b"
     assert read_response(wrong) == ReadResponse(wrong, (None,)) and read_response(wrong).failed == 1
     cut = '<tool_call>{"name": "b"}</tool_call> c <tool_call>{"name"'
-    assert read_response(cut) == ReadResponse('c <tool_call>{"name"', (TextCall("b", {}),), unclosed=True)
+    assert read_response(cut) == ReadResponse(
+        'c <tool_call>{"name"', (TextCall("b", {}),), unclosed=True
+    )
     assert read_response(cut).failed == 1 and read_response('{"name": }').failed == 1
 
 
@@ -49,7 +53,9 @@ def test_an_answer_that_holds_a_name_is_no_call() -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
 def test_no_call_holds_what_json_cannot(number: str) -> None:
-    assert read_response(f'<tool_call>{{"name": "a", "arguments": {{"x": {number}}}}}</tool_call>').found == (None,)
+    assert read_response(
+        f'<tool_call>{{"name": "a", "arguments": {{"x": {number}}}}}</tool_call>'
+    ).found == (None,)
 
 
 def test_halves_of_characters_are_replaced() -> None:
@@ -60,6 +66,11 @@ def test_halves_of_characters_are_replaced() -> None:
 
 def test_reading_takes_time_linear_in_the_text() -> None:
     begun = time.perf_counter()
-    for text in ("<tool_call>" * 50_000, "<tool_call>{</tool_call>" * 20_000, '{"name"' * 50_000 + "}", "[" * 500_000):
+    for text in (
+        "<tool_call>" * 50_000,
+        "<tool_call>{</tool_call>" * 20_000,
+        '{"name"' * 50_000 + "}",
+        "[" * 500_000,
+    ):
         read_response(text)
     assert time.perf_counter() - begun < 2.0

@@ -58,7 +58,9 @@ async def agent(task, client):
 def test_anthropics_client(directory: Path, tmp_path: Path) -> None:
     pytest.importorskip("anthropic")
     tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, ANTHROPIC)
-    (one,), fed = play(made, tokenizer, lambda text, number: "I look" + CALL * 2, max_response_tokens=400)
+    (one,), fed = play(
+        made, tokenizer, lambda text, number: "I look" + CALL * 2, max_response_tokens=400
+    )
     checked(one, fed)
     assert one.reward == 4 and len(one.segments) == 1 and one.metrics["tool_calls"] == 6
     seen = tokenizer.decode(fed.contexts[2], False)
@@ -91,11 +93,17 @@ async def agent(task, client):
 
 def test_openais_responses(directory: Path, tmp_path: Path) -> None:
     tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, RESPONSES)
-    (one,), fed = play(made, tokenizer, lambda text, number: "I look" + CALL * 2, max_response_tokens=400)
+    (one,), fed = play(
+        made, tokenizer, lambda text, number: "I look" + CALL * 2, max_response_tokens=400
+    )
     checked(one, fed)
     assert one.reward == 1 and len(one.segments) == 1 and one.metrics["broken_histories"] == 0
     seen = tokenizer.decode(fed.contexts[2], False)
-    assert seen.count("Be brief.") == 1 and seen.count("<tool_response>\nfound") == 2 and "Again." in seen
+    assert (
+        seen.count("Be brief.") == 1
+        and seen.count("<tool_response>\nfound") == 2
+        and "Again." in seen
+    )
 
 
 SMOLAGENTS = """
@@ -123,11 +131,18 @@ def test_an_agent_of_smolagents_calls_its_tools(directory: Path, tmp_path: Path)
     pytest.importorskip("smolagents", reason="smolagents is not installed: pip install smolagents")
 
     def says(text: str, number: int) -> str:
-        name, arguments = ("final_answer", '{"answer": "7"}') if "it is 7" in text else ("look", '{"what": "it"}')
+        name, arguments = (
+            ("final_answer", '{"answer": "7"}') if "it is 7" in text else ("look", '{"what": "it"}')
+        )
         return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
-    tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, SMOLAGENTS, sampling="ignore")
-    found, fed = play(made, tokenizer, says, episodes=1, max_response_tokens=400, max_total_tokens=60_000)
+    tokenizer, made = (
+        dressed(directory, QWEN3),
+        environment(tmp_path, SMOLAGENTS, sampling="ignore"),
+    )
+    found, fed = play(
+        made, tokenizer, says, episodes=1, max_response_tokens=400, max_total_tokens=60_000
+    )
     checked(found[0], fed)
     told = found[0].metrics
     assert found[0].reward == 1.0 and told["tool_calls"] == told["ignored_parameters"] == 2
@@ -153,11 +168,19 @@ async def agent(task, client):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_an_agent_of_langgraph_is_one_segment(directory: Path, tmp_path: Path, streaming: bool) -> None:
-    pytest.importorskip("langgraph", reason="langgraph is not installed: pip install langgraph langchain-openai")
+def test_an_agent_of_langgraph_is_one_segment(
+    directory: Path, tmp_path: Path, streaming: bool
+) -> None:
+    pytest.importorskip(
+        "langgraph", reason="langgraph is not installed: pip install langgraph langchain-openai"
+    )
 
     def says(text: str, number: int) -> str:
-        return "It is 7." if "it is 7" in text else '<tool_call>{"name": "look", "arguments": {"what": "it"}}</tool_call>'
+        return (
+            "It is 7."
+            if "it is 7" in text
+            else '<tool_call>{"name": "look", "arguments": {"what": "it"}}</tool_call>'
+        )
 
     agent = LANGGRAPH.replace("STREAMING", str(streaming))
     tokenizer, made = dressed(directory, QWEN3), environment(tmp_path, agent)

@@ -78,15 +78,23 @@ def _protocol(name: str, **options: Any) -> object:
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def way(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], str]:
     """Class name -> the name under which a configuration finds it."""
     (tmp_path / "their_parts.py").write_text(SOURCE)
     information = tmp_path / "their_parts-1.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-parts\nVersion: 1.0\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: their-parts\nVersion: 1.0\n"
+    )
     (information / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
-    names = {"module": "their_parts:{}", "file": f"{tmp_path / 'their_parts.py'}:{{}}", "entry point": "mine"}
+    names = {
+        "module": "their_parts:{}",
+        "file": f"{tmp_path / 'their_parts.py'}:{{}}",
+        "entry point": "mine",
+    }
     return names[request.param].format
 
 
@@ -102,25 +110,40 @@ def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     ids=["retriever", "encoder", "reward", "protocol"],
 )
 def test_parts_of_others_are_found_made_and_checked(
-    way: Callable[[str], str], make: Callable[..., object], class_name: str, option: dict, plain: object, with_option: object
+    way: Callable[[str], str],
+    make: Callable[..., object],
+    class_name: str,
+    option: dict,
+    plain: object,
+    with_option: object,
 ) -> None:
     name = way(class_name)
     assert make(name) == plain and make(name, **option) == with_option
-    with pytest.raises(ConfigError, match=rf"unknown keyword 'colour'. It takes: {next(iter(option))}\."):
+    with pytest.raises(
+        ConfigError, match=rf"unknown keyword 'colour'. It takes: {next(iter(option))}\."
+    ):
         make(name, colour=1)
-    with pytest.raises(ConfigError, match=rf"{next(iter(option))}: expected .*, found 'much' \(text\)"):
+    with pytest.raises(
+        ConfigError, match=rf"{next(iter(option))}: expected .*, found 'much' \(text\)"
+    ):
         make(name, **dict.fromkeys(option, "much"))
 
 
 def test_a_retriever_whose_corpus_may_be_missing_brings_its_documents() -> None:
-    assert [name for name in ("bm25", "faiss", "qdrant", "http", "random") if brings_documents(name)] == ["qdrant", "http"]
+    assert [
+        name for name in ("bm25", "faiss", "qdrant", "http", "random") if brings_documents(name)
+    ] == ["qdrant", "http"]
     with pytest.raises(ConfigError, match="it needs a corpus"):
         make_retriever("bm25", None)
 
 
 def test_every_component_of_the_search_environment_is_typed() -> None:
-    with pytest.raises(ConfigError, match=r"retriever\.dimensions: expected a whole number above 0, found 'many'"):
+    with pytest.raises(
+        ConfigError, match=r"retriever\.dimensions: expected a whole number above 0, found 'many'"
+    ):
         make_retriever({"name": "dense", "dimensions": "many"}, PASSAGES)
     with pytest.raises(ConfigError, match=r"environment\.reward\.structure: expected a number"):
         make_reward({"name": "searchr1_em_format", "structure": "much"})
-    assert np.isfinite(make_encoder({"name": "hashed", "title_weight": 1}, PASSAGES).encode_queries(["x"])).all()
+    assert np.isfinite(
+        make_encoder({"name": "hashed", "title_weight": 1}, PASSAGES).encode_queries(["x"])
+    ).all()

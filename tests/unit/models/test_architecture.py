@@ -16,7 +16,12 @@ from transformers import AutoConfig
 
 from rlflow.errors import ModelError
 from rlflow.models import tables
-from rlflow.models.architecture import architecture, huggingface_shapes, placed_rules, stored_architecture
+from rlflow.models.architecture import (
+    architecture,
+    huggingface_shapes,
+    placed_rules,
+    stored_architecture,
+)
 from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
 from rlflow.models.tables import FAMILIES
@@ -34,9 +39,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS, ids=lambda value: str(value))
-def test_tables_name_exactly_what_transformers_writes(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_name_exactly_what_transformers_writes(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     path = tiny_model(tmp_path, family, tokenizer=False, vocab_size=101, **options)
-    written = {name: tuple(entry["shape"]) for name, entry in header(path / "model.safetensors").items()}
+    written = {
+        name: tuple(entry["shape"]) for name, entry in header(path / "model.safetensors").items()
+    }
     assert huggingface_shapes(stored_architecture(read_config(path))) == written
 
 
@@ -44,11 +53,15 @@ def test_tables_name_exactly_what_transformers_writes(family: str, options: dict
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_two_rules_make_the_same_megatron_tensor(family: str, fused: bool) -> None:
     model = stored_architecture(tiny_config(family))
-    names = [rule.megatron_name(layer, rule.expert or 0, fused) for rule, layer in placed_rules(model)]
+    names = [
+        rule.megatron_name(layer, rule.expert or 0, fused) for rule, layer in placed_rules(model)
+    ]
     assert len(set(names)) == len(names)
 
 
-def test_the_family_of_the_docs_is_all_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_family_of_the_docs_is_all_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
     first = page.read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.setattr(tables, "FAMILIES", dict(FAMILIES))
@@ -64,13 +77,25 @@ def test_the_family_of_the_docs_is_all_that_it_takes(tmp_path: Path, monkeypatch
 
 
 def test_experts_are_in_the_layers_that_the_config_names() -> None:
-    values = {"model_type": "qwen3_moe", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    values |= {"vocab_size": 9, "num_hidden_layers": 6, "num_experts": 3, "moe_intermediate_size": 5}
+    values = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    values |= {
+        "vocab_size": 9,
+        "num_hidden_layers": 6,
+        "num_experts": 3,
+        "moe_intermediate_size": 5,
+    }
     model = stored_architecture({**values, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert model.experts is not None
     assert model.experts.sparse == (False, True, False, False, False, True)
     fc1 = [
-        (layer, rule.expert) for rule, layer in placed_rules(model) if rule.megatron.endswith("{e}.linear_fc1.weight")
+        (layer, rule.expert)
+        for rule, layer in placed_rules(model)
+        if rule.megatron.endswith("{e}.linear_fc1.weight")
     ]
     assert fc1 == [(layer, expert) for layer in (1, 5) for expert in range(3)]
 
@@ -78,14 +103,34 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is not supported here; expected true"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is not supported here; expected false"),
-        ("glm4_moe", {"n_group": 2, "topk_group": 2}, "'topk_group' is 2 of 2 groups for 2 of 4 experts"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2}, "'group_limited_greedy' is not"),
+        (
+            "glm4_moe",
+            {"norm_topk_prob": False},
+            "norm_topk_prob is not supported here; expected true",
+        ),
+        (
+            "deepseek_v2",
+            {"norm_topk_prob": True},
+            "norm_topk_prob is not supported here; expected false",
+        ),
+        (
+            "glm4_moe",
+            {"n_group": 2, "topk_group": 2},
+            "'topk_group' is 2 of 2 groups for 2 of 4 experts",
+        ),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 2},
+            "'group_limited_greedy' is not",
+        ),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported"),
-        ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "mscale": 0.7}}, "both or none of mscale"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "yarn", "mscale": 0.7}},
+            "both or none of mscale",
+        ),
         ("qwen3_moe", {"num_experts_per_tok": None}, "'num_experts_per_tok' is 0; expected 2 to 4"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "'num_experts_per_tok' is 1; expected 2 to 4"),
         ("qwen2_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False}, "is 5; expected 1 to 4"),
@@ -101,10 +146,16 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "fp8 can be converted, but not trained",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope scaling 'yarn'",
+        ),
     ],
 )
-def test_what_is_only_converted_is_refused_for_training(family: str, changes: dict[str, Any], words: str) -> None:
+def test_what_is_only_converted_is_refused_for_training(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
     config = tiny_config(family, **changes)
     stored_architecture(config)
     with pytest.raises(ModelError, match=words):
@@ -123,7 +174,9 @@ def test_what_is_only_converted_is_refused_for_training(family: str, changes: di
         ("mixtral", {"num_local_experts": None}, "'num_experts' is missing"),
     ],
 )
-def test_tensors_beyond_the_tables_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
+def test_tensors_beyond_the_tables_are_refused(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
     config = tiny_config(family, **changes)
     with pytest.raises(ModelError, match=words):
         stored_architecture(config)
@@ -170,16 +223,29 @@ def test_malformed_entries_are_one_line_that_names_them(key: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_config_json_leaves_open_is_what_transformers_takes(family: str, left_out: dict[str, Any]) -> None:
+def test_what_config_json_leaves_open_is_what_transformers_takes(
+    family: str, left_out: dict[str, Any]
+) -> None:
     config = tiny_config(family, **left_out)
     config = {key: value for key, value in config.items() if left_out.get(key, 0) is not None}
     theirs = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
-    for read in (stored_architecture, routing_of, window_of, lambda config: rope_kind(rope_of(config))):
+    for read in (
+        stored_architecture,
+        routing_of,
+        window_of,
+        lambda config: rope_kind(rope_of(config)),
+    ):
         assert read(config) == read(theirs)
 
 
 def test_nulls_stand_for_defaults() -> None:
     config = tiny_config("qwen3")
-    optional = ("rms_norm_eps", "rope_parameters", "max_position_embeddings", "num_key_value_heads", "head_dim")
+    optional = (
+        "rms_norm_eps",
+        "rope_parameters",
+        "max_position_embeddings",
+        "num_key_value_heads",
+        "head_dim",
+    )
     found = stored_architecture({**config, **dict.fromkeys(optional)})
     assert (found.norm_eps, found.rope_theta, found.groups) == (1e-6, 10000.0, found.heads)

@@ -26,7 +26,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
 
 
-def test_shards_and_index_load_in_transformers_with_the_same_weights(reference: Path, tmp_path: Path) -> None:
+def test_shards_and_index_load_in_transformers_with_the_same_weights(
+    reference: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "out"
@@ -34,24 +36,36 @@ def test_shards_and_index_load_in_transformers_with_the_same_weights(reference: 
     shards = sorted(file.name for file in out.glob("*.safetensors"))
     assert len(shards) > 2
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in iterate_weights(reference))
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for _, tensor in iterate_weights(reference)
+    )
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    assert digest(model.named_parameters()) == digest(iterate_weights(reference)) == digest(iterate_weights(out))
+    assert (
+        digest(model.named_parameters())
+        == digest(iterate_weights(reference))
+        == digest(iterate_weights(out))
+    )
     assert AutoTokenizer.from_pretrained(out)("yes")["input_ids"]
 
 
-def test_the_dtype_of_the_weights_is_recorded_in_the_config(reference: Path, tmp_path: Path) -> None:
+def test_the_dtype_of_the_weights_is_recorded_in_the_config(
+    reference: Path, tmp_path: Path
+) -> None:
     rounded = ((name, tensor.to(torch.bfloat16)) for name, tensor in iterate_weights(reference))
     write_model(tmp_path / "out", rounded, reference)
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
     assert {tensor.dtype for _, tensor in iterate_weights(tmp_path / "out")} == {torch.bfloat16}
 
 
-def test_the_converter_verifies_what_was_written_and_sees_a_changed_byte(reference: Path, tmp_path: Path) -> None:
+def test_the_converter_verifies_what_was_written_and_sees_a_changed_byte(
+    reference: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     manifest = write_model(out, iterate_weights(reference), reference, shard_bytes=60_000)
     assert verify_export(out) == manifest
-    assert manifest["weight_bytes"] == sum(tensor.nbytes for _, tensor in iterate_weights(reference))
+    assert manifest["weight_bytes"] == sum(
+        tensor.nbytes for _, tensor in iterate_weights(reference)
+    )
     assert set(manifest["files"]) == {file.name for file in out.iterdir()} - {"manifest.json"}
     shard = out / sorted(name for name in manifest["files"] if name.endswith(".safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
@@ -94,7 +108,10 @@ def with_stranger(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def with_another_dtype(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor.double() if name == "model.norm.weight" else tensor) for name, tensor in iterate_weights(path))
+    return (
+        (name, tensor.double() if name == "model.norm.weight" else tensor)
+        for name, tensor in iterate_weights(path)
+    )
 
 
 def twice(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,7 +127,10 @@ def with_infinity_on_the_way_down(path: Path) -> Iterator[tuple[str, torch.Tenso
 
 
 def with_wrong_shape(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor[:-1] if name == "lm_head.weight" else tensor) for name, tensor in iterate_weights(path))
+    return (
+        (name, tensor[:-1] if name == "lm_head.weight" else tensor)
+        for name, tensor in iterate_weights(path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +146,9 @@ def with_wrong_shape(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         (with_wrong_shape, r"'lm_head.weight' has shape \(\d+, 64\), config.json implies"),
     ],
 )
-def test_a_wrong_export_never_appears(reference: Path, tmp_path: Path, weights: object, words: str) -> None:
+def test_a_wrong_export_never_appears(
+    reference: Path, tmp_path: Path, weights: object, words: str
+) -> None:
     with pytest.raises(ModelError, match=words):
         write_model(tmp_path / "out", weights(reference), reference)  # type: ignore[operator]
     assert not list(tmp_path.iterdir())
@@ -137,7 +159,12 @@ def test_weights_of_the_reference_are_never_copied(reference: Path, tmp_path: Pa
     write_model(tmp_path / "out", iterate_weights(reference), reference, shard_bytes=60_000)
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert "model.safetensors" not in names
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
 
 
 def test_an_existing_directory_is_replaced_only_on_request(reference: Path, tmp_path: Path) -> None:
@@ -177,14 +204,18 @@ def test_templates_for_other_occasions_go_along(reference: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("weights", [with_nan, without_norm])
-def test_a_failure_leaves_the_earlier_export(reference: Path, tmp_path: Path, weights: object) -> None:
+def test_a_failure_leaves_the_earlier_export(
+    reference: Path, tmp_path: Path, weights: object
+) -> None:
     out = tmp_path / "out"
     write_model(out, iterate_weights(reference), reference)
     before = digest(iterate_weights(out))
     with pytest.raises(ModelError):
         write_model(out, weights(reference), reference, overwrite=True, shard_bytes=60_000)  # type: ignore[operator]
     verify_export(out)
-    assert digest(iterate_weights(out)) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert digest(iterate_weights(out)) == before and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["out"]
 
 
 def test_a_full_disk_is_one_clear_error(reference: Path, tmp_path: Path) -> None:

@@ -58,27 +58,46 @@ def hub(files: dict[str, bytes]) -> Iterator[Hub]:
 def ask(
     name: str, home: Path, endpoint: str, what: str = "weights", offline: str = "0"
 ) -> subprocess.CompletedProcess[str]:
-    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_XET": "1"}
+    variables = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": offline,
+        "HF_HUB_DISABLE_XET": "1",
+    }
     return subprocess.run([sys.executable, "-c", PROGRAM, name, what], env={**os.environ, **variables}, cwd=ROOT,
                           capture_output=True, text=True, timeout=120)  # fmt: skip
 
 
-def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_only_what_is_needed_is_fetched_and_only_once(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
     done = ask(NAME, tmp_path, hub.endpoint)
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip())
     assert folder.name == COMMIT and folder.is_relative_to(tmp_path)
     found = {file.name: file.read_bytes() for file in folder.iterdir()}
     weights = set(json.loads(files["model.safetensors.index.json"])["weight_map"].values())
-    assert len(weights) > 1 and weights <= found.keys() and {"config.json", "tokenizer.json"} <= found.keys()
+    assert (
+        len(weights) > 1
+        and weights <= found.keys()
+        and {"config.json", "tokenizer.json"} <= found.keys()
+    )
     assert all(found[name] == files[name] for name in found)
-    assert not {"README.md", "consolidated.safetensors", "pytorch_model.bin", "modeling.py"} & found.keys()
+    assert (
+        not {"README.md", "consolidated.safetensors", "pytorch_model.bin", "modeling.py"}
+        & found.keys()
+    )
     assert "%" in done.stderr  # a progress bar
     fetched = len(hub.sent)
-    assert ask(f"{NAME}@main", tmp_path, hub.endpoint).stdout == done.stdout and len(hub.sent) == fetched
+    assert (
+        ask(f"{NAME}@main", tmp_path, hub.endpoint).stdout == done.stdout
+        and len(hub.sent) == fetched
+    )
 
 
-def test_without_weights_the_small_files_are_fetched_and_the_rest_is_told(hub: Hub, tmp_path: Path) -> None:
+def test_without_weights_the_small_files_are_fetched_and_the_rest_is_told(
+    hub: Hub, tmp_path: Path
+) -> None:
     done = ask(NAME, tmp_path, hub.endpoint, "small")
     assert done.returncode == 0, done.stderr
     path, note = done.stdout.splitlines()
@@ -109,23 +128,33 @@ def test_without_a_network_one_line_names_both_ways_out(tmp_path: Path, offline:
 
 def test_a_name_that_the_hub_does_not_have_is_one_line(hub: Hub, tmp_path: Path) -> None:
     done = ask("Nobody/Nothing", tmp_path, hub.endpoint)
-    assert done.returncode == 1 and "does not have it, or shows it to some accounts only" in done.stderr
+    assert (
+        done.returncode == 1
+        and "does not have it, or shows it to some accounts only" in done.stderr
+    )
 
 
-def test_a_repository_without_safetensors_is_refused(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_repository_without_safetensors_is_refused(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
     pickled = {name: content for name, content in files.items() if "safetensors" not in name}
     with served(Hub({NAME: pickled})) as hub:
         done = ask(NAME, tmp_path, hub.endpoint)
-    assert done.returncode == 1 and "only models with safetensors weights can be read" in done.stderr
+    assert (
+        done.returncode == 1 and "only models with safetensors weights can be read" in done.stderr
+    )
 
 
-@pytest.mark.parametrize("given", ["Qwen/Qwen2.5-1.5B-Instruct", "a/b@main", "mistralai/Mistral-7B-v0.3@abc123"])
+@pytest.mark.parametrize(
+    "given", ["Qwen/Qwen2.5-1.5B-Instruct", "a/b@main", "mistralai/Mistral-7B-v0.3@abc123"]
+)
 def test_names_of_the_hub_are_recognised(given: str) -> None:
     assert is_hub_name(given)
 
 
 @pytest.mark.parametrize(
-    "given", ["", "Qwen2.5", "/abs/olute", "./a", "../a/b", "a/b/c", "~/x", "rlflow/models", "a/", "a b/c"]
+    "given",
+    ["", "Qwen2.5", "/abs/olute", "./a", "../a/b", "a/b/c", "~/x", "rlflow/models", "a/", "a b/c"],
 )
 def test_paths_are_not(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -136,6 +165,8 @@ def test_a_directory_that_is_missing_is_still_an_error_of_the_option() -> None:
     from rlflow.commands.arguments import option_overrides
     from tests.unit.commands.test_cli import train_arguments
 
-    assert option_overrides(train_arguments("--model", "Qwen/Qwen3-0.6B"), "train") == ["model.path='Qwen/Qwen3-0.6B'"]
+    assert option_overrides(train_arguments("--model", "Qwen/Qwen3-0.6B"), "train") == [
+        "model.path='Qwen/Qwen3-0.6B'"
+    ]
     with pytest.raises(ConfigError, match="no such file or directory"):
         option_overrides(train_arguments("--model", "/no/such/model"), "train")

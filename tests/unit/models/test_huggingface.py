@@ -11,7 +11,13 @@ from fixtures import tiny_model
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ModelError
-from rlflow.models.huggingface import WeightFiles, check_loadable, digest, iterate_weights, read_config
+from rlflow.models.huggingface import (
+    WeightFiles,
+    check_loadable,
+    digest,
+    iterate_weights,
+    read_config,
+)
 from rlflow.models.weight_files import write_model
 
 
@@ -38,13 +44,17 @@ def test_digest_takes_bfloat16_and_views() -> None:
     assert digest([("a", whole.t())]) == digest([("a", whole.t().contiguous())])
 
 
-def test_missing_and_truncated_files_are_named_before_anything_is_read(reference: Path, tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_named_before_anything_is_read(
+    reference: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     write_model(out, iterate_weights(reference), reference, shard_bytes=60_000)
     shard = sorted(out.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
-    with pytest.raises(ModelError, match=rf"{shard.name}: truncated, .*; {len(content) - 10} bytes found"):
+    with pytest.raises(
+        ModelError, match=rf"{shard.name}: truncated, .*; {len(content) - 10} bytes found"
+    ):
         WeightFiles(out)
     shard.write_bytes(content[:4])
     with pytest.raises(ModelError, match="truncated, or its safetensors header is damaged"):
@@ -55,17 +65,29 @@ def test_missing_and_truncated_files_are_named_before_anything_is_read(reference
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_layers_for_multi_token_prediction_are_passed_over_and_not_exported(family: str, tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_passed_over_and_not_exported(
+    family: str, tmp_path: Path
+) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False)
-    whole, file, config = digest(iterate_weights(model)), model / "model.safetensors", read_config(model)
-    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    whole, file, config = (
+        digest(iterate_weights(model)),
+        model / "model.safetensors",
+        read_config(model),
+    )
+    save_file(
+        {**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(3)},
+        file,
+        metadata={"format": "pt"},
+    )
     (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     check_loadable(model)
     assert digest(iterate_weights(model)) == whole
     write_model(tmp_path / "out", iterate_weights(model), model)
     assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
     (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(ModelError, match=r"'model\.layers\.2\.eh_proj\.weight' is not part of the model"):
+    with pytest.raises(
+        ModelError, match=r"'model\.layers\.2\.eh_proj\.weight' is not part of the model"
+    ):
         check_loadable(model)
 
 
@@ -82,14 +104,18 @@ def test_layers_for_multi_token_prediction_are_passed_over_and_not_exported(fami
         ),
     ],
 )
-def test_directories_without_readable_weights(tmp_path: Path, files: dict[str, str], words: str) -> None:
+def test_directories_without_readable_weights(
+    tmp_path: Path, files: dict[str, str], words: str
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=words):
         list(iterate_weights(tmp_path))
 
 
-@pytest.mark.parametrize("file", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../x", "", 7, None])
+@pytest.mark.parametrize(
+    "file", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../x", "", 7, None]
+)
 def test_an_index_that_leads_elsewhere_is_refused(file: object, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ModelError, match="expected the name of a file in the same directory"):
@@ -101,7 +127,14 @@ def test_damaged_and_unreadable_tables_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(deep)
     with pytest.raises(ModelError, match=r"config.json: not valid JSON"):
         read_config(tmp_path)
-    for text in (deep, "[]", '{"a": 1}', '{"a": {}}', '{"a": {"data_offsets": [0]}}', '{"a": {"data_offsets": [0, "b"]}}'):
+    for text in (
+        deep,
+        "[]",
+        '{"a": 1}',
+        '{"a": {}}',
+        '{"a": {"data_offsets": [0]}}',
+        '{"a": {"data_offsets": [0, "b"]}}',
+    ):
         content = text.encode()
         (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
         with pytest.raises(ModelError, match="its safetensors header is damaged"):
@@ -119,12 +152,19 @@ def test_config_errors_name_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [[(0, 4), (8, 12)], [(0, 4), (0, 4)], [(4, 8)], [(0, 4)]], ids=["gap", "twice", "late", "rest"]
+    "ranges",
+    [[(0, 4), (8, 12)], [(0, 4), (0, 4)], [(4, 8)], [(0, 4)]],
+    ids=["gap", "twice", "late", "rest"],
 )
-def test_a_file_whose_tensors_do_not_cover_it_is_refused_as_by_safetensors(ranges: list, tmp_path: Path) -> None:
+def test_a_file_whose_tensors_do_not_cover_it_is_refused_as_by_safetensors(
+    ranges: list, tmp_path: Path
+) -> None:
     from safetensors import SafetensorError, safe_open
 
-    entries = {f"t{number}": {"dtype": "F32", "shape": [1], "data_offsets": places} for number, places in enumerate(ranges)}
+    entries = {
+        f"t{number}": {"dtype": "F32", "shape": [1], "data_offsets": places}
+        for number, places in enumerate(ranges)
+    }
     head = json.dumps(entries).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(12))
@@ -135,7 +175,12 @@ def test_a_file_whose_tensors_do_not_cover_it_is_refused_as_by_safetensors(range
 
 
 def test_a_lora_adapter_is_called_by_its_name_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-3B"}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-3B"})
+    )
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"is a LoRA adapter \(adapter_config\.json\), not a whole model; .*: rlflow merge "):
+    with pytest.raises(
+        ModelError,
+        match=r"is a LoRA adapter \(adapter_config\.json\), not a whole model; .*: rlflow merge ",
+    ):
         read_config(tmp_path)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from rlflow.errors import ModelError
-from rlflow.models.architecture import HOW_TO_ADD, Architecture, architecture, huggingface_shapes, placed_rules
+from rlflow.models.architecture import (
+    HOW_TO_ADD,
+    Architecture,
+    architecture,
+    huggingface_shapes,
+    placed_rules,
+)
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import EMBEDDING
@@ -52,7 +58,11 @@ def test_qkv_rows_are_grouped_as_megatron_reads_them() -> None:
     """2 groups of 2 heads of size 1: [q0 q1 k0 v0 | q2 q3 k1 v1]; rank 1 of 2 owns the second group."""
     model = architecture(config("qwen2", num_attention_heads=4, num_key_value_heads=2, head_dim=1))
     rule = rule_of(model, Split.QKV)
-    query, key, value = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[10], [11]]), torch.tensor([[20], [21]])
+    query, key, value = (
+        torch.tensor([[0], [1], [2], [3]]),
+        torch.tensor([[10], [11]]),
+        torch.tensor([[20], [21]]),
+    )
     whole = shard(rule, [query, key, value], model, 0, 1)
     assert whole.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert shard(rule, [query, key, value], model, 1, 2).flatten().tolist() == [2, 3, 11, 21]
@@ -86,12 +96,19 @@ def test_head_dim_need_not_be_hidden_size_over_heads() -> None:
 
 def test_tied_models_have_no_output_tensor() -> None:
     assert "lm_head.weight" in huggingface_shapes(architecture(config("qwen2")))
-    assert "lm_head.weight" not in huggingface_shapes(architecture(config("qwen2", tie_word_embeddings=True)))
+    assert "lm_head.weight" not in huggingface_shapes(
+        architecture(config("qwen2", tie_word_embeddings=True))
+    )
 
 
 @pytest.mark.parametrize("spelling", ["transformers 4", "transformers 5"])
 def test_rope_is_read_in_both_spellings(spelling: str) -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     if spelling == "transformers 4":
         rope = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     else:
@@ -103,7 +120,10 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen"}, "'qwen' is not supported; supported: .*qwen3_moe. Did you mean 'qwen"),
+        (
+            {"model_type": "qwen"},
+            "'qwen' is not supported; supported: .*qwen3_moe. Did you mean 'qwen",
+        ),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
@@ -123,7 +143,20 @@ def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses()
     assert (ROOT / HOW_TO_ADD.split()[0]).is_file()
     assert {"llama", "qwen2", "qwen3"} <= set(promised)
     for family in promised:
-        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8}
-        sizes |= {"num_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "norm_topk_prob": family != "deepseek_v2"}
+        sizes = {
+            "num_hidden_layers": 1,
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+            "vocab_size": 8,
+        }
+        sizes |= {
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "norm_topk_prob": family != "deepseek_v2",
+        }
         sizes |= {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-        assert architecture({"model_type": family, "sliding_window": None, **sizes}).family == family
+        assert (
+            architecture({"model_type": family, "sliding_window": None, **sizes}).family == family
+        )

@@ -29,5 +29,7 @@ def test_tiny_models_of_all_families_load(family: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_is_told_which_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mixtral, glm4_moe, deepseek_v2, deepseek_v3, found 'qwen3-moe'"):
+    with pytest.raises(
+        ConfigError, match="mixtral, glm4_moe, deepseek_v2, deepseek_v3, found 'qwen3-moe'"
+    ):
         write_random_model(tmp_path, family="qwen3-moe")

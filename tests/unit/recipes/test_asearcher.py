@@ -29,27 +29,53 @@ def config_of(name: str, *overrides: str) -> RunConfig:
 def test_the_recipe_has_the_values_of_the_published_one() -> None:
     """Spec: AstraFlow, examples/search/qwen2.5-7b-instruct-m2po-*/yaml/experiment.yaml."""
     config = config_of("m2po_delta")
-    rollout, algorithm, trainer, environment = config.rollout, config.algorithm, config.trainer, config.environment
-    assert (rollout.prompts_per_step * rollout.samples_per_prompt, rollout.samples_per_prompt) == (256, 8)
+    rollout, algorithm, trainer, environment = (
+        config.rollout,
+        config.algorithm,
+        config.trainer,
+        config.environment,
+    )
+    assert (rollout.prompts_per_step * rollout.samples_per_prompt, rollout.samples_per_prompt) == (
+        256,
+        8,
+    )
     assert algorithm.minibatches_per_step == 4 and config.run.steps == 1000
-    assert (rollout.max_response_tokens, rollout.max_total_tokens, rollout.temperature) == (1024, 16384, 1.0)
-    assert (environment["max_turns"], environment["top_k"], environment["tools"]) == (32, 5, ["search", "access"])
+    assert (rollout.max_response_tokens, rollout.max_total_tokens, rollout.temperature) == (
+        1024,
+        16384,
+        1.0,
+    )
+    assert (environment["max_turns"], environment["top_k"], environment["tools"]) == (
+        32,
+        5,
+        ["search", "access"],
+    )
     assert (environment["protocol"], environment["reward"]) == ("asearcher", "asearcher_compat")
     assert environment["valid_inst_ratio"] == 0.3 and environment["managed"] is True
     assert environment["val"]["sets"] == ["triviaqa", "popqa", "hotpotqa", "bamboogle"]
     assert trainer.adamw == AdamW(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-    assert (trainer.lr, trainer.schedule["name"], trainer.max_gradient_norm) == (5e-6, "constant", 1.0)
+    assert (trainer.lr, trainer.schedule["name"], trainer.max_gradient_norm) == (
+        5e-6,
+        "constant",
+        1.0,
+    )
     m2po = next(part for part in algorithm.transforms if part["name"] == "m2po")
     assert (m2po["variant"], m2po["threshold"]) == ("range", 0.004)
     assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip"]  # no KL
     assert (config.asynchrony.max_staleness, config.asynchrony.when_stale) == (8, "drop")
     evaluation = config.evaluation
-    assert (evaluation.every_steps, evaluation.temperature, evaluation.samples_per_prompt) == (25, 0.6, 4)
+    assert (evaluation.every_steps, evaluation.temperature, evaluation.samples_per_prompt) == (
+        25,
+        0.6,
+        4,
+    )
 
 
 @pytest.mark.parametrize("kind", ["m2po", "demo"])
 def test_full_and_delta_differ_in_one_line(kind: str) -> None:
-    full, delta = ((CONFIG / f"{kind}_{name}.yaml").read_text().splitlines() for name in ("full", "delta"))
+    full, delta = (
+        (CONFIG / f"{kind}_{name}.yaml").read_text().splitlines() for name in ("full", "delta")
+    )
     assert len(full) == len(delta) and sum(a != b for a, b in zip(full, delta, strict=True)) == 1
     sections = [to_dict(config_of(f"{kind}_{name}")) for name in ("full", "delta")]
     differing = [(section, key) for section in sections[0] for key in sections[0][section]
@@ -69,7 +95,10 @@ def test_a_step_at_the_demos_rate_leaves_most_of_its_models_bits_so_that_a_delta
         before = {name: files[name].float() for name in files}
         publisher.publish([(name, one.to(dtype)) for name, one in before.items()], 0)
         rate = demo.trainer.lr / 3
-        moved = [(name, (one + rate * torch.randn(one.shape, generator=signs).sign()).to(dtype)) for name, one in before.items()]
+        moved = [
+            (name, (one + rate * torch.randn(one.shape, generator=signs).sign()).to(dtype))
+            for name, one in before.items()
+        ]
         return bool(publisher.publish(moved, 1).changes)
 
     assert delta(getattr(torch, demo.model.dtype)) and not delta(torch.float32)
@@ -77,7 +106,10 @@ def test_a_step_at_the_demos_rate_leaves_most_of_its_models_bits_so_that_a_delta
 
 def test_the_demo_keeps_the_recipes_algorithm_and_asynchrony() -> None:
     full, demo = config_of("m2po_delta"), config_of("demo_delta")
-    assert demo.algorithm.transforms == full.algorithm.transforms and demo.algorithm.losses == full.algorithm.losses
+    assert (
+        demo.algorithm.transforms == full.algorithm.transforms
+        and demo.algorithm.losses == full.algorithm.losses
+    )
     assert demo.asynchrony.max_staleness > 0
     for key in ("protocol", "tools", "reward", "managed"):
         assert demo.environment[key] == full.environment[key]
@@ -112,7 +144,10 @@ def test_the_releases_are_read_as_they_are(tmp_path: Path) -> None:
         "Musique_rand1000",
     ):
         (tmp_path / "sets" / folder).mkdir(parents=True)
-        write_rows(tmp_path / "sets" / folder / "test.jsonl", [{"question": "Who?", "answer": [folder], "id": "0"}])
+        write_rows(
+            tmp_path / "sets" / folder / "test.jsonl",
+            [{"question": "Who?", "answer": [folder], "id": "0"}],
+        )
     sets = {**config_of("m2po_full").environment["val"], "path": str(tmp_path / "sets")}
     found = [(task.metadata["set"], task.answer[0]) for task in read_tasks(sets, "val")]
     assert found == [("triviaqa", "TriviaQA_rand1000"), ("popqa", "PopQA_rand1000"), ("hotpotqa", "HotpotQA_rand1000"),
@@ -132,7 +167,11 @@ def asked(tmp_path: Path):
     def run(script: str, *arguments: str) -> str:
         variables = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
         done = subprocess.run(
-            ["bash", RECIPE / script, *arguments], env=variables, capture_output=True, text=True, cwd=tmp_path
+            ["bash", RECIPE / script, *arguments],
+            env=variables,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         return (tmp_path / "log").read_text().splitlines()[-1]
@@ -141,7 +180,9 @@ def asked(tmp_path: Path):
 
 
 def test_without_data_the_demo_is_trained_and_with_data_the_recipe(asked, tmp_path: Path) -> None:
-    assert f"--config {CONFIG}/demo_delta.yaml run.name=asearcher-demo-delta" in asked("run_train.sh")
+    assert f"--config {CONFIG}/demo_delta.yaml run.name=asearcher-demo-delta" in asked(
+        "run_train.sh"
+    )
     line = asked("run_train.sh", "--recipe", "m2po_full", "--short", "run.name=mine")
     assert line.endswith(
         f"--config {CONFIG}/demo_full.yaml run.name=asearcher-demo-full run.name=mine"
@@ -149,7 +190,14 @@ def test_without_data_the_demo_is_trained_and_with_data_the_recipe(asked, tmp_pa
     (tmp_path / "t.jsonl").touch()
     (tmp_path / "sets").mkdir()
     line = asked(
-        "run_train.sh", "--recipe=m2po_full", "--train-data", "t.jsonl", "--val-data", "sets", "--pages", "/p.jsonl"
+        "run_train.sh",
+        "--recipe=m2po_full",
+        "--train-data",
+        "t.jsonl",
+        "--val-data",
+        "sets",
+        "--pages",
+        "/p.jsonl",
     )
     assert (
         f"--config {CONFIG}/m2po_full.yaml --train-data {tmp_path}/t.jsonl --pages /p.jsonl run.name=asearcher-full"
@@ -160,19 +208,30 @@ def test_without_data_the_demo_is_trained_and_with_data_the_recipe(asked, tmp_pa
 
 def test_evaluation_takes_four_attempts_at_temperature_six_tenths(asked, tmp_path: Path) -> None:
     line = asked("run_eval.sh", "--model", "Some/Model", "--samples", "2")
-    assert line.endswith(f"--samples=4 --temperature=0.6 --samples=2 --config {CONFIG}/demo.yaml --model Some/Model")
+    assert line.endswith(
+        f"--samples=4 --temperature=0.6 --samples=2 --config {CONFIG}/demo.yaml --model Some/Model"
+    )
 
 
 def test_a_configuration_beside_the_script_is_chosen_by_its_name(asked) -> None:
     searchr1 = RECIPE.parent / "searchr1"
     for script in ("run_train.sh", "run_eval.sh"):
         line = asked(searchr1 / script, "qwen2.5_3b", "--model", "Some/Model", "run.name=mine")
-        assert f"--config {searchr1}/config/qwen2.5_3b.yaml" in line and line.endswith("run.name=mine")
+        assert f"--config {searchr1}/config/qwen2.5_3b.yaml" in line and line.endswith(
+            "run.name=mine"
+        )
     assert f"--config {CONFIG}/m2po_full.yaml" in asked("run_train.sh", "m2po_full.yaml")
     done = subprocess.run(
-        ["bash", searchr1 / "run_train.sh", "qwen2.5_3"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+        ["bash", searchr1 / "run_train.sh", "qwen2.5_3"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 2 and "unexpected argument 'qwen2.5_3'" in done.stderr and " qwen2.5_3b " in done.stderr
+    assert (
+        done.returncode == 2
+        and "unexpected argument 'qwen2.5_3'" in done.stderr
+        and " qwen2.5_3b " in done.stderr
+    )
 
 
 def test_another_recipe_is_refused_by_name() -> None:
@@ -182,4 +241,6 @@ def test_another_recipe_is_refused_by_name() -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "expected one of: m2po_delta m2po_full, found 'm2p'" in done.stderr
+    assert (
+        done.returncode == 2 and "expected one of: m2po_delta m2po_full, found 'm2p'" in done.stderr
+    )

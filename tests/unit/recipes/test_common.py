@@ -48,7 +48,9 @@ def shell(tmp_path: Path) -> Shell:
             "RLFLOW_BASE_PYTHON": str(python), "RLFLOW_VENV": str(tmp_path / "venv"), **variables,
         }  # fmt: skip
         program = f'set -euo pipefail; . "{ROOT}/recipes/common.sh"; {command}'
-        return subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            ["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        )
 
     return run
 
@@ -56,14 +58,20 @@ def shell(tmp_path: Path) -> Shell:
 def installs(tmp_path: Path) -> list[str]:
     """The torch and rlflow requirements that pip was asked for, in order, with the index if one was named."""
     lines = (tmp_path / "log").read_text().splitlines()
-    found = [re.search(r"(--index-url \S+ )?(torch==\S+|-e \S+)", line) for line in lines if "pip install" in line]
+    found = [
+        re.search(r"(--index-url \S+ )?(torch==\S+|-e \S+)", line)
+        for line in lines
+        if "pip install" in line
+    ]
     return [match[0] for match in found if match]
 
 
 def test_a_set_up_says_package_and_size_while_it_goes_on(shell: Shell, tmp_path: Path) -> None:
     downloading = "Collecting numpy>=1.26\\n  Downloading https://host/numpy-2.4.6-cp311-cp311-linux.whl (16.9 MB)\\n"
     done = shell("rlflow_setup run", FAKE_SAYS=downloading, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
-    assert re.search(r"^\[rlflow\]   [1-3] s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M), done.stderr
+    assert re.search(
+        r"^\[rlflow\]   [1-3] s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M
+    ), done.stderr
     shutil.rmtree(tmp_path / "venv")
     installing = "  Downloading a-1-b.whl (1 kB)\\nInstalling collected packages: a, b, c\\n"
     done = shell("rlflow_setup run", FAKE_SAYS=installing, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
@@ -82,15 +90,25 @@ def test_cpu_build_comes_from_pips_configuration_first(shell: Shell, tmp_path: P
     assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"-e {ROOT}[search]"]
 
 
-def test_cpu_build_comes_from_pytorchs_index_where_pip_has_none(shell: Shell, tmp_path: Path) -> None:
+def test_cpu_build_comes_from_pytorchs_index_where_pip_has_none(
+    shell: Shell, tmp_path: Path
+) -> None:
     assert shell("rlflow_setup run", FAKE_CPU_BUILD="no", FAKE_NETWORK="yes").returncode == 0
     index = "--index-url https://download.pytorch.org/whl/cpu"
-    assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"{index} torch=={VERSION}+cpu", f"-e {ROOT}[search]"]
+    assert installs(tmp_path) == [
+        f"torch=={VERSION}+cpu",
+        f"{index} torch=={VERSION}+cpu",
+        f"-e {ROOT}[search]",
+    ]
 
 
 def test_plain_torch_is_the_last_resort(shell: Shell, tmp_path: Path) -> None:
     assert shell("rlflow_setup run", FAKE_CPU_BUILD="no", FAKE_NETWORK="no").returncode == 0
-    assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"torch=={VERSION}", f"-e {ROOT}[search]"]
+    assert installs(tmp_path) == [
+        f"torch=={VERSION}+cpu",
+        f"torch=={VERSION}",
+        f"-e {ROOT}[search]",
+    ]
 
 
 def test_plain_torch_is_installed_where_there_is_a_gpu(shell: Shell, tmp_path: Path) -> None:
@@ -101,7 +119,9 @@ def test_plain_torch_is_installed_where_there_is_a_gpu(shell: Shell, tmp_path: P
     assert installs(tmp_path) == [f"torch=={VERSION}", f"-e {ROOT}[search]"]
 
 
-def test_second_start_does_nothing_and_a_set_up_for_tests_covers_runs(shell: Shell, tmp_path: Path) -> None:
+def test_second_start_does_nothing_and_a_set_up_for_tests_covers_runs(
+    shell: Shell, tmp_path: Path
+) -> None:
     assert shell("rlflow_setup test").returncode == 0
     assert installs(tmp_path)[-1] == f"-e {ROOT}[search,data,qdrant,ray,tensorboard,browser,dev]"
     (tmp_path / "log").write_text("")
@@ -119,7 +139,9 @@ def test_a_changed_requirement_installs_again(shell: Shell, tmp_path: Path) -> N
     assert installs(tmp_path)[-1] == f"-e {ROOT}[search]"
 
 
-def test_a_failed_step_is_said_with_its_reason_and_the_next_start_goes_on(shell: Shell, tmp_path: Path) -> None:
+def test_a_failed_step_is_said_with_its_reason_and_the_next_start_goes_on(
+    shell: Shell, tmp_path: Path
+) -> None:
     done = shell("rlflow_setup run", FAKE_BROKEN="yes")
     assert done.returncode == 2
     assert "disk full" in done.stderr
@@ -161,7 +183,9 @@ def test_a_directory_that_is_no_environment_is_left_alone(shell: Shell, tmp_path
     ("system", "machine", "hint"),
     [("Darwin", "arm64", "macOS"), ("Linux", "aarch64", "aarch64"), ("MSYS_NT", "x86_64", "WSL2")],
 )
-def test_other_platforms_get_a_clear_message(shell: Shell, system: str, machine: str, hint: str) -> None:
+def test_other_platforms_get_a_clear_message(
+    shell: Shell, system: str, machine: str, hint: str
+) -> None:
     fake = f"uname() {{ case $1 in -s) echo {system} ;; -m) echo {machine} ;; esac; }}; rlflow_setup run"
     done = shell(fake)
     assert done.returncode == 2
@@ -177,10 +201,18 @@ def test_no_python_gets_a_clear_message(shell: Shell) -> None:
 
 def test_an_active_environment_that_has_everything_is_used_as_it_is(tmp_path: Path) -> None:
     """Needs the environment of this test run, which has everything unless the repository is only on PYTHONPATH."""
-    active = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    active = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+    }
     program = f'. "{ROOT}/recipes/common.sh"; RLFLOW_ROOT=$1; rlflow_use_active run; echo "$RLFLOW_PYTHON"'
     done = subprocess.run(
-        ["bash", "-c", program, "-", str(tmp_path)], env=active, capture_output=True, text=True, cwd=tmp_path
+        ["bash", "-c", program, "-", str(tmp_path)],
+        env=active,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.stdout.strip() == str(Path(sys.executable).parent / "python"), done.stderr
 
@@ -205,7 +237,9 @@ def test_the_program_of_a_warm_up_starts(
     last = (ROOT / "recipes" / recipe / "warm_up.sh").read_text().splitlines()[-1]
     assert last.startswith("exec ")
     command = ["env", "RLFLOW_PYTHON=echo", "bash", "-c", last, "-", "--help"]
-    option, module, *words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    option, module, *words = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.split()
     monkeypatch.setattr(sys, "argv", [module, *words])
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -213,10 +247,15 @@ def test_the_program_of_a_warm_up_starts(
     assert option == "-m" and "--save-every" in capsys.readouterr().out
 
 
-def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, tmp_path: Path) -> None:
+def test_an_export_is_evaluated_with_the_configuration_of_its_run(
+    shell: Shell, tmp_path: Path
+) -> None:
     (tmp_path / "run" / "export").mkdir(parents=True)
     script = f"bash {ROOT}/recipes/searchr1/run_eval.sh"
-    for place, config in (("run/export", ""), ("elsewhere", f"--config {ROOT}/recipes/searchr1/config/demo.yaml ")):
+    for place, config in (
+        ("run/export", ""),
+        ("elsewhere", f"--config {ROOT}/recipes/searchr1/config/demo.yaml "),
+    ):
         (tmp_path / place).mkdir(exist_ok=True)
         (tmp_path / "run" / "config.yaml").touch()
         shell(f"{script} --model {tmp_path}/{place} --samples=2 a.b=c")
@@ -229,14 +268,23 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, 
     [("run_train", "--shrot", "--short"), ("run_train", "--resum", "--resume"), ("run_eval", "--ouput", "--out"),
      ("run_eval", "--quick", "")],
 )  # fmt: skip
-def test_an_option_that_is_none_is_refused_with_the_help_that_lists_it(script: str, given: str, meant: str) -> None:
+def test_an_option_that_is_none_is_refused_with_the_help_that_lists_it(
+    script: str, given: str, meant: str
+) -> None:
     path = ROOT / "recipes" / "searchr1" / f"{script}.sh"
     options = ["--model", "m"] if script == "run_eval" else []
-    done = subprocess.run(["bash", path, *options, given], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", path, *options, given],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"unknown option '{given}'" in done.stderr and f"bash {path} --help" in done.stderr
     assert (f"Did you mean '{meant}'?" in done.stderr) is bool(meant), done.stderr
-    shown = subprocess.run(["bash", path, "--help"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["bash", path, "--help"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    ).stdout
     assert not meant or meant in shown
 
 
@@ -244,6 +292,14 @@ def test_a_name_on_the_hub_reaches_the_commands_as_it_is(shell: Shell, tmp_path:
     shell(f"bash {ROOT}/recipes/searchr1/run_train.sh --model Someone/Tiny-1B --dry-run")
     assert "--model Someone/Tiny-1B --dry-run" in (tmp_path / "log").read_text().splitlines()[-1]
     shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --model Someone/Tiny-1B")
-    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("demo.yaml --model Someone/Tiny-1B")
+    assert (
+        (tmp_path / "log")
+        .read_text()
+        .splitlines()[-1]
+        .endswith("demo.yaml --model Someone/Tiny-1B")
+    )
     shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --server http://localhost:8000/v1")
-    assert "-m rlflow eval --server=http://localhost:8000/v1 --config" in (tmp_path / "log").read_text().splitlines()[-1]
+    assert (
+        "-m rlflow eval --server=http://localhost:8000/v1 --config"
+        in (tmp_path / "log").read_text().splitlines()[-1]
+    )

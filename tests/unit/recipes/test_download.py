@@ -22,32 +22,60 @@ from tests.unit.recipes.hub_stub import Hub, served
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
-CORPUS = b"".join(json.dumps({"id": str(i), "contents": f'"T{i}"\ntext'}).encode() + b"\n" for i in range(300))
+CORPUS = b"".join(
+    json.dumps({"id": str(i), "contents": f'"T{i}"\ntext'}).encode() + b"\n" for i in range(300)
+)
 INDEX = random.Random(0).randbytes(3_000_000)
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     files = {
-        "PeterJinGo/wiki-18-corpus": {"wiki-18.jsonl.gz": gzip.compress(CORPUS), "README.md": b"read me"},
-        "PeterJinGo/wiki-18-e5-index": {"part_aa": INDEX[:2_000_000], "part_ab": INDEX[2_000_000:], "README.md": b"x"},
+        "PeterJinGo/wiki-18-corpus": {
+            "wiki-18.jsonl.gz": gzip.compress(CORPUS),
+            "README.md": b"read me",
+        },
+        "PeterJinGo/wiki-18-e5-index": {
+            "part_aa": INDEX[:2_000_000],
+            "part_ab": INDEX[2_000_000:],
+            "README.md": b"x",
+        },
     }
     with served(Hub(files)) as state:
         yield state
 
 
 def run(hub: Hub, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    hub_variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_TOKEN": "hf_secret"}
-    variables = {**os.environ, **hub_variables, "PYTHONPATH": ""}  # as a script, which finds its modules by itself
+    hub_variables = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(home),
+        "HF_TOKEN": "hf_secret",
+    }
+    variables = {
+        **os.environ,
+        **hub_variables,
+        "PYTHONPATH": "",
+    }  # as a script, which finds its modules by itself
     command = [sys.executable, str(ROOT / "recipes" / "searchr1" / "download.py"), *arguments]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
 
 def test_corpus_and_index_arrive_unpacked_joined_and_whole_and_are_not_fetched_twice(hub, tmp_path):
     save = tmp_path / "wiki"
-    done = run(hub, "wiki-18", "--repo_id", "PeterJinGo/wiki-18-e5-index", "--save_path", str(save), home=tmp_path)
+    done = run(
+        hub,
+        "wiki-18",
+        "--repo_id",
+        "PeterJinGo/wiki-18-e5-index",
+        "--save_path",
+        str(save),
+        home=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
-    assert (save / "wiki-18.jsonl").read_bytes() == CORPUS and (save / "e5_Flat.index").read_bytes() == INDEX
+    assert (save / "wiki-18.jsonl").read_bytes() == CORPUS and (
+        save / "e5_Flat.index"
+    ).read_bytes() == INDEX
     assert not (save / "part_aa").exists() and not (save / "README.md").exists()
     assert f"ready: {save / 'e5_Flat.index'}" in done.stdout
     fetched = len(hub.sent)
@@ -55,9 +83,14 @@ def test_corpus_and_index_arrive_unpacked_joined_and_whole_and_are_not_fetched_t
     assert again.returncode == 0 and len(hub.sent) == fetched and "there and whole" in again.stdout
 
 
-def test_without_a_release_and_from_anywhere_it_fetches_what_rlinfs_script_does(hub, tmp_path, monkeypatch):
+def test_without_a_release_and_from_anywhere_it_fetches_what_rlinfs_script_does(
+    hub, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    files = {name: name.encode() for name in ("wiki_corpus.jsonl", "wiki_webpages.jsonl", "wikilinks.jsonl")}
+    files = {
+        name: name.encode()
+        for name in ("wiki_corpus.jsonl", "wiki_webpages.jsonl", "wikilinks.jsonl")
+    }
     hub.files["inclusionAI/ASearcher-Local-Knowledge"] = files
     done = run(hub, "--save_path", "wiki2018", home=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -77,7 +110,10 @@ def test_a_transfer_that_broke_off_goes_on_where_it_stopped(hub, tmp_path):
     hub.cut, before = "", len(hub.sent)
     done = run(hub, *arguments, home=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [(name, start) for name, start, _ in hub.sent[before:]] == [("part_aa", 10 * MIB), ("part_ab", 0)]
+    assert [(name, start) for name, start, _ in hub.sent[before:]] == [
+        ("part_aa", 10 * MIB),
+        ("part_ab", 0),
+    ]
     assert (tmp_path / "wiki" / "e5_Flat.index").read_bytes() == big + INDEX[2_000_000:]
     assert (tmp_path / "wiki" / "part_aa").read_bytes() == big
 
@@ -95,7 +131,9 @@ def test_a_damaged_file_is_fetched_once_more_and_then_refused(hub, tmp_path):
 
 def test_the_token_goes_to_the_hub_and_not_to_its_storage(hub, tmp_path):
     assert run(hub, "wiki-18", "--save_path", str(tmp_path / "x"), home=tmp_path).returncode == 0
-    assert hub.greetings and all(headers["authorization"] == "Bearer hf_secret" for headers in hub.greetings)
+    assert hub.greetings and all(
+        headers["authorization"] == "Bearer hf_secret" for headers in hub.greetings
+    )
     assert hub.sent and all(headers["authorization"] is None for _, _, headers in hub.sent)
 
 
@@ -120,7 +158,9 @@ def stub_hub(monkeypatch, folder: Path, size: int, **data: bytes) -> None:
             self.data = {name.replace("__", "."): content for name, content in data.items()}
 
         def files(self) -> list[releases.RemoteFile]:
-            return [releases.RemoteFile(name, len(content), None) for name, content in self.data.items()]
+            return [
+                releases.RemoteFile(name, len(content), None) for name, content in self.data.items()
+            ]
 
         def fetch(self, remote: releases.RemoteFile, partial: Path) -> None:
             have = partial.stat().st_size if partial.exists() else 0
@@ -128,7 +168,9 @@ def stub_hub(monkeypatch, folder: Path, size: int, **data: bytes) -> None:
                 file.write(self.data[remote.name][have:])
 
     def usage(place: Path) -> object:
-        used = sum(file.stat().st_size for file in folder.iterdir() if file.name != "downloads.json")
+        used = sum(
+            file.stat().st_size for file in folder.iterdir() if file.name != "downloads.json"
+        )
         return namedtuple("Usage", "free")(size - used)
 
     monkeypatch.setattr(releases, "Hub", StubHub)
@@ -146,7 +188,10 @@ def test_a_file_of_the_users_own_is_refused_and_stays(monkeypatch, tmp_path):
     own.write_bytes(b"released")
     assert releases.download("x", releases.Release("o/n", ""), tmp_path) == [own]
     stub_hub(monkeypatch, tmp_path, 10**9, train__jsonl=b"another revision")
-    assert releases.download("x", releases.Release("o/n", ""), tmp_path)[0].read_bytes() == b"another revision"
+    assert (
+        releases.download("x", releases.Release("o/n", ""), tmp_path)[0].read_bytes()
+        == b"another revision"
+    )
 
 
 def test_room_is_asked_for_what_is_missing_and_a_full_disk_is_one_line(monkeypatch, tmp_path):
@@ -160,7 +205,9 @@ def test_room_is_asked_for_what_is_missing_and_a_full_disk_is_one_line(monkeypat
     (folder / "whole.1.2.partial").write_bytes(b"left by a kill")
     (folder / "part_b").write_bytes(b"b" * 500)
     stub_hub(monkeypatch, folder, 1999, part_a=b"a" * 1000, part_b=b"b" * 500)
-    with pytest.raises(StorageError, match="are needed"):  # the parts, and the second once more: 2000
+    with pytest.raises(
+        StorageError, match="are needed"
+    ):  # the parts, and the second once more: 2000
         releases.download("x", joined, folder)
     stub_hub(monkeypatch, folder, 2000, part_a=b"a" * 1000, part_b=b"b" * 500)
 
@@ -175,5 +222,8 @@ def test_room_is_asked_for_what_is_missing_and_a_full_disk_is_one_line(monkeypat
     monkeypatch.setattr(releases, "_fetch", lambda hub, remote, *_: fetched.append(remote.name))
     fetched: list[str] = []
     assert releases.download("x", joined, folder)[0].read_bytes() == b"a" * 1000 + b"b" * 500
-    assert fetched == ["part_b"] and {file.name for file in folder.iterdir()} == {"whole", "downloads.json"}
+    assert fetched == ["part_b"] and {file.name for file in folder.iterdir()} == {
+        "whole",
+        "downloads.json",
+    }
     assert releases.download("x", joined, folder) == [folder / "whole"] and len(fetched) == 1

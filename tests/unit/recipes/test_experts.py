@@ -20,10 +20,14 @@ def test_a_model_with_experts_computes_what_it_did_without(tmp_path: Path) -> No
     check_loadable(tmp_path / "moe")
     row = torch.randint(3, 1500, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     (exact,), bound = rounding.logits(experts.DENSE, [row])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float64, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "moe", dtype=torch.float64, experts_implementation="eager"
+    )
     with torch.no_grad():
         found = model(torch.tensor([row])).logits[0]
     assert (found - exact).abs().max() <= bound
-    decoder = Decoder(architecture(read_config(tmp_path / "moe")), torch.float32, torch.device("cpu"))
+    decoder = Decoder(
+        architecture(read_config(tmp_path / "moe")), torch.float32, torch.device("cpu")
+    )
     decoder.load(iterate_weights(tmp_path / "moe"))
     assert 1e6 <= sum(parameter.numel() for parameter in decoder.parameters.values()) <= 1.5e6

@@ -188,7 +188,9 @@ def test_their_training_file_needs_no_validation_questions_of_its_own() -> None:
 
 
 def test_an_override_of_a_component_drops_what_they_said_of_theirs() -> None:
-    assert translated(RLINF, "rollout.engine=embedded").config.rollout.engine == {"name": "embedded"}
+    assert translated(RLINF, "rollout.engine=embedded").config.rollout.engine == {
+        "name": "embedded"
+    }
 
 
 def test_a_value_of_another_type_is_named_with_the_file(tmp_path: Path) -> None:

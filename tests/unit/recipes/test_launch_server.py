@@ -35,13 +35,24 @@ def launch(tmp_path):
 
     def run(script: str, *arguments: str, **variables: str):
         kept = {key: os.environ[key] for key in ("HOME", "LANG") if key in os.environ}
-        environment = {**kept, "PATH": f"{python.parent}:/usr/bin:/bin", "FAKE_LOG": str(tmp_path / "log"), **variables}
+        environment = {
+            **kept,
+            "PATH": f"{python.parent}:/usr/bin:/bin",
+            "FAKE_LOG": str(tmp_path / "log"),
+            **variables,
+        }
         command = ["bash", str(RECIPES / script), *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         if done.returncode:
             return done
         gpus, *rest = (tmp_path / "log").read_text().splitlines()
-        assert rest[:3] == ["-m", "rlflow_environments.retrieval", "build" if script == "build_index.sh" else "serve"]
+        assert rest[:3] == [
+            "-m",
+            "rlflow_environments.retrieval",
+            "build" if script == "build_index.sh" else "serve",
+        ]
         return gpus, rest[3:]
 
     return run
@@ -64,12 +75,32 @@ def wiki(folder: Path) -> Path:
 
 
 def test_the_flags_of_the_faiss_servers(launch):
-    given = ["--index_path", "e5.index", "--corpus_path", "c.jsonl", "--pages_path", "p.jsonl", "--retriever_name", "e5"]
-    gpus, arguments = launch("launch_server.sh", *given, "--retriever_model", "models/e5", "--faiss_gpu", "--topk", "5")
+    given = [
+        "--index_path",
+        "e5.index",
+        "--corpus_path",
+        "c.jsonl",
+        "--pages_path",
+        "p.jsonl",
+        "--retriever_name",
+        "e5",
+    ]
+    gpus, arguments = launch(
+        "launch_server.sh", *given, "--retriever_model", "models/e5", "--faiss_gpu", "--topk", "5"
+    )
     args = parsed(arguments)
-    assert (gpus, args.topk, args.port, args.host, args.pages) == ("", 5, 8000, "127.0.0.1", "p.jsonl")
+    assert (gpus, args.topk, args.port, args.host, args.pages) == (
+        "",
+        5,
+        8000,
+        "127.0.0.1",
+        "p.jsonl",
+    )
     encoder = {"name": "models/e5", "family": "e5"}
-    assert read_source(args) == ({"name": "faiss", "path": "e5.index", "encoder": encoder, "gpu": True}, "c.jsonl")
+    assert read_source(args) == (
+        {"name": "faiss", "path": "e5.index", "encoder": encoder, "gpu": True},
+        "c.jsonl",
+    )
 
 
 def test_an_index_that_is_not_there_is_no_missing_corpus(tmp_path):
@@ -82,11 +113,20 @@ def test_astraflows_variables_and_data_folder(launch, tmp_path):
     variables = {"PORT": "7001", "RETRIEVER_PATH": "m", "TOPK": "4", "RAG_SERVER_ADDR_DIR": "addr"}
     gpus, arguments = launch("launch_server.sh", "2,3", DATA_DIR=str(data), **variables)
     args = parsed(arguments)
-    assert (gpus, args.port, args.topk, args.save_address_to, args.faiss_gpu) == ("2,3", 7001, 4, "addr", True)
-    assert (args.index, args.corpus, args.pages) == tuple(
-        str(data / name) for name in ("e5.index/e5_Flat.index", "wiki_corpus.jsonl", "wiki_webpages.jsonl")
+    assert (gpus, args.port, args.topk, args.save_address_to, args.faiss_gpu) == (
+        "2,3",
+        7001,
+        4,
+        "addr",
+        True,
     )
-    assert not parsed(launch("launch_server.sh", "2", DATA_DIR=str(data), USE_FAISS_GPU="0")[1]).faiss_gpu
+    assert (args.index, args.corpus, args.pages) == tuple(
+        str(data / name)
+        for name in ("e5.index/e5_Flat.index", "wiki_corpus.jsonl", "wiki_webpages.jsonl")
+    )
+    assert not parsed(
+        launch("launch_server.sh", "2", DATA_DIR=str(data), USE_FAISS_GPU="0")[1]
+    ).faiss_gpu
 
 
 def test_astraflows_form_listens_at_its_port_and_the_others_at_theirs(launch, tmp_path):
@@ -96,7 +136,9 @@ def test_astraflows_form_listens_at_its_port_and_the_others_at_theirs(launch, tm
     assert parsed(launch("launch_server.sh")[1]).port == 8000
 
 
-@pytest.mark.parametrize("variables", [{}, {"WIKI2018_WORK_DIR": "elsewhere"}], ids=["default", "WIKI2018_WORK_DIR"])
+@pytest.mark.parametrize(
+    "variables", [{}, {"WIKI2018_WORK_DIR": "elsewhere"}], ids=["default", "WIKI2018_WORK_DIR"]
+)
 def test_what_build_index_builds_is_what_launch_server_serves(launch, tmp_path, variables):
     data = Path(variables.get("WIKI2018_WORK_DIR", "data/wiki2018"))
     (tmp_path / data).mkdir(parents=True)
@@ -110,10 +152,16 @@ def test_what_build_index_builds_is_what_launch_server_serves(launch, tmp_path, 
     folder.mkdir(parents=True)
     (folder / "meta.json").write_text("{}")
     args = parsed(launch("launch_server.sh", **variables)[1])
-    assert (args.index, args.corpus) == (f"{data}/e5.index/e5_Flat", None)  # a folder knows its corpus
+    assert (args.index, args.corpus) == (
+        f"{data}/e5.index/e5_Flat",
+        None,
+    )  # a folder knows its corpus
     (folder.parent / "e5_Flat.index").write_text("x")
     args = parsed(launch("launch_server.sh", **variables)[1])
-    assert (args.index, args.corpus) == (f"{data}/e5.index/e5_Flat.index", f"{data}/wiki_corpus.jsonl")
+    assert (args.index, args.corpus) == (
+        f"{data}/e5.index/e5_Flat.index",
+        f"{data}/wiki_corpus.jsonl",
+    )
 
 
 def test_an_index_of_a_named_corpus_is_found_where_it_was_built(launch, tmp_path):
@@ -129,13 +177,20 @@ def test_an_index_of_a_named_corpus_is_found_where_it_was_built(launch, tmp_path
 def test_asearchers_port_and_address_folder(launch, tmp_path):
     wiki(tmp_path)
     args = parsed(launch("launch_server.sh", "5005", "addresses", "--host", "0.0.0.0")[1])
-    assert (args.port, args.save_address_to, args.host, args.faiss_gpu) == (5005, "addresses", "0.0.0.0", False)
+    assert (args.port, args.save_address_to, args.host, args.faiss_gpu) == (
+        5005,
+        "addresses",
+        "0.0.0.0",
+        False,
+    )
 
 
 def test_a_missing_file_is_named(launch, tmp_path):
     failed = launch("launch_server.sh")
     assert failed.returncode == 2 and "data/wiki2018/e5.index/e5_Flat.index" in failed.stderr
-    args = parsed(launch("launch_server.sh", "--retriever_name", "bm25", "--corpus_path", "c.jsonl")[1])
+    args = parsed(
+        launch("launch_server.sh", "--retriever_name", "bm25", "--corpus_path", "c.jsonl")[1]
+    )
     assert read_source(args) == ({"name": "bm25"}, "c.jsonl")
 
 
@@ -148,12 +203,25 @@ def test_the_flags_of_the_qdrant_server(launch):
         "encoder": {"name": "intfloat/e5-base-v2"},
         "hnsw_ef": 256,
     }
-    given = ["--qdrant_search_param", '{"exact": true}', "--qdrant_search_quant_param", '{"rescore": true}']
-    component, _ = read_source(parsed(launch("launch_server_qdrant.sh", *given, QDRANT_URL="http://q:6333", TOPK="9")[1]))
+    given = [
+        "--qdrant_search_param",
+        '{"exact": true}',
+        "--qdrant_search_quant_param",
+        '{"rescore": true}',
+    ]
+    component, _ = read_source(
+        parsed(launch("launch_server_qdrant.sh", *given, QDRANT_URL="http://q:6333", TOPK="9")[1])
+    )
     assert component["url"] == "http://q:6333"
-    assert (component["exact"], component["quantization"], "hnsw_ef" in component) == (True, {"rescore": True}, False)
+    assert (component["exact"], component["quantization"], "hnsw_ef" in component) == (
+        True,
+        {"rescore": True},
+        False,
+    )
     with pytest.raises(ConfigError, match="Did you mean 'hnsw_ef'"):
-        read_source(parsed(launch("launch_server_qdrant.sh", "--qdrant_search_param", '{"hsnw_ef": 1}')[1]))
+        read_source(
+            parsed(launch("launch_server_qdrant.sh", "--qdrant_search_param", '{"hsnw_ef": 1}')[1])
+        )
 
 
 @pytest.mark.parametrize("script", ["launch_server.sh", "launch_server_qdrant.sh"])

@@ -34,7 +34,9 @@ def read(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_switches_values_and_overrides_are_told_apart() -> None:
     done = read("run.seed=3", "--resume", "trainer.lr=1e-4")
-    assert done.stdout == "3 runs/made-policy-3 --resume 1 --resume run.seed=3 trainer.lr=1e-4\n", done.stderr
+    assert done.stdout == "3 runs/made-policy-3 --resume 1 --resume run.seed=3 trainer.lr=1e-4\n", (
+        done.stderr
+    )
     for given in (["--labeller=http://a?b=c"], ["--labeller", "http://a?b=c"]):
         assert read(*given).stdout == "0 runs/made-policy-0 --labeller http://a?b=c\n"
     assert read("--oni", "--model", "hub/name").stdout.startswith("0 hub/name ")
@@ -57,7 +59,9 @@ def test_what_is_no_option_is_said(given: list[str], said: str) -> None:
 
 def test_the_labeller_says_its_address_and_ends_with_its_owner(tmp_path: Path) -> None:
     script = f'read -r url < <(exec "{sys.executable}" recipes/nethack/labeller.py 0.1); echo "$url"; exec sleep 60'
-    owner = subprocess.Popen(["bash", "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    owner = subprocess.Popen(
+        ["bash", "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
     try:
         assert owner.stdout is not None
         url = owner.stdout.readline().strip()

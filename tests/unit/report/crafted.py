@@ -22,7 +22,9 @@ from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, sta
 from tests.fixtures import tiny_tokenizer
 from tests.unit.rollout.chat_templates import QWEN3, Talk, dressed, played, user
 
-REGISTERED = {"exact_match": Metric("share", "of questions answered", score=True, shown="EM {:.3f}")}
+REGISTERED = {
+    "exact_match": Metric("share", "of questions answered", score=True, shown="EM {:.3f}")
+}
 
 
 def task(name: str, question: str = "", answer: str = "Vasmere", **metadata: Any) -> Task:
@@ -48,7 +50,9 @@ def attempt(
         said, shown = tokenizer.encode(response), tokenizer.encode_text(observation)
         last = place == len(turns) - 1
         reward = float(solved and last)
-        played.append(Turn(0, len(tokens), len(tokens) + len(said), reward, 0.25, response, observation))
+        played.append(
+            Turn(0, len(tokens), len(tokens) + len(said), reward, 0.25, response, observation)
+        )
         tokens, mask = tokens + said, mask + [True] * len(said)
         if not last:
             tokens, mask = tokens + shown, mask + [False] * len(shown)
@@ -84,7 +88,13 @@ def scored(trajectory: Trajectory, gap: float, advantage: float) -> list[Segment
 
 
 def write_step(
-    path: Path, tokenizer: Tokenizer, step: int, groups: Sequence[Group], *, gap: float = 1e-6, tokens: bool = True
+    path: Path,
+    tokenizer: Tokenizer,
+    step: int,
+    groups: Sequence[Group],
+    *,
+    gap: float = 1e-6,
+    tokens: bool = True,
 ) -> None:
     """The training episodes of a step, and their tokens."""
     directory = RunDirectory(path)
@@ -94,7 +104,9 @@ def write_step(
         for place, trajectory in enumerate(group.trajectories):
             segments = scored(trajectory, gap, float(rewards[place] - rewards.mean()))
             rows.append((trajectory, segments))
-            records.append({**trajectory_record(group, place), "advantage": mean_advantage(segments)})
+            records.append(
+                {**trajectory_record(group, place), "advantage": mean_advantage(segments)}
+            )
     write_json_lines(directory.trajectories(step), records)
     if tokens:
         write_tokens(directory.tokens(step), rows, TokenTexts(tokenizer).of)
@@ -104,7 +116,9 @@ def write_evaluation(path: Path, step: int, groups: Sequence[Group]) -> None:
     write_trajectories(RunDirectory(path).evaluations(step), groups)
 
 
-def write_frame(path: Path, metrics: Sequence[dict[str, Any]], config: str = "run: {name: crafted}\n") -> Path:
+def write_frame(
+    path: Path, metrics: Sequence[dict[str, Any]], config: str = "run: {name: crafted}\n"
+) -> Path:
     """What is in a run's directory beside its episodes."""
     path.mkdir(parents=True, exist_ok=True)
     directory = RunDirectory(path)
@@ -119,13 +133,18 @@ def evaluated(step: int, score: float) -> dict[str, Any]:
             "eval/questions": 10.0}  # fmt: skip
 
 
-def trained(step: int, score: float = 0.5, gap: float = 1e-6, seconds: float = 10.0) -> dict[str, Any]:
+def trained(
+    step: int, score: float = 0.5, gap: float = 1e-6, seconds: float = 10.0
+) -> dict[str, Any]:
     return {"step": step, "train/reward": score, "train/exact_match": score, "train/logprob_gap": gap, "time/step_s": seconds,
             "train/tokens": 1000.0}  # fmt: skip
 
 
 SEARCHED = [
-    ("<think>Look it up.</think><search>birthplace</search>", "\n<information>He came from Vasmere.</information>\n"),
+    (
+        "<think>Look it up.</think><search>birthplace</search>",
+        "\n<information>He came from Vasmere.</information>\n",
+    ),
     ("<answer>Vasmere</answer>", ""),
 ]
 GUESSED = [
@@ -143,7 +162,15 @@ def small_run(path: Path, tokenizer: Tokenizer) -> Path:
         for hops, name in enumerate(names, start=1):
             of = task(name, hops=hops)
             attempts = [
-                attempt(tokenizer, of, number, SEARCHED, step=step - 1, solved=number == 0, version=step - 1)
+                attempt(
+                    tokenizer,
+                    of,
+                    number,
+                    SEARCHED,
+                    step=step - 1,
+                    solved=number == 0,
+                    version=step - 1,
+                )
                 for number in range(2)
             ]
             groups.append(group_of(of, attempts))
@@ -153,7 +180,9 @@ def small_run(path: Path, tokenizer: Tokenizer) -> Path:
         for hops, name in enumerate(names, start=1):
             of = task(name, hops=hops)
             won = step == 2 or name == "Orvan"
-            groups.append(group_of(of, [attempt(tokenizer, of, 0, SEARCHED, step=-1 - step, solved=won)]))
+            groups.append(
+                group_of(of, [attempt(tokenizer, of, 0, SEARCHED, step=-1 - step, solved=won)])
+            )
         write_evaluation(path, step, groups)
     return path
 

@@ -116,7 +116,9 @@ def test_names_of_curves_lie_beside_them_and_cover_nothing() -> None:
 
 
 def test_a_long_run_is_drawn_in_few_points() -> None:
-    records = numbered([{**TIMED, **(EVALUATION if step % 10 == 0 else {})} for step in range(2000)])
+    records = numbered(
+        [{**TIMED, **(EVALUATION if step % 10 == 0 else {})} for step in range(2000)]
+    )
     assert len(run_svg(records, REGISTERED)) < 200_000
 
 
@@ -178,7 +180,9 @@ def test_one_clock_counts_the_run() -> None:
 
 
 def dashes(svg: str) -> list[float]:
-    lines = [one for one in svg.split("<path") if "stroke-dasharray: " in one and "clip-path" in one]
+    lines = [
+        one for one in svg.split("<path") if "stroke-dasharray: " in one and "clip-path" in one
+    ]
     return [float(one.split("stroke-dasharray: ")[1].split(",")[0]) for one in lines]
 
 

@@ -51,7 +51,9 @@ def progress() -> Progress:
 
 @pytest.fixture
 def page(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> Iterator[LivePage]:
-    monkeypatch.setattr(live, "REST", 0.0)  # a test does not wait for what a run need not hurry with
+    monkeypatch.setattr(
+        live, "REST", 0.0
+    )  # a test does not wait for what a run need not hurry with
     shown = LivePage(progress)
     yield shown
     shown.close()
@@ -101,7 +103,9 @@ def test_what_the_browser_knows_is_not_sent_again_until_the_run_has_written_more
     assert "No group differed" in later["findings"] and "Step 5" in later["overview"]
 
 
-def test_a_second_evaluation_at_a_step_takes_the_place_of_the_first(page: LivePage, run: Path) -> None:
+def test_a_second_evaluation_at_a_step_takes_the_place_of_the_first(
+    page: LivePage, run: Path
+) -> None:
     page.run = run
     before = [group["task"] for group in now(page)["index"]["groups"] if group["kind"] == "eval"]
     file = max(RunFiles.open(run).evaluations.values())

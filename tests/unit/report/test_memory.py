@@ -61,4 +61,7 @@ def test_a_system_without_a_peak_of_the_block_gives_that_of_the_process(
 
 
 def test_processes_are_joined_by_their_highest_peak() -> None:
-    assert highest([{"update": 1.0, "score": 3.0}, {"update": 2.0}, {}]) == {"update": 2.0, "score": 3.0}
+    assert highest([{"update": 1.0, "score": 3.0}, {"update": 2.0}, {}]) == {
+        "update": 2.0,
+        "score": 3.0,
+    }

@@ -38,14 +38,20 @@ from rlflow.types import Group, StopReason, Task, Trajectory, Turn
 SCORED = {"exact_match": Metric("share", "of tasks", score=True)}
 
 
-def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: int = 1, **metrics: float) -> Trajectory:
+def trajectory(
+    reward: float, stop: StopReason = StopReason.TERMINATED, turns: int = 1, **metrics: float
+) -> Trajectory:
     return Trajectory("t", "g", [], [Turn(0, 0, 1, 0.0, 0.0)] * turns, reward, stop, metrics)
 
 
 def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
     for name, metric in METRICS.items():
         section, _, rest = name.partition("/")
-        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers", "sync"} and rest
+        assert (
+            section
+            in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers", "sync"}
+            and rest
+        )
         assert metric.unit and metric.meaning
     assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
 
@@ -59,7 +65,9 @@ def test_wilson_interval_equals_published_values() -> None:
 
 
 def test_normal_interval_by_hand() -> None:
-    assert interval95([1.0] * 20, share=False) == (1.0, 1.0), "levels, of which each game reached the first"
+    assert interval95([1.0] * 20, share=False) == (1.0, 1.0), (
+        "levels, of which each game reached the first"
+    )
     low, high = interval95([0.0, 0.5, 1.0])  # mean .5, std .5, standard error .5/sqrt 3
     half = 1.959964 * 0.5 / math.sqrt(3)
     assert (low, high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
@@ -74,7 +82,11 @@ def test_numbers_too_large_to_square_or_to_add_are_infinite_not_errors() -> None
 
 def test_reductions_are_per_key_over_the_records_that_have_it() -> None:
     kinds = {name: Metric("1", name, reduction=name) for name in ("max", "min", "sum")}
-    records = [{"max": 1.0, "min": 1.0, "sum": 1.0, "other": 1.0}, {"max": 5.0, "min": 5.0, "sum": 5.0}, {"other": 2.0}]
+    records = [
+        {"max": 1.0, "min": 1.0, "sum": 1.0, "other": 1.0},
+        {"max": 5.0, "min": 5.0, "sum": 5.0},
+        {"other": 2.0},
+    ]
     assert reduced(records, kinds) == {"max": 5.0, "min": 1.0, "sum": 6.0, "other": 1.5}
     assert math.isnan(mean([]))
 
@@ -83,21 +95,38 @@ def test_minibatches_are_reduced_as_the_table_has_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(METRICS, "train/ratio_max", Metric("1", "largest ratio", reduction="max"))  # type: ignore[arg-type]
     updates = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 3.0, "ratio_max": 2.0}]
     assert update_metrics(updates, {}) == {"train/loss": 2.0, "train/ratio_max": 3.0}
-    assert update_metrics([{"seen": 1.0}, {"seen": 2.0}], {"seen": "sum"}) == {"train/seen": 3.0}  # as the loss has it
+    assert update_metrics([{"seen": 1.0}, {"seen": 2.0}], {"seen": "sum"}) == {
+        "train/seen": 3.0
+    }  # as the loss has it
 
 
 def test_an_environments_declaration_decides_section_and_reduction() -> None:
-    registered = {**SCORED, "longest": Metric("steps", "longest walk", reduction="max"), "calls": Metric("count", "x", "sum")}
+    registered = {
+        **SCORED,
+        "longest": Metric("steps", "longest walk", reduction="max"),
+        "calls": Metric("count", "x", "sum"),
+    }
     metrics = rollout_metrics(
-        [trajectory(1.0, exact_match=1.0, longest=4.0, calls=2.0), trajectory(0.0, longest=7.0, calls=3.0)], registered
+        [
+            trajectory(1.0, exact_match=1.0, longest=4.0, calls=2.0),
+            trajectory(0.0, longest=7.0, calls=3.0),
+        ],
+        registered,
     )
-    named = {name: metrics[name] for name in ("train/exact_match", "rollout/longest", "rollout/calls")}
+    named = {
+        name: metrics[name] for name in ("train/exact_match", "rollout/longest", "rollout/calls")
+    }
     assert named == {"train/exact_match": 0.5, "rollout/longest": 7.0, "rollout/calls": 5.0}
 
 
 def test_a_share_of_the_step_is_made_where_its_seconds_were_reported() -> None:
-    registered = {"time/tool_share": Metric("share", "of the step", share_of="time/tool_s"), **SCORED}
-    assert step_shares({"time/tool_s": 1.0, "time/step_s": 4.0}, registered) == {"time/tool_share": 0.25}
+    registered = {
+        "time/tool_share": Metric("share", "of the step", share_of="time/tool_s"),
+        **SCORED,
+    }
+    assert step_shares({"time/tool_s": 1.0, "time/step_s": 4.0}, registered) == {
+        "time/tool_share": 0.25
+    }
     assert step_shares({"time/step_s": 4.0}, registered) == {}
 
 
@@ -118,9 +147,15 @@ def test_a_metric_that_makes_no_sense_is_an_error_where_it_is_declared() -> None
 
 
 def test_a_run_can_be_read_without_its_environment(tmp_path: Path) -> None:
-    registered = {**SCORED, "time/tool_share": Metric("share", "of the step", share_of="time/tool_s")}
+    registered = {
+        **SCORED,
+        "time/tool_share": Metric("share", "of the step", share_of="time/tool_s"),
+    }
     save_registered(tmp_path / "m.json", registered)
-    assert load_registered(tmp_path / "m.json") == registered and load_registered(tmp_path / "none.json") == {}
+    assert (
+        load_registered(tmp_path / "m.json") == registered
+        and load_registered(tmp_path / "none.json") == {}
+    )
 
 
 def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> None:
@@ -146,12 +181,34 @@ def test_an_episode_without_a_score_that_others_report_counts_as_0() -> None:
 
 def test_scores_are_told_apart_by_the_sets_that_tasks_name() -> None:
     def group(name: str | None, *scores: float | None) -> Group:
-        attempts = [trajectory(1.0) if score is None else trajectory(1.0, exact_match=score, searches=3.0) for score in scores]
-        return Group("0:a", Task("a", "?", metadata={} if name is None else {"set": name}), attempts)
+        attempts = [
+            trajectory(1.0) if score is None else trajectory(1.0, exact_match=score, searches=3.0)
+            for score in scores
+        ]
+        return Group(
+            "0:a", Task("a", "?", metadata={} if name is None else {"set": name}), attempts
+        )
 
-    gone = [Group("0:b", Task("b", "?", metadata={"set": "gone"}), [trajectory(1.0, StopReason.ABORTED, exact_match=1.0)])]
-    groups = [group("nq", 1.0, 0.0), group("hotpot", 1.0), group(None, 0.0), group("nq", 1.0, None), group("none", None), *gone]
-    shares = {"train/exact_match/hotpot": 1.0, "train/exact_match/none": 0.0, "train/exact_match/nq": 0.5}
+    gone = [
+        Group(
+            "0:b",
+            Task("b", "?", metadata={"set": "gone"}),
+            [trajectory(1.0, StopReason.ABORTED, exact_match=1.0)],
+        )
+    ]
+    groups = [
+        group("nq", 1.0, 0.0),
+        group("hotpot", 1.0),
+        group(None, 0.0),
+        group("nq", 1.0, None),
+        group("none", None),
+        *gone,
+    ]
+    shares = {
+        "train/exact_match/hotpot": 1.0,
+        "train/exact_match/none": 0.0,
+        "train/exact_match/nq": 0.5,
+    }
     assert scores_by_set(groups, SCORED, "train") == shares
     assert scores_by_set([group(None, 1.0)], SCORED, "eval") == {}
 
@@ -186,17 +243,30 @@ def test_one_line_per_step_of_plain_json(tmp_path: Path) -> None:
     assert "train/kl" not in read_metrics(tmp_path / "metrics.jsonl")[0]
 
 
-def test_resume_drops_what_came_after_the_checkpoint_and_a_half_written_line(tmp_path: Path) -> None:
+def test_resume_drops_what_came_after_the_checkpoint_and_a_half_written_line(
+    tmp_path: Path,
+) -> None:
     with MetricsLog(tmp_path) as log:
         for step in range(1, 6):
             log.log(step, {"train/reward": step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train/rew')
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     with MetricsLog(tmp_path, resumed_step=3) as log:
         log.log(4, {"train/reward": 40})
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(record["step"], record["train/reward"]) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [(record["step"], record["train/reward"]) for record in records] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+    ]
 
 
 def test_records_of_one_step_are_merged_when_read(tmp_path: Path) -> None:
@@ -205,12 +275,16 @@ def test_records_of_one_step_are_merged_when_read(tmp_path: Path) -> None:
         log.log(1, {"train/reward": 1})
         log.log(1, {"eval/exact_match": 0.2})
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record.get("eval/exact_match") for record in records] == [0.1, 0.2] and records[1]["train/reward"] == 1
+    assert [record.get("eval/exact_match") for record in records] == [0.1, 0.2] and records[1][
+        "train/reward"
+    ] == 1
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 1}\nnot\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: expected a line of JSON in UTF-8, found b'not'; remove"):
+    with pytest.raises(
+        CheckpointError, match=r"m\.jsonl:2: expected a line of JSON in UTF-8, found b'not'; remove"
+    ):
         read_metrics(tmp_path / "m.jsonl")
 
 
@@ -219,10 +293,14 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     [(b'{"step": 1, "x": "\xff"}', "JSON in UTF-8"), (b"[1]", "an object with the number of its step"),
      (b'{"x": 1}', "an object with"), (b'{"step": "one"}', "an object with"), (b"[" * 100_000, "a line of JSON")],
 )  # fmt: skip
-def test_a_line_that_is_no_record_is_named_and_at_the_end_left_out(line: bytes, words: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_record_is_named_and_at_the_end_left_out(
+    line: bytes, words: str, tmp_path: Path
+) -> None:
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
     path.write_bytes(good + line + b"\n" + good)
-    with pytest.raises(CheckpointError, match=rf"metrics\.jsonl:2: .*({words}).*; remove this line"):
+    with pytest.raises(
+        CheckpointError, match=rf"metrics\.jsonl:2: .*({words}).*; remove this line"
+    ):
         read_metrics(path)
     path.write_bytes(good + line)
     assert read_metrics(path) == [{"step": 1}]
@@ -243,7 +321,9 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed_step, records in ((-1, {1: 1.0, 2: 2.0, 3: 3.0}), (1, {2: 20.0})):
-        with MetricsLog(tmp_path, make_sinks(tmp_path, ["tensorboard"], resumed_step=resumed_step)) as log:
+        with MetricsLog(
+            tmp_path, make_sinks(tmp_path, ["tensorboard"], resumed_step=resumed_step)
+        ) as log:
             for step, value in records.items():
                 log.log(step, {"train/reward": value})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
@@ -277,14 +357,22 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
     for resumed_step in (None, 2, -1, None):
-        with MetricsLog(tmp_path, make_sinks(tmp_path, ["wandb"], resumed_step=resumed_step)) as log:
+        with MetricsLog(
+            tmp_path, make_sinks(tmp_path, ["wandb"], resumed_step=resumed_step)
+        ) as log:
             log.log(3, {"train/loss": 0.5})
     ids = [options["id"] for options in wandb.started]
-    assert ids[0] == ids[1] == ids[2] != ids[3] and all(options["resume"] == "allow" for options in wandb.started)
+    assert ids[0] == ids[1] == ids[2] != ids[3] and all(
+        options["resume"] == "allow" for options in wandb.started
+    )
     assert wandb.x_axes["*"] == "step" and wandb.logged == [{"train/loss": 0.5, "step": 3}] * 4
 
 
-def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # None makes `import wandb` raise ImportError
+def test_a_missing_sink_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        __import__("sys").modules, "wandb", None
+    )  # None makes `import wandb` raise ImportError
     with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[wandb\]'"):
         make_sinks(tmp_path, ["wandb"])

@@ -47,7 +47,9 @@ def page_of(path: Path) -> str:
     return (path / "view.html").read_text(encoding="utf-8")
 
 
-def test_the_index_knows_every_group_and_a_chunk_holds_every_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_index_knows_every_group_and_a_chunk_holds_every_token(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     page = page_of(small_run(tmp_path, tokenizer))
     index = packed(page, "index")
     assert [(group["kind"], group["step"], group["task"], group["outcomes"]) for group in index["groups"]] == [
@@ -65,7 +67,9 @@ def test_the_index_knows_every_group_and_a_chunk_holds_every_token(tmp_path: Pat
     assert "".join(segment["texts"][start:stop]) == "<answer>Vasmere</answer>"
     assert segment["ids"][start:stop] == tokenizer.encode("<answer>Vasmere</answer>")
     sampled = sum(segment["runs"][1::2])
-    assert sum(segment["runs"]) == len(segment["ids"]) and sampled == sum(turn["tokens"] for turn in first["turns"])
+    assert sum(segment["runs"]) == len(segment["ids"]) and sampled == sum(
+        turn["tokens"] for turn in first["turns"]
+    )
     assert set(segment["versions"]) == {1} and segment["gap"] == pytest.approx(
         [1e-6 * SCALES["gap"]] * sampled, abs=1.0
     )
@@ -81,7 +85,10 @@ def test_each_segment_of_a_forked_episode_holds_what_was_in_view(tmp_path: Path)
     assert at == 1 and "".join(first["texts"][start:]) == "<think>\nhm\n</think>\n\nPark."
     seen = "".join(second["texts"][:later])
     assert "Park.<|im_end|>\n<|im_start|>user\nNo.<|im_end|>" in seen and "hm" not in seen
-    assert found["metrics"]["forks"] == 1 and found["observation_tokens"] == found["metrics"]["observation_tokens"]
+    assert (
+        found["metrics"]["forks"] == 1
+        and found["observation_tokens"] == found["metrics"]["observation_tokens"]
+    )
 
 
 def hostile_run(path: Path, tokenizer: Tokenizer) -> Path:
@@ -122,10 +129,14 @@ def test_nothing_from_outside_is_html(tmp_path: Path, tokenizer: Tokenizer) -> N
     reader.feed(page)
     assert "img x" not in reader.found and "onerror" not in page
     assert "<b>run" not in page and "&lt;b&gt;run" in page
-    assert reader.found.count("script") == page.count("</script>") == 3  # the index, the script, one chunk
+    assert (
+        reader.found.count("script") == page.count("</script>") == 3
+    )  # the index, the script, one chunk
 
 
-def test_an_aborted_attempt_has_no_reward_in_the_index(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_aborted_attempt_has_no_reward_in_the_index(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     page = page_of(hostile_run(tmp_path, tokenizer))
     assert [group["rewards"] for group in packed(page, "index")["groups"]] == [[None], [1.0]]
 
@@ -133,27 +144,39 @@ def test_an_aborted_attempt_has_no_reward_in_the_index(tmp_path: Path, tokenizer
 def test_the_page_loads_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     page = page_of(small_run(tmp_path, tokenizer))
     assert not re.search(
-        r"https?://|<link[^>]+stylesheet|\bsrc=\"(?!data:)|@import|fetch\(|XMLHttpRequest|innerHTML|insertAdjacent|eval\(", page
+        r"https?://|<link[^>]+stylesheet|\bsrc=\"(?!data:)|@import|fetch\(|XMLHttpRequest|innerHTML|insertAdjacent|eval\(",
+        page,
     )
     assert "default-src 'none'" in page
 
 
 def test_a_run_without_episodes_says_what_is_there_and_what_stores_them(tmp_path: Path) -> None:
     write_frame(tmp_path, [trained(1)], "metrics: {trajectories_per_step: 0}\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml.*metrics\.trajectories_per_step=4.*it is 0 there") as error:
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml.*metrics\.trajectories_per_step=4.*it is 0 there"
+    ) as error:
         write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     assert "\n" not in str(error.value) and not (tmp_path / "view.html").exists()
 
 
-def test_episodes_of_a_run_without_tokens_are_shown_as_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_episodes_of_a_run_without_tokens_are_shown_as_text(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write_frame(tmp_path, [trained(1)])
     of = task("x")
-    write_step(tmp_path, tokenizer, 1, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED)])], tokens=False)
+    write_step(
+        tmp_path, tokenizer, 1, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED)])], tokens=False
+    )
     page = page_of(tmp_path)
-    assert "without tokens" in page and "tokens" not in packed(page, "chunk-train-1-0")[0]["attempts"][0]
+    assert (
+        "without tokens" in page
+        and "tokens" not in packed(page, "chunk-train-1-0")[0]["attempts"][0]
+    )
 
 
-def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     of = task("x")
     write_evaluation(tmp_path, 0, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED)])])
     folder = tmp_path / "eval-x"
@@ -164,19 +187,28 @@ def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(tmp_path: Pa
         assert [(group["kind"], group["step"]) for group in content.groups] == [("eval", 0)]
 
 
-def test_steps_that_the_metrics_do_not_know_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_steps_that_the_metrics_do_not_know_are_left_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """A run that goes on from step 1 after a kill in step 2 writes step 2 again."""
     small_run(tmp_path, tokenizer)
     lines = RunDirectory(tmp_path).metrics.read_text().splitlines()
     RunDirectory(tmp_path).metrics.write_text("\n".join(lines[:2]) + "\n")
     recorded = RunFiles.open(tmp_path)
-    assert sorted(recorded.training) == sorted(recorded.tokens) == [1] and sorted(recorded.evaluations) == [0]
+    assert sorted(recorded.training) == sorted(recorded.tokens) == [1] and sorted(
+        recorded.evaluations
+    ) == [0]
 
 
 def test_damaged_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     small_run(tmp_path, tokenizer)
     good = RunDirectory(tmp_path).tokens(1).read_bytes()
-    for damaged in (b"", b"PK\x03\x04", good[: len(good) // 2], good[:100] + b"\0" * 50 + good[150:]):
+    for damaged in (
+        b"",
+        b"PK\x03\x04",
+        good[: len(good) // 2],
+        good[:100] + b"\0" * 50 + good[150:],
+    ):
         RunDirectory(tmp_path).tokens(1).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"step_000001\.npz: damaged"):
             write_page(RunFiles.open(tmp_path), tmp_path / "view.html")

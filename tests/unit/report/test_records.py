@@ -15,7 +15,9 @@ from rlflow.types import Group, StopReason, Task, Trajectory, Turn
 def test_any_text_is_one_line_and_comes_back(tmp_path: Path) -> None:
     """Also what other readers take for the end of a line, and half a character."""
     said = "one\u2028two\x85\x0b\r\n three \ud83d"
-    attempt = Trajectory("t", "g", [], [Turn(0, 0, 0, 0.0, 0.0, said)], math.nan, StopReason.ABORTED)
+    attempt = Trajectory(
+        "t", "g", [], [Turn(0, 0, 0, 0.0, 0.0, said)], math.nan, StopReason.ABORTED
+    )
     write_trajectories(tmp_path / "t.jsonl", [Group("g", Task("t", "?"), [attempt])])
     (found,) = read_trajectories(tmp_path / "t.jsonl")
     assert found["turns"][0]["response"] == said and found["reward"] is None
@@ -38,7 +40,10 @@ def test_a_line_that_is_no_episode_is_named(tmp_path: Path, line: bytes, told: s
 
 
 def test_named_rewards_are_written_where_there_are_some(tmp_path: Path) -> None:
-    attempts = [Trajectory("t", "g", [], [], 1.0, StopReason.TERMINATED, rewards=rewards) for rewards in ({"style": 0.5}, {})]
+    attempts = [
+        Trajectory("t", "g", [], [], 1.0, StopReason.TERMINATED, rewards=rewards)
+        for rewards in ({"style": 0.5}, {})
+    ]
     write_trajectories(tmp_path / "t.jsonl", [Group("g", Task("t", "?"), attempts)])
     first, second = read_trajectories(tmp_path / "t.jsonl")
     assert first["rewards"] == {"style": 0.5} and first["reward"] == 1.0 and "rewards" not in second
@@ -52,6 +57,8 @@ def test_named_rewards_are_written_where_there_are_some(tmp_path: Path) -> None:
         ([{"role": "system", "content": "Help."}, {"role": "user", "content": "Now?"}], None, "Now?"),
     ],
 )  # fmt: skip
-def test_a_group_is_titled_by_what_tells_it_from_others(prompt: object, question: str | None, told: str) -> None:
+def test_a_group_is_titled_by_what_tells_it_from_others(
+    prompt: object, question: str | None, told: str
+) -> None:
     metadata = None if question is None else {"question": question}
     assert question_of({"task_id": "train-3", "prompt": prompt, "metadata": metadata}) == told

@@ -30,7 +30,12 @@ REGISTERED = {
 }
 STEP = {"train/reward": 0.5, "train/exact_match": 0.25, "speed/tokens_per_s": 12345.0, "time/rollout_s": 1.2,
         "time/update_s": 0.8, "time/sync_s": 0.01, "time/step_s": 2.0, "rollout/aborted": 0.25}  # fmt: skip
-EVALUATION = {"eval/exact_match": 0.4, "eval/exact_match_low": 0.3, "eval/exact_match_high": 0.5, "eval/failed": 2.0}
+EVALUATION = {
+    "eval/exact_match": 0.4,
+    "eval/exact_match_low": 0.3,
+    "eval/exact_match_high": 0.5,
+    "eval/failed": 2.0,
+}
 SUMMARY = {"status": "finished", "steps": 20, "seconds": 125.0, "first_evaluation": EVALUATION, "first_evaluation_step": 0,
            "last_evaluation": EVALUATION, "last_evaluation_step": 20,
            "export_logprob_difference": 2e-6, "written": {"run": "runs/a", "export": "runs/a/export"}}  # fmt: skip
@@ -55,11 +60,15 @@ def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
         "export", "runs/a/export", "(log-probs", "differ", "by", "up", "to", "2.0e-06)"]  # fmt: skip
 
 
-def test_a_terminal_gets_these_lines_above_one_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_these_lines_above_one_that_is_redrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
-    progress = Progress("auto", steps=20, title="demo", first_step=3, stream=stream, clock=Clock(before_s=600.0))
+    progress = Progress(
+        "auto", steps=20, title="demo", first_step=3, stream=stream, clock=Clock(before_s=600.0)
+    )
     progress.registered = REGISTERED
     assert progress.status().startswith("3 of 20  ·  10:00  ·  starting")
     progress.step(4, STEP)
@@ -73,7 +82,9 @@ def test_a_terminal_gets_these_lines_above_one_that_is_redrawn(monkeypatch: pyte
     progress.close()
     lines = stream.getvalue().splitlines()
     assert any("step  4/20  reward 0.500  EM 0.250" in line for line in lines), lines
-    assert any("[not markup]" in line for line in lines) and lines[-1].startswith(f"  {command()} eval"), lines
+    assert any("[not markup]" in line for line in lines) and lines[-1].startswith(
+        f"  {command()} eval"
+    ), lines
 
 
 def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +105,15 @@ def test_remaining_time_follows_the_last_steps_and_counts_from_where_a_run_resum
 
 
 def test_an_interrupted_run_says_how_to_go_on() -> None:
-    text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "my runs/r"}}, {})
+    text = summary_text(
+        {
+            "status": "interrupted by SIGINT",
+            "steps": 1,
+            "seconds": 3.0,
+            "written": {"run": "my runs/r"},
+        },
+        {},
+    )
     assert text.splitlines()[0] == "interrupted by SIGINT after 1 step and 3 s"
     assert f"  {command()} train --config 'my runs/r'/config.yaml --resume  # goes on" in text
 
@@ -108,11 +127,24 @@ def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
 
 
 def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_it() -> None:
-    step = {**STEP, "train/f1": 0.3, "rollout/calls": 2.0, "rollout/hops": 3.0, "train/logprob_gap": 1e-5}
+    step = {
+        **STEP,
+        "train/f1": 0.3,
+        "rollout/calls": 2.0,
+        "rollout/hops": 3.0,
+        "train/logprob_gap": 1e-5,
+    }
     assert numbers(step, REGISTERED) == [
         "reward 0.500", "EM 0.250", "12,345 tokens/s", "calls 2.0", "gap 1.0e-05", "ABORTED 25%"]  # fmt: skip
     assert numbers(step, {}) == ["reward 0.500", "12,345 tokens/s", "gap 1.0e-05", "ABORTED 25%"]
-    values = {**EVALUATION, "eval/f1": 0.45, "eval/calls": 1.5, "eval/hops": 2.0, "eval/turns": 2.5, "eval/questions": 8.0}
+    values = {
+        **EVALUATION,
+        "eval/f1": 0.45,
+        "eval/calls": 1.5,
+        "eval/hops": 2.0,
+        "eval/turns": 2.5,
+        "eval/questions": 8.0,
+    }
     line = evaluation_line(values, REGISTERED)
     assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  calls 1.5  turns 2.50  8 tasks  2 FAILED"
 
@@ -121,7 +153,11 @@ def test_evaluations_of_other_tasks_do_not_stand_side_by_side_as_if_they_were_of
     """`evaluation.questions` says how many a scheduled evaluation takes; the last one takes all."""
     few, lost, all_of_them = ({"eval/reward": 0.5, "eval/attempts": made, "eval/failed": failed}
                               for made, failed in ((16.0, 0.0), (15.0, 1.0), (64.0, 0.0)))  # fmt: skip
-    for last, note in ((all_of_them, "  (other tasks than the first evaluation's)"), (few, ""), (lost, "  1 FAILED")):
+    for last, note in (
+        (all_of_them, "  (other tasks than the first evaluation's)"),
+        (few, ""),
+        (lost, "  1 FAILED"),
+    ):
         summary = {**SUMMARY, "first_evaluation": few, "last_evaluation": last}
         before, after = summary_text(summary, {}).splitlines()[1:3]
         assert before == "  before  reward 0.500" and after == f"  after   reward 0.500{note}"
@@ -141,7 +177,10 @@ def test_the_headline_is_in_words() -> None:
 def test_times_read_as_people_write_them() -> None:
     assert [clock(seconds) for seconds in (-1, 4.4, 59.6, 185, 7385, 93785)] == [
         "0 s", "4 s", "1:00", "3:05", "2:03:05", "1 day, 2:03:05"]  # fmt: skip
-    assert phase_times({}) == "" and evaluation_line({"eval/reward": 1.0}, REGISTERED) == "reward 1.000"
+    assert (
+        phase_times({}) == ""
+        and evaluation_line({"eval/reward": 1.0}, REGISTERED) == "reward 1.000"
+    )
 
 
 def evaluations(first: int, last: int, steps: int, status: str = "finished") -> list[str]:
@@ -157,15 +196,22 @@ def test_an_evaluation_is_called_after_the_training_only_if_it_was_made_then() -
     interrupted = evaluations(0, 0, 7, "interrupted by SIGINT")
     assert interrupted == ["before  reward 0.000"], "step 0 is not what came of 7 steps"
     assert evaluations(0, 5, 7) == ["before     reward 0.000", "at step 5  reward 5.000"]
-    assert evaluations(20, 20, 20) == ["after  reward 20.000"], "without an evaluation at the start there is no before"
+    assert evaluations(20, 20, 20) == ["after  reward 20.000"], (
+        "without an evaluation at the start there is no before"
+    )
     assert evaluations(5, 20, 20) == ["at step 5  reward 5.000", "after      reward 20.000"]
     assert evaluations(-1, -1, 3) == []
 
 
 def test_the_next_commands_are_those_that_can_be_given() -> None:
-    given = [f"{command()} {words}" for words in ("view runs/a --open", "show runs/a", "eval --model runs/a/export")]
+    given = [
+        f"{command()} {words}"
+        for words in ("view runs/a --open", "show runs/a", "eval --model runs/a/export")
+    ]
     assert [line for line, _ in next_commands({**SUMMARY, "takes_questions": False})] == given
     asked = [line for line, _ in next_commands({**SUMMARY, "takes_questions": True})]
-    assert asked == [f"{command()} ask runs/a", *given], "only where the environment makes a task of text"
+    assert asked == [f"{command()} ask runs/a", *given], (
+        "only where the environment makes a task of text"
+    )
     assert next_commands({**SUMMARY, "written": {}}) == []
     assert summary_text(SUMMARY, REGISTERED).splitlines()[-4] == "next"

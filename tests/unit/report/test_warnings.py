@@ -13,14 +13,21 @@ HEALTHY = {"train/reward": 0.4, "train/advantage_zero": 0.5, "train/entropy": 0.
            "rollout/turns": 2.0, "rollout/responses_cut": 0.3, "rollout/aborted": 0.0}  # fmt: skip
 REGISTERED = {
     "exact_match": Metric("share", "of tasks", score=True),
-    "unfounded": Metric("share", "of answers without evidence", alarm=0.2, advice="Ask for evidence."),
+    "unfounded": Metric(
+        "share", "of answers without evidence", alarm=0.2, advice="Ask for evidence."
+    ),
     "tool/empty": Metric("per call", "empty answers", alarm=0.5),
 }
 
 
-def told(steps: Iterable[dict[str, float]], registered: dict[str, Metric] = REGISTERED) -> list[list[str]]:
+def told(
+    steps: Iterable[dict[str, float]], registered: dict[str, Metric] = REGISTERED
+) -> list[list[str]]:
     watch = Watch(registered)
-    return [[fault.text for fault in watch.observe(at, {**HEALTHY, **step})] for at, step in enumerate(steps)]
+    return [
+        [fault.text for fault in watch.observe(at, {**HEALTHY, **step})]
+        for at, step in enumerate(steps)
+    ]
 
 
 def test_a_healthy_run_is_warned_of_nothing() -> None:
@@ -31,8 +38,14 @@ def test_a_healthy_run_is_warned_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("sign", "words"),
     [
-        ({"train/advantage_zero": 1.0}, "No group differed in reward for 3 steps (mean reward 0.40)"),
-        ({"rollout/responses_cut": 2.0}, "All responses are cut, for 3 steps: no stop string matched"),
+        (
+            {"train/advantage_zero": 1.0},
+            "No group differed in reward for 3 steps (mean reward 0.40)",
+        ),
+        (
+            {"rollout/responses_cut": 2.0},
+            "All responses are cut, for 3 steps: no stop string matched",
+        ),
         (
             {"train/logprob_gap": 0.3},
             "Engine and trainer drift apart: their log-probs of the same tokens differ by 0.3 nats",
@@ -42,7 +55,10 @@ def test_a_healthy_run_is_warned_of_nothing() -> None:
             "A router has collapsed: in some layer nearly all tokens go to the same experts, for 3 steps",
         ),
         ({"rollout/aborted": 0.1}, "Tool errors rise: 10% of the episodes of a step are lost"),
-        ({"rollout/unfounded": 0.25}, "Unfounded 25% (of answers without evidence), for 3 steps. Ask for evidence."),
+        (
+            {"rollout/unfounded": 0.25},
+            "Unfounded 25% (of answers without evidence), for 3 steps. Ask for evidence.",
+        ),
         ({"tool/empty": 0.75}, "Empty 0.75 per call (empty answers), for 3 steps."),
     ],
 )
@@ -54,7 +70,12 @@ def test_a_sign_that_lasts_three_steps_is_told_once(sign: dict[str, float], word
 
 def test_a_metric_that_the_environment_does_not_declare_is_told_once() -> None:
     """A misspelt score is none: the progress shows nothing, and nothing else says why."""
-    step = {"rollout/exact_mach": 0.5, "rollout/unfounded": 0.1, "train/exact_match": 0.5, "tool/slow": 1.0}
+    step = {
+        "rollout/exact_mach": 0.5,
+        "rollout/unfounded": 0.1,
+        "train/exact_match": 0.5,
+        "tool/slow": 1.0,
+    }
     found = told([step, step, {**step, "rollout/tools": 2.0}])
     expected = "Metric 'exact_mach' is not declared by the environment; declared: exact_match, unfounded. Did you mean 'exact_mat"
     assert [len(texts) for texts in found] == [1, 0, 1] and found[0][0].startswith(expected)
@@ -99,16 +120,22 @@ def test_the_entropy_of_five_steps_ago_counts() -> None:
     found = told(falling)
     assert [len(texts) for texts in found] == [0, 0, 0, 0, 0, 0, 1, 0]
     assert "fell by 91% in 5 steps (1.00 to 0.09 nats per token)" in found[6][0]
-    assert not any(told([{"train/entropy": value} for value in (0.04, 0.03, 0.01, 0.001, 1e-4, 1e-5, 1e-6)])), (
-        "certain before"
-    )
+    assert not any(
+        told([{"train/entropy": value} for value in (0.04, 0.03, 0.01, 0.001, 1e-4, 1e-5, 1e-6)])
+    ), "certain before"
 
 
 def test_drift_is_also_what_grows_from_a_small_gap() -> None:
-    assert not any(told([{"train/logprob_gap": 0.03}] * 10)), "kernels that differ from the first step on"
-    assert not any(told([{"train/logprob_gap": 1e-6 * 2**step} for step in range(12)])), "small whatever it was"
+    assert not any(told([{"train/logprob_gap": 0.03}] * 10)), (
+        "kernels that differ from the first step on"
+    )
+    assert not any(told([{"train/logprob_gap": 1e-6 * 2**step} for step in range(12)])), (
+        "small whatever it was"
+    )
     found = told([{"train/logprob_gap": 0.002}] * 3 + [{"train/logprob_gap": 0.03}] * 3)
-    assert [len(texts) for texts in found] == [0] * 5 + [1] and "0.002 in the first steps" in found[5][0]
+    assert [len(texts) for texts in found] == [0] * 5 + [1] and "0.002 in the first steps" in found[
+        5
+    ][0]
 
 
 def test_metrics_that_a_run_does_not_have_are_no_sign() -> None:
@@ -116,7 +143,9 @@ def test_metrics_that_a_run_does_not_have_are_no_sign() -> None:
     assert not any(watch.observe(step, {"train/nll": 1.0}) for step in range(9))
 
 
-def test_an_engine_that_never_gets_weights_is_told_though_its_gap_grows_from_the_first_step_on() -> None:
+def test_an_engine_that_never_gets_weights_is_told_though_its_gap_grows_from_the_first_step_on() -> (
+    None
+):
     found = told([{"train/logprob_gap": gap} for gap in (1e-6, 0.02, 0.04, 0.05)])
     assert [len(texts) for texts in found] == [0, 0, 0, 1]
 
@@ -134,6 +163,10 @@ def test_several_signs_are_several_sentences_but_what_follows_from_another_is_no
 
 def test_what_a_run_was_told_can_be_told_again_from_its_records() -> None:
     records = [{"step": step, **HEALTHY, "rollout/aborted": 0.1} for step in range(1, 6)]
-    assert [(fault.name, fault.step) for fault in Watch({}).recall([{"step": 0}, *records])] == [("episodes are lost", 3)]
+    assert [(fault.name, fault.step) for fault in Watch({}).recall([{"step": 0}, *records])] == [
+        ("episodes are lost", 3)
+    ]
     watch = Watch({})
-    assert len(watch.recall(records)) == 1 and watch.observe(6, records[-1]) == [], "once in a run, resumed or not"
+    assert len(watch.recall(records)) == 1 and watch.observe(6, records[-1]) == [], (
+        "once in a run, resumed or not"
+    )

@@ -41,7 +41,12 @@ class Asking(Environment):
         named = {"vowels": reward}
         if episode.turns == self.turns:
             return Step("", reward, True, {"answered": 1.0}, rewards={**named, "patience": 1.0})
-        return Step(self.observation, reward, metrics={"answered": 0.0, "searches": float(episode.turns)}, rewards=named)
+        return Step(
+            self.observation,
+            reward,
+            metrics={"answered": 0.0, "searches": float(episode.turns)},
+            rewards=named,
+        )
 
     async def close(self, episode: Episode) -> None:
         self.closed[id(episode)] += 1
@@ -55,7 +60,11 @@ class RecordingEngine(EmbeddedEngine):
         self.calls: list[tuple[str, list[int], Sampling, Completion]] = []
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         completion = await super().generate(tokens, sampling, request_id, priority)
         self.calls.append((request_id or "", list(tokens), sampling, completion))
@@ -64,7 +73,9 @@ class RecordingEngine(EmbeddedEngine):
 
 def make(path: Path, tokenizer: Tokenizer, environment: Environment, **options: Any) -> Rollout:
     defaults = {"samples_per_prompt": 4, "max_response_tokens": 40, "max_turns": 4}
-    return Rollout(RecordingEngine(path, tokenizer), environment, tokenizer, **{**defaults, **options})
+    return Rollout(
+        RecordingEngine(path, tokenizer), environment, tokenizer, **{**defaults, **options}
+    )
 
 
 def all_trajectories(groups: Sequence[Any]) -> list[Trajectory]:

@@ -17,7 +17,17 @@ from rlflow.rollout import Completion, Sampling, Tokenizer
 from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.types import Episode, Message, Step, Task, Trajectory
 
-CONTROL = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|User|>", "<|Assistant|>", "[INST]", "[/INST]")
+CONTROL = (
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|User|>",
+    "<|Assistant|>",
+    "[INST]",
+    "[/INST]",
+)
 QWEN3 = """
 {%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
 {%- set seen = namespace(query=messages | length - 1, seeking=true) %}
@@ -127,15 +137,29 @@ def dressed(directory: Path, template: str, tools: Sequence[dict[str, Any]] = ()
 
 def metaspace() -> PreTrainedTokenizerFast:
     """A tokenizer that puts a blank in front of what stands alone; whole are "Paris", "no" and "q"."""
-    words = [word[:end] for word in ("\u2581Paris", "\u2581no", "\u2581q") for end in range(1, len(word) + 1)]
+    words = [
+        word[:end]
+        for word in ("\u2581Paris", "\u2581no", "\u2581q")
+        for end in range(1, len(word) + 1)
+    ]
     letters = ["<unk>", "<s>", "</s>", "<0x0A>", *map(chr, range(33, 127)), *words]
     merges = [(word[:-1], word[-1]) for word in dict.fromkeys(words) if len(word) > 1]
     vocab = {text: number for number, text in enumerate(dict.fromkeys(letters))}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
-    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        "\u2581", prepend_scheme="first", split=False
+    )
+    parts = [
+        tokenizers.decoders.Replace("\u2581", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    ]
     inner.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     made.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
     return made
 
@@ -143,7 +167,9 @@ def metaspace() -> PreTrainedTokenizerFast:
 class Talk(Environment):
     """Gives one answer (or Step) after another, then ends the episode. Steps of `replaced` replace what they say."""
 
-    def __init__(self, answers: Sequence[Any], replaced: Mapping[int, dict[int, str]] | None = None) -> None:
+    def __init__(
+        self, answers: Sequence[Any], replaced: Mapping[int, dict[int, str]] | None = None
+    ) -> None:
         self.answers, self.replaced = answers, replaced or {}
 
     def tasks(self, split: str) -> list[Task]:
@@ -153,11 +179,19 @@ class Talk(Environment):
         if episode.turns > len(self.answers):
             return Step(terminated=True)
         answer = self.answers[episode.turns - 1]
-        return answer if isinstance(answer, Step) else Step(answer, replace=self.replaced.get(episode.turns))
+        return (
+            answer
+            if isinstance(answer, Step)
+            else Step(answer, replace=self.replaced.get(episode.turns))
+        )
 
 
 def played(
-    tokenizer: Any, prompt: list[Message], responses: Sequence[Sequence[int]], environment: Talk, **limits: Any
+    tokenizer: Any,
+    prompt: list[Message],
+    responses: Sequence[Sequence[int]],
+    environment: Talk,
+    **limits: Any,
 ) -> tuple[Trajectory, list[list[int]]]:
     """An episode in which the policy says the responses (ids), and what it was fed before each."""
     fed: list[list[int]] = []
@@ -184,7 +218,9 @@ def check_segments(one: Trajectory, fed: Sequence[list[int]], sampled: Sequence[
     assert sum(int(segment.loss_mask.sum()) for segment in one.segments) == sum(map(len, sampled))
 
 
-def conversations(prompt: list[Message], said: Sequence[str], answers: Sequence[list[Message]]) -> list[list[Message]]:
+def conversations(
+    prompt: list[Message], said: Sequence[str], answers: Sequence[list[Message]]
+) -> list[list[Message]]:
     """The messages in view before each response."""
     found = [list(prompt)]
     for text, answer in zip(said, answers):
@@ -192,7 +228,9 @@ def conversations(prompt: list[Message], said: Sequence[str], answers: Sequence[
     return found
 
 
-def check_contexts(tokenizer: Tokenizer, one: Trajectory, fed: Sequence[list[int]], views: Sequence[list[Message]]) -> None:
+def check_contexts(
+    tokenizer: Tokenizer, one: Trajectory, fed: Sequence[list[int]], views: Sequence[list[Message]]
+) -> None:
     """What the policy saw is what transformers makes of the messages at that time: the same text, and where a segment
     begins the same ids."""
     for number, (context, view) in enumerate(zip(fed, views)):

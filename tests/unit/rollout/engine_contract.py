@@ -31,7 +31,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-def start(engine: Engine, tokens: Sequence[int], count: int, seed: int = 0, **options: Any) -> asyncio.Task[Completion]:
+def start(
+    engine: Engine, tokens: Sequence[int], count: int, seed: int = 0, **options: Any
+) -> asyncio.Task[Completion]:
     return asyncio.ensure_future(engine.generate(tokens, Sampling(count, seed=seed), **options))
 
 
@@ -69,18 +71,29 @@ class EngineContract:
     def test_a_seed_gives_its_tokens_whatever_else_is_in_flight(self, make: Make) -> None:
         async def crowd() -> list[Completion]:
             engine = make(max_concurrency=3)
-            return list(await asyncio.gather(*(start(engine, PROMPT, 10, seed) for seed in (1, 2, 3, 4, 5, 1))))
+            return list(
+                await asyncio.gather(
+                    *(start(engine, PROMPT, 10, seed) for seed in (1, 2, 3, 4, 5, 1))
+                )
+            )
 
         together = run(crowd())
-        alone = [run(make().generate(PROMPT, Sampling(10, seed=seed))) for seed in (1, 2, 3, 4, 5, 1)]
+        alone = [
+            run(make().generate(PROMPT, Sampling(10, seed=seed))) for seed in (1, 2, 3, 4, 5, 1)
+        ]
         assert [done.tokens for done in together] == [done.tokens for done in alone]
         assert together[0].tokens == together[5].tokens != together[1].tokens
 
     def test_greedy_needs_no_seed(self, make: Make) -> None:
-        first, second = (run(make().generate(PROMPT, Sampling(8, temperature=0.0, seed=seed))) for seed in (None, 5))
+        first, second = (
+            run(make().generate(PROMPT, Sampling(8, temperature=0.0, seed=seed)))
+            for seed in (None, 5)
+        )
         assert first.tokens == second.tokens
 
-    def test_a_stop_string_ends_with_the_token_that_completes_it(self, make: Make, tokenizer: Tokenizer) -> None:
+    def test_a_stop_string_ends_with_the_token_that_completes_it(
+        self, make: Make, tokenizer: Tokenizer
+    ) -> None:
         free = run(make().generate(PROMPT, Sampling(40, seed=1)))
         place = decodable(tokenizer, free.tokens)
         string = tokenizer.decode([free.tokens[place]])
@@ -88,7 +101,9 @@ class EngineContract:
         assert (done.stop, done.tokens) == ("stop", free.tokens[: place + 1])
 
     @pytest.mark.parametrize("count", [1, 12])
-    def test_a_stop_string_of_the_prompt_ends_nothing(self, make: Make, tokenizer: Tokenizer, count: int) -> None:
+    def test_a_stop_string_of_the_prompt_ends_nothing(
+        self, make: Make, tokenizer: Tokenizer, count: int
+    ) -> None:
         """Not behind half a character either, whose other half the completion may bring."""
         whole = tokenizer.encode("a <stop> b 漢")
         for prompt in (whole, whole[:-1], whole[:-2]):
@@ -99,7 +114,10 @@ class EngineContract:
     def test_a_stop_token_is_part_of_the_completion(self, make: Make) -> None:
         free = run(make().generate(PROMPT, Sampling(20, seed=1)))
         done = run(make().generate(PROMPT, Sampling(20, seed=1, stop_token_ids=(free.tokens[6],))))
-        assert (done.stop, done.tokens) == ("stop", free.tokens[: free.tokens.index(free.tokens[6]) + 1])
+        assert (done.stop, done.tokens) == (
+            "stop",
+            free.tokens[: free.tokens.index(free.tokens[6]) + 1],
+        )
 
     def test_the_lowest_priority_number_goes_first_then_who_came_first(self, make: Make) -> None:
         async def order() -> list[str]:
@@ -139,7 +157,10 @@ class EngineContract:
 
         async def pause() -> list[Completion]:
             engine = make(max_concurrency=1)
-            requests = [start(engine, PROMPT, count, 1, request_id="runs"), start(engine, OTHER, count, request_id="waits")]
+            requests = [
+                start(engine, PROMPT, count, 1, request_id="runs"),
+                start(engine, OTHER, count, request_id="waits"),
+            ]
             await self.a_while(engine)
             await engine.pause("abort")
             ended = list(await asyncio.gather(*requests))
@@ -181,7 +202,11 @@ class EngineContract:
 
         runs, other, waits = run(abort())
         assert (runs.stop, other.stop, waits.stop) == ("aborted", "length", "aborted")
-        assert 0 < len(runs.tokens) < count and runs.tokens == other.tokens[: len(runs.tokens)] and waits.tokens == []
+        assert (
+            0 < len(runs.tokens) < count
+            and runs.tokens == other.tokens[: len(runs.tokens)]
+            and waits.tokens == []
+        )
 
     def test_release_of_an_unknown_id_is_no_error(self, make: Make) -> None:
         engine = make()
@@ -208,16 +233,26 @@ class EngineContract:
         for slowly in (False, True):
             engine = make()
             versions = run(load(engine, slowly)).versions
-            assert set(versions) == {0, 7} and versions == sorted(versions) and len(versions) == 30 * self.longer
+            assert (
+                set(versions) == {0, 7}
+                and versions == sorted(versions)
+                and len(versions) == 30 * self.longer
+            )
             if engine.hashes_weights:
-                kept = [(n, t) for n, t in weights if engine.weight_names is None or n in engine.weight_names]
+                kept = [
+                    (n, t)
+                    for n, t in weights
+                    if engine.weight_names is None or n in engine.weight_names
+                ]
                 sent = [(n, t if engine.dtype is None else t.to(engine.dtype)) for n, t in kept]
                 assert run(engine.weights_digest()) == digest(sent)
             else:
                 with pytest.raises(RolloutError, match="cannot hash its weights"):
                     run(engine.weights_digest())
 
-    def test_an_engine_that_takes_the_trainers_own_tensors_keeps_none_of_them(self, make: Make, weights: Pairs) -> None:
+    def test_an_engine_that_takes_the_trainers_own_tensors_keeps_none_of_them(
+        self, make: Make, weights: Pairs
+    ) -> None:
         engine, given = make(), [(name, tensor.clone()) for name, tensor in weights]
         if not (engine.takes_device_tensors and engine.hashes_weights):
             pytest.skip("it gets copies, or cannot say what it has")
@@ -254,7 +289,9 @@ class EngineContract:
         }[fault]
 
         async def play(engine: Engine) -> list[int]:
-            with pytest.raises(RLFlowError, match=f"'{weights[0][0] if fault == 'twice' else name}'"):
+            with pytest.raises(
+                RLFlowError, match=f"'{weights[0][0] if fault == 'twice' else name}'"
+            ):
                 await engine.load_weights(spoiled, version=1)
             await engine.load_weights(weights, version=2)
             return (await engine.generate(PROMPT, Sampling(2))).versions
@@ -264,7 +301,10 @@ class EngineContract:
     def test_a_closed_engine_ends_what_is_in_flight_and_refuses_the_rest(self, make: Make) -> None:
         async def close() -> None:
             engine = make(max_concurrency=1)
-            requests = [start(engine, PROMPT, min(200 * self.longer, MOST)), start(engine, OTHER, 200)]
+            requests = [
+                start(engine, PROMPT, min(200 * self.longer, MOST)),
+                start(engine, OTHER, 200),
+            ]
             await some_steps()
             await engine.close()
             assert [done.stop for done in await asyncio.gather(*requests)] == ["aborted", "aborted"]
@@ -287,7 +327,9 @@ class EngineContract:
 
         assert len(run(collide()).tokens) == 2
 
-    def test_prompts_that_leave_no_room_are_refused_and_others_end_at_the_limit(self, make: Make) -> None:
+    def test_prompts_that_leave_no_room_are_refused_and_others_end_at_the_limit(
+        self, make: Make
+    ) -> None:
         engine = make(max_tokens=32)
         assert engine.max_tokens == 32
         for tokens in ([], [5] * 32, [5] * 33):

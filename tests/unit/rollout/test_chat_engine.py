@@ -21,7 +21,9 @@ Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
 @contextmanager
-def chat_server(answer: Answer, models: tuple[str, ...] = ("tiny",)) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def chat_server(
+    answer: Answer, models: tuple[str, ...] = ("tiny",)
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(address, the requests so far) of a server that answers each request by the function: (status, choice or text)."""
     seen: list[dict[str, Any]] = []
 
@@ -46,7 +48,9 @@ def chat_server(answer: Answer, models: tuple[str, ...] = ("tiny",)) -> Iterator
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1", seen
     finally:
@@ -83,7 +87,11 @@ def test_a_conversation_is_recognised_in_what_the_rollout_has_of_it() -> None:
 @pytest.mark.parametrize(
     ("text", "told", "expected"),
     [
-        ("<think>a</think><search>b", None, "<think>a</think><search>b</search>"),  # servers leave the stop string out
+        (
+            "<think>a</think><search>b",
+            None,
+            "<think>a</think><search>b</search>",
+        ),  # servers leave the stop string out
         ("<answer>b", "</answer>", "<answer>b</answer>"),  # vLLM says which
         ("<answer>b</answer>", "</answer>", "<answer>b</answer>"),
         ("<search>b</search>", None, "<search>b</search>"),
@@ -91,16 +99,23 @@ def test_a_conversation_is_recognised_in_what_the_rollout_has_of_it() -> None:
         ("I do not know.", None, "I do not know."),
     ],
 )
-def test_the_stop_string_that_servers_leave_out_is_put_back(text: str, told: Any, expected: str) -> None:
+def test_the_stop_string_that_servers_leave_out_is_put_back(
+    text: str, told: Any, expected: str
+) -> None:
     assert with_stop(text, told, ("</search>", "</answer>")) == expected
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    rows = [{"question": f"Who is number {number}?", "answer": f"Me {number}"} for number in range(3)]
+    rows = [
+        {"question": f"Who is number {number}?", "answer": f"Me {number}"} for number in range(3)
+    ]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "corpus.jsonl").write_text(
-        "".join(json.dumps({"id": str(n), "contents": f'"number {n}"\nMe {n} is number {n}'}) + "\n" for n in range(3))
+        "".join(
+            json.dumps({"id": str(n), "contents": f'"number {n}"\nMe {n} is number {n}'}) + "\n"
+            for n in range(3)
+        )
     )
     return ["--env", "search", "--corpus", str(tmp_path / "corpus.jsonl"), f"environment.val={tmp_path}/val.jsonl",
             "environment.retriever=bm25", "environment.top_k=1", "--out", str(tmp_path / "out")]  # fmt: skip
@@ -117,7 +132,10 @@ def searches_then_answers(body: dict[str, Any]) -> tuple[int, Any]:
 
 
 def test_a_model_behind_a_server_is_evaluated(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with chat_server(searches_then_answers) as (url, seen):
@@ -129,26 +147,42 @@ def test_a_model_behind_a_server_is_evaluated(
         and summary["eval/searches"] == 1.0
         and summary["model"] == url
     )
-    assert "warning: a chat server takes and gives text" in err and "model: tiny" in err and "0.66" in out
+    assert (
+        "warning: a chat server takes and gives text" in err
+        and "model: tiny" in err
+        and "0.66" in out
+    )
     assert len(seen) == 6 and all(request["authorization"] == "Bearer secret" for request in seen)
     later = [request["messages"] for request in seen if len(request["messages"]) > 1]
-    assert {tuple(message["role"] for message in messages) for messages in later} == {("user", "assistant", "user")}
+    assert {tuple(message["role"] for message in messages) for messages in later} == {
+        ("user", "assistant", "user")
+    }
     assert all(
-        messages[1]["content"].endswith("</search>") and "<information>" in messages[2]["content"] for messages in later
+        messages[1]["content"].endswith("</search>") and "<information>" in messages[2]["content"]
+        for messages in later
     )
-    episodes = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
+    episodes = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    ]
     assert sorted(episode["stop"] for episode in episodes) == ["terminated"] * 3
 
 
-def test_a_refused_key_is_one_line_at_once(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_key_is_one_line_at_once(
+    data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with chat_server(lambda body: (401, {"error": "no such key"})) as (url, seen):
         assert cli.main(["eval", "--server", url, *data]) == 2
-    said = capsys.readouterr().err.splitlines()  # the server may complain that nobody waited for its answer
+    said = (
+        capsys.readouterr().err.splitlines()
+    )  # the server may complain that nobody waited for its answer
     (problem,) = [line for line in said if "status 401" in line]
     assert "--api-key-variable" in problem and len(seen) <= 3
 
 
-def test_a_conversation_that_the_server_cannot_take_fails_alone(data: list[str], tmp_path: Path) -> None:
+def test_a_conversation_that_the_server_cannot_take_fails_alone(
+    data: list[str], tmp_path: Path
+) -> None:
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
         return (
             (400, {"error": "too long"})
@@ -170,6 +204,8 @@ def test_a_model_has_to_be_named_where_the_server_has_several() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model", "x", "--server", "http://localhost:1"]])
-def test_a_model_or_a_server_and_not_both(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_or_a_server_and_not_both(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["eval", *arguments]) == 2
     assert "expected one of --model PATH and --server URL" in capsys.readouterr().err

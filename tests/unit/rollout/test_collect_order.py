@@ -30,9 +30,15 @@ def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) ->
     tasks = environment.tasks("train")
 
     def texts(rollout: Rollout, chosen: Sequence[Task], step: int) -> list[list[str]]:
-        return [[turn.response for turn in t.turns] for t in all_trajectories(rollout.collect(chosen, step=step))]
+        return [
+            [turn.response for turn in t.turns]
+            for t in all_trajectories(rollout.collect(chosen, step=step))
+        ]
 
-    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment, seed=1) as other:
+    with (
+        make(qwen, tokenizer, environment) as rollout,
+        make(qwen, tokenizer, environment, seed=1) as other,
+    ):
         base = texts(rollout, tasks, 0)
         assert texts(rollout, tasks, 1) != base
         assert texts(other, tasks, 0) != base
@@ -46,25 +52,40 @@ def test_a_task_that_comes_again_in_a_step_gets_samples_and_a_group_of_its_own(
 ) -> None:
     task, looks_alike = Task("a", "Question?"), Task("a:1", "Question?")
     with make(qwen, tokenizer, Asking()) as rollout:
-        groups = rollout.collect([task, task, looks_alike], step=3) + rollout.collect([task], step=3)
+        groups = rollout.collect([task, task, looks_alike], step=3) + rollout.collect(
+            [task], step=3
+        )
         groups += rollout.collect([task], step=4)
         assert [group.id for group in groups] == ["3:a", "3.1:a", "3:a:1", "3.2:a", "4:a"]
-        texts = [str([turn.response for t in group.trajectories for turn in t.turns]) for group in groups]
+        texts = [
+            str([turn.response for t in group.trajectories for turn in t.turns]) for group in groups
+        ]
         assert len(set(texts)) == 5
         evaluated = [rollout.collect([task], step=-1)[0] for _ in range(2)]
     assert [group.id for group in evaluated] == ["-1:a", "-1:a"]
-    first, second = ([t.segments[0].tokens.tolist() for t in group.trajectories] for group in evaluated)
+    first, second = (
+        [t.segments[0].tokens.tolist() for t in group.trajectories] for group in evaluated
+    )
     assert first == second
 
 
-def test_every_trajectory_of_a_run_has_an_id_of_its_own_and_a_resumed_run_gives_it_again(tokenizer: Tokenizer) -> None:
-    tasks = [Task("a", "Question?"), Task("a", "Question?"), Task("a:1", "Question?"), Task("a/1", "Question?")]
+def test_every_trajectory_of_a_run_has_an_id_of_its_own_and_a_resumed_run_gives_it_again(
+    tokenizer: Tokenizer,
+) -> None:
+    tasks = [
+        Task("a", "Question?"),
+        Task("a", "Question?"),
+        Task("a:1", "Question?"),
+        Task("a/1", "Question?"),
+    ]
 
     def collect(rollout: Rollout, step: int) -> list[Trajectory]:
         return all_trajectories(rollout.collect(tasks, step))
 
     def new() -> Rollout:
-        return Rollout(FakeEngine(tokenizer), Asking(), tokenizer, samples_per_prompt=3, max_response_tokens=4)
+        return Rollout(
+            FakeEngine(tokenizer), Asking(), tokenizer, samples_per_prompt=3, max_response_tokens=4
+        )
 
     with new() as rollout:
         before = collect(rollout, -1) + collect(rollout, 1) + collect(rollout, 1)
@@ -110,7 +131,9 @@ class Jittery(Asking):
         return await super().step(episode, response)
 
 
-def test_deterministic_collections_are_equal_bit_for_bit_whatever_the_timing(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_deterministic_collections_are_equal_bit_for_bit_whatever_the_timing(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     def bits(environment: Environment) -> list[Any]:
         engine = EmbeddedEngine(qwen, tokenizer, max_concurrency=5, deterministic=True)
         options = {"samples_per_prompt": 4, "max_response_tokens": 40, "deterministic": True}
@@ -136,7 +159,9 @@ def test_an_interrupted_collection_leaves_nothing_in_flight(
 
     environment = Slow()
     environment.stop = ("e",)
-    with make(qwen, tokenizer, environment, max_response_tokens=3000, deterministic=deterministic) as rollout:
+    with make(
+        qwen, tokenizer, environment, max_response_tokens=3000, deterministic=deterministic
+    ) as rollout:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -147,44 +172,72 @@ def test_an_interrupted_collection_leaves_nothing_in_flight(
         assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
         environment.step = Asking().step
         environment.stop = Asking.stop
-        assert len(all_trajectories(rollout.collect(environment.tasks("train")[:1], max_aborted_share=0.0))) == 4
+        assert (
+            len(
+                all_trajectories(
+                    rollout.collect(environment.tasks("train")[:1], max_aborted_share=0.0)
+                )
+            )
+            == 4
+        )
 
 
-def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_several_engines_share_the_episodes_and_give_what_one_gives(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     environment = Asking()
     engines = [RecordingEngine(qwen, tokenizer) for _ in range(3)]
     options = {"samples_per_prompt": 4, "max_response_tokens": 40}
     with Rollout(engines, environment, tokenizer, **options) as rollout:
-        spread = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
+        spread = [
+            t.segments[0].tokens.tolist()
+            for t in all_trajectories(rollout.collect(environment.tasks("")))
+        ]
     with make(qwen, tokenizer, environment) as rollout:
-        single = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
+        single = [
+            t.segments[0].tokens.tolist()
+            for t in all_trajectories(rollout.collect(environment.tasks("")))
+        ]
     assert spread == single
     attempts = [{request_id for request_id, *_ in engine.calls} for engine in engines]
     assert [len(ids) for ids in attempts] == [8, 4, 4]
     assert not (attempts[0] & attempts[1] or attempts[1] & attempts[2] or attempts[0] & attempts[2])
 
 
-def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_more_episodes_than_slots_never_prefill_a_history_twice(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     class SlowForTheFirst(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
-            if episode is self.episodes[0]:  # others come and go in the meantime, and must not take its slot
+            if (
+                episode is self.episodes[0]
+            ):  # others come and go in the meantime, and must not take its slot
                 await asyncio.sleep(0.1)
             return await super().step(episode, response)
 
     environment = SlowForTheFirst()
     engine = RecordingEngine(qwen, tokenizer, max_concurrency=3)
-    tasks = [Task(f"t{index}", f"{letter} Question") for index, letter in enumerate("abcdefghijklmno")]  # nothing to share
-    with Rollout(engine, environment, tokenizer, samples_per_prompt=1, max_response_tokens=40) as rollout:
+    tasks = [
+        Task(f"t{index}", f"{letter} Question") for index, letter in enumerate("abcdefghijklmno")
+    ]  # nothing to share
+    with Rollout(
+        engine, environment, tokenizer, samples_per_prompt=1, max_response_tokens=40
+    ) as rollout:
         trajectories = all_trajectories(rollout.collect(tasks))
     assert trajectories[0].metrics["turns"] > 1
     appended = sum(int((~t.segments[0].loss_mask).sum()) for t in trajectories)
-    last_tokens = sum(len(t.turns) - 1 for t in trajectories)  # a sampled turn's last token has no keys and values yet
+    last_tokens = sum(
+        len(t.turns) - 1 for t in trajectories
+    )  # a sampled turn's last token has no keys and values yet
     assert engine.statistics.prefilled == appended + last_tokens
 
 
 def test_state_survives_a_round_trip(qwen: Path, tokenizer: Tokenizer) -> None:
     environment = Asking()
-    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment) as resumed:
+    with (
+        make(qwen, tokenizer, environment) as rollout,
+        make(qwen, tokenizer, environment) as resumed,
+    ):
         rollout.collect(environment.tasks("train"))
         rollout.load_weights(iterate_weights(qwen), version=9)
         resumed.load_state_dict(rollout.state_dict())
@@ -192,14 +245,18 @@ def test_state_survives_a_round_trip(qwen: Path, tokenizer: Tokenizer) -> None:
         assert resumed.version == 9
 
 
-def test_no_tasks_give_no_groups_and_wrong_options_are_named(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_no_tasks_give_no_groups_and_wrong_options_are_named(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     with make(qwen, tokenizer, Asking()) as rollout:
         assert rollout.collect([]) == []
     with pytest.raises(ConfigError, match=r"rollout\.max_turns: expected at least 1, found 0"):
         make(qwen, tokenizer, Asking(), max_turns=0)
     with pytest.raises(ConfigError, match=r"rollout\.temperature: expected at least 0, found -1"):
         make(qwen, tokenizer, Asking(), temperature=-1)
-    with pytest.raises(ConfigError, match=r"expected an Environment, found <class .*; of a class make one"):
+    with pytest.raises(
+        ConfigError, match=r"expected an Environment, found <class .*; of a class make one"
+    ):
         make(qwen, tokenizer, Asking)
     with pytest.raises(ConfigError, match="engine: unknown name 'vlm'"):
         Rollout.from_pretrained(qwen, Asking(), engine={"name": "vlm"})

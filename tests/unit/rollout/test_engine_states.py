@@ -43,7 +43,9 @@ def prompt(length: int) -> list[int]:
 class EngineMachine(RuleBasedStateMachine):
     """The engine beside the little that its caller must know of it: whether it is stopped, closed, or has no weights."""
 
-    def __init__(self, make: Callable[[], Engine], good: Pairs, other: Pairs, known: dict[Any, list[int]]) -> None:
+    def __init__(
+        self, make: Callable[[], Engine], good: Pairs, other: Pairs, known: dict[Any, list[int]]
+    ) -> None:
         super().__init__()
         self.make, self.good, self.other, self.known = make, good, other, known
         self.loop = asyncio.new_event_loop()
@@ -64,9 +66,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(IDS), length=st.sampled_from(LENGTHS), count=st.integers(1, MOST), seed=st.integers(0, 2),
           priority=st.integers(0, 1))  # fmt: skip
-    def generate(self, owner: str | None, length: int, count: int, seed: int, priority: int) -> None:
-        refused = self.broken or self.mode == "closed" or (owner is not None and owner in self.owners())
-        task = self.loop.create_task(self.engine.generate(prompt(length), Sampling(count, seed=seed), owner, priority))
+    def generate(
+        self, owner: str | None, length: int, count: int, seed: int, priority: int
+    ) -> None:
+        refused = (
+            self.broken or self.mode == "closed" or (owner is not None and owner in self.owners())
+        )
+        task = self.loop.create_task(
+            self.engine.generate(prompt(length), Sampling(count, seed=seed), owner, priority)
+        )
         self.step(1)
         if refused:
             assert isinstance(task.exception(), RolloutError)
@@ -84,7 +92,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(IDS[:3]))
     def abort(self, owner: str) -> None:
-        mine = [task for task, (name, *_) in self.requests.items() if name == owner and not task.done()]
+        mine = [
+            task for task, (name, *_) in self.requests.items() if name == owner and not task.done()
+        ]
         self.do(self.engine.abort(owner))
         self.step(2)
         assert all(task.done() for task in mine)
@@ -129,7 +139,9 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.load is None)
     @rule(kind=st.sampled_from(["whole", "whole", "half", "raises", "slow", "slow half"]))
     def load_weights(self, kind: str) -> None:
-        pairs = self.good if kind in ("whole", "slow") else self.other[: max(1, len(self.other) // 2)]
+        pairs = (
+            self.good if kind in ("whole", "slow") else self.other[: max(1, len(self.other) // 2)]
+        )
         self.tried += 1
 
         async def stream() -> AsyncIterator[tuple[str, Tensor]]:
@@ -201,7 +213,9 @@ class EngineMachine(RuleBasedStateMachine):
             done = task.result()
             assert len(done.tokens) == len(done.logprobs) == len(done.versions) <= count
             assert done.interrupted or len(done.tokens) == count
-            assert done.versions == sorted(done.versions) and set(done.versions) <= set(range(self.tried + 1))
+            assert done.versions == sorted(done.versions) and set(done.versions) <= set(
+                range(self.tried + 1)
+            )
             assert done.tokens == self.known[length, seed][: len(done.tokens)]
 
     @invariant()
@@ -243,7 +257,8 @@ def reference(engine: Engine) -> dict[Any, list[int]]:
     """What every prompt and seed gives alone."""
     cases = [(length, seed) for length in LENGTHS for seed in range(3)]
     return {
-        case: asyncio.run(engine.generate(prompt(case[0]), Sampling(MOST, seed=case[1]))).tokens for case in cases
+        case: asyncio.run(engine.generate(prompt(case[0]), Sampling(MOST, seed=case[1]))).tokens
+        for case in cases
     }
 
 
@@ -259,7 +274,14 @@ def test_the_embedded_engine_in_any_order_of_calls(
     qwen: Path, other_qwen: Path, tokenizer: Tokenizer, kv_tokens: int
 ) -> None:
     def make() -> EmbeddedEngine:
-        return EmbeddedEngine(qwen, tokenizer, max_concurrency=3, max_tokens=200, kv_tokens=kv_tokens, prefill_tokens=48)
+        return EmbeddedEngine(
+            qwen,
+            tokenizer,
+            max_concurrency=3,
+            max_tokens=200,
+            kv_tokens=kv_tokens,
+            prefill_tokens=48,
+        )
 
     play(make, list(iterate_weights(qwen)), list(iterate_weights(other_qwen)), examples=EXAMPLES)
 

@@ -29,17 +29,25 @@ def told(environment: Asking, method: str) -> object:
 
 @pytest.mark.parametrize("method", ["tasks", "report"])
 def test_a_call_that_hangs_is_told_of_and_ends(
-    method: str, over: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str,
+    over: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(environment_calls, "FIRST_WORD_S", 0.1)
     environment = Asking()
     setattr(environment, method, lambda *_: over.wait(30))
-    with pytest.raises(RolloutError, match=rf"^Asking\.{method}.* did not end within 0\.3 s \(rollout\.faults\.call_s"):
+    with pytest.raises(
+        RolloutError,
+        match=rf"^Asking\.{method}.* did not end within 0\.3 s \(rollout\.faults\.call_s",
+    ):
         told(environment, method)
     assert f"waiting for Asking.{method}" in caplog.text
 
 
-def test_a_shutdown_that_hangs_ends_with_a_warning(over: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shutdown_that_hangs_ends_with_a_warning(
+    over: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
     environment = Asking()
     environment.shutdown = lambda: over.wait(30)  # type: ignore[method-assign, assignment, return-value]
     with caplog.at_level(logging.WARNING):

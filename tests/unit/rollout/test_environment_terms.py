@@ -40,30 +40,45 @@ def test_an_episode_knows_how_many_responses_may_follow(qwen: Path, tokenizer: T
     environment = Listening()
     with make(qwen, tokenizer, environment, max_turns=3) as rollout:
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
-    assert {(turn, left) for _, turn, left, cut in environment.told if not cut} == {(1, 2), (2, 1), (3, 0)}
+    assert {(turn, left) for _, turn, left, cut in environment.told if not cut} == {
+        (1, 2),
+        (2, 1),
+        (3, 0),
+    }
     cut = [left for _, _, left, cut in environment.told if cut]
-    assert len(cut) == sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories) and not any(cut)
+    assert len(cut) == sum(
+        trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories
+    ) and not any(cut)
 
 
-def test_a_response_that_a_token_limit_ends_is_cut_and_the_last(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_a_response_that_a_token_limit_ends_is_cut_and_the_last(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     environment = Listening()
     environment.stop = ()
     with make(qwen, tokenizer, environment, max_turns=3, max_response_tokens=2) as rollout:
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
     assert sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories) > 8
     told = {episode: (left, cut) for episode, _, left, cut in environment.told}
-    assert sum(cut for _, cut in told.values()) == sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories)
+    assert sum(cut for _, cut in told.values()) == sum(
+        trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories
+    )
     assert all(left == 0 for left, cut in told.values() if cut)
 
 
-def test_an_environments_turn_limit_takes_the_place_of_the_rollouts(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_an_environments_turn_limit_takes_the_place_of_the_rollouts(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     environment = Listening()
     environment.max_turns = 2
     with make(qwen, tokenizer, environment, max_turns=9) as rollout:
         assert rollout.response_budget == 2 * 40
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
     assert max(len(trajectory.turns) for trajectory in trajectories) == 2
-    assert {trajectory.stop for trajectory in trajectories} <= {StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+    assert {trajectory.stop for trajectory in trajectories} <= {
+        StopReason.MAX_TURNS,
+        StopReason.MAX_TOKENS,
+    }
 
 
 def test_a_cut_observation_keeps_the_end_of_its_frame(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -75,7 +90,11 @@ def test_a_cut_observation_keeps_the_end_of_its_frame(qwen: Path, tokenizer: Tok
             for turn, following in zip(trajectory.turns, trajectory.turns[1:]):
                 shown = trajectory.segments[0].tokens[turn.stop : following.start].tolist()
                 text = tokenizer.decode(shown)
-                assert len(shown) <= whole - 5 and text.endswith("</information>\n\n") and text != OBSERVATION
+                assert (
+                    len(shown) <= whole - 5
+                    and text.endswith("</information>\n\n")
+                    and text != OBSERVATION
+                )
 
 
 def test_a_limit_below_the_frame_is_an_error_at_the_start(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -94,10 +113,14 @@ def test_tools_need_a_template_that_presents_them(qwen: Path, tokenizer: Tokeniz
         make(qwen, tokenizer, environment)
 
 
-def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     class Failing(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
-            if episode.task.id == "t0" and episode is not next(other for other in self.episodes if other.task.id == "t0"):
+            if episode.task.id == "t0" and episode is not next(
+                other for other in self.episodes if other.task.id == "t0"
+            ):
                 raise OSError("the search failed")
             return Step("", float(len(response)), True)
 
@@ -146,7 +169,9 @@ def test_only_observations_of_earlier_turns_can_be_replaced(
         async def step(self, episode: Episode, response: str) -> Step:
             return Step(OBSERVATION, replace=rewritten if first or episode.turns == 2 else None)
 
-    message = rf"Rewriting\.step: replace: .* of the {0 if first else 1} turns before, .* found {found}"
+    message = (
+        rf"Rewriting\.step: replace: .* of the {0 if first else 1} turns before, .* found {found}"
+    )
 
     environment = Rewriting()
     with (
@@ -169,11 +194,17 @@ class AnsweredOnce(Asking):
 def cut_and_whole(tokenizer: Tokenizer) -> list[Group]:
     """A group of each task, in which some answers came to their end and some were cut."""
     words = ["no", "so on and so on and so on and so on"]
-    with Rollout(FakeEngine(tokenizer, responses=words), AnsweredOnce(), tokenizer, max_response_tokens=6) as rollout:
+    with Rollout(
+        FakeEngine(tokenizer, responses=words), AnsweredOnce(), tokenizer, max_response_tokens=6
+    ) as rollout:
         groups = rollout.collect(rollout.environment.tasks("train"))
     found = [one for group in groups for one in group.trajectories]
-    assert {one.metrics["responses_cut"] for one in found} == {0.0, 1.0} and {one.reward for one in found} == {1.0}
-    assert all((one.stop is StopReason.MAX_TOKENS) == bool(one.metrics["responses_cut"]) for one in found)
+    assert {one.metrics["responses_cut"] for one in found} == {0.0, 1.0} and {
+        one.reward for one in found
+    } == {1.0}
+    assert all(
+        (one.stop is StopReason.MAX_TOKENS) == bool(one.metrics["responses_cut"]) for one in found
+    )
     return groups
 
 
@@ -192,10 +223,14 @@ def test_the_share_of_cut_answers_of_a_single_turn_is_told(cut_and_whole: list[G
     assert rollout_metrics(found, {})["rollout/truncated_max_tokens"] == pytest.approx(share)
 
 
-def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(cut_and_whole: list[Group]) -> None:
+def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(
+    cut_and_whole: list[Group],
+) -> None:
     found = [one for group in cut_and_whole for one in group.trajectories]
     batch = make_batch(found)
-    batch = batch.replace(values=torch.zeros(batch.tokens.shape), final_values=torch.full((len(batch),), 5.0))
+    batch = batch.replace(
+        values=torch.zeros(batch.tokens.shape), final_values=torch.full((len(batch),), 5.0)
+    )
     _, returns = GAE(bootstrap=True, whiten=False)(batch)
     last = [float(row[mask][-1]) for row, mask in zip(returns, batch.loss_mask, strict=True)]
     assert last == [6.0 if one.metrics["responses_cut"] else 1.0 for one in found]
@@ -206,17 +241,26 @@ def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(
     [
         (Step(reward=None), "reward: expected a finite number, found None"),
         (Step(None), "observation must be text or a list of messages, found NoneType"),
-        (Step([{"role": "user"}]), "observation has a message without role and content: {'role': 'user'}"),
+        (
+            Step([{"role": "user"}]),
+            "observation has a message without role and content: {'role': 'user'}",
+        ),
         (Step(metrics=None), "metrics: expected {name: number}, found None"),
         (Step(rewards=None), "rewards: expected {name: number}, found None"),
         (Step(picture=None), "picture: expected text, found NoneType"),
-        (Step(metrics={"f1": None}), "metrics: expected names with finite numbers, found 'f1': None"),
+        (
+            Step(metrics={"f1": None}),
+            "metrics: expected names with finite numbers, found 'f1': None",
+        ),
         (Step(replace=[1]), "replace: expected {turn: text}, found [1]"),
         (Step(after="x"), "after: expected a whole number or None, found 'x'"),
         (Step(max_tokens="3"), "max_tokens: expected a whole number or None, found '3'"),
         (Step(max_tokens=-3), "max_tokens: expected at least 0 (no limit of its own), found -3"),
         (Step(waited_s=None), "waited_s: expected a finite number, found None"),
-        (Step(stop="</a>"), "stop: expected a tuple of non-empty strings, found '</a>'; write ('</a>',) with its comma"),
+        (
+            Step(stop="</a>"),
+            "stop: expected a tuple of non-empty strings, found '</a>'; write ('</a>',) with its comma",
+        ),
         (Step(stop=("",)), "stop: expected a tuple of non-empty strings, found ('',)"),
     ],
 )
@@ -233,13 +277,17 @@ def test_numbers_of_other_libraries_are_rewards(reward: Any) -> None:
 
 def test_a_text_in_place_of_stop_strings_is_refused(tokenizer: Tokenizer) -> None:
     class Forgotten(Asking):
-        stop = ("</answer>")  # no comma  # type: ignore[assignment]
+        stop = "</answer>"  # no comma  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match=r"environment Forgotten: stop: .* write \('</answer>',\) with its comma"):
+    with pytest.raises(
+        ConfigError, match=r"environment Forgotten: stop: .* write \('</answer>',\) with its comma"
+    ):
         Rollout([], Forgotten(), tokenizer)
 
 
-def test_every_part_is_closed_whichever_fails_and_nothing_is_collected_afterwards(tokenizer: Tokenizer) -> None:
+def test_every_part_is_closed_whichever_fails_and_nothing_is_collected_afterwards(
+    tokenizer: Tokenizer,
+) -> None:
     closed: list[str] = []
 
     class Closing(FakeEngine):

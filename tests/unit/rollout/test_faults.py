@@ -61,9 +61,14 @@ def test_whatever_a_method_raises_aborts_its_episode_alone(
     environment = Escaping(turns=1)
     with over(tokenizer, environment) as rollout:
         groups = rollout.collect(environment.tasks("train")[:2])
-    assert [[trajectory.usable for trajectory in group.trajectories] for group in groups] == [[False] * 2, [True] * 2]
+    assert [[trajectory.usable for trajectory in group.trajectories] for group in groups] == [
+        [False] * 2,
+        [True] * 2,
+    ]
     said = groups[0].trajectories[0].error
-    assert type(error).__name__ in said and (f"Escaping.{method} raised" in said or "coroutine raised" in said)
+    assert type(error).__name__ in said and (
+        f"Escaping.{method} raised" in said or "coroutine raised" in said
+    )
 
 
 def test_an_error_without_a_text_aborts_its_episode_alone(tokenizer: Tokenizer) -> None:
@@ -77,7 +82,9 @@ def test_an_error_without_a_text_aborts_its_episode_alone(tokenizer: Tokenizer) 
     with over(tokenizer, environment) as rollout:
         groups = rollout.collect(environment.tasks("train")[:2])
     error = groups[0].trajectories[0].error
-    assert error.startswith("Unspeakable: no reason given (") and "in step; the response was" in error
+    assert (
+        error.startswith("Unspeakable: no reason given (") and "in step; the response was" in error
+    )
     assert groups[1].trajectories[0].usable
 
 
@@ -99,12 +106,16 @@ def test_tasks_that_cannot_be_had_are_one_line(tasks: Any, said: str) -> None:
                 raise tasks
             return tasks
 
-    with pytest.raises(EnvironmentContractError, match=r"^Giving\.tasks: expected a sequence of Task") as caught:
+    with pytest.raises(
+        EnvironmentContractError, match=r"^Giving\.tasks: expected a sequence of Task"
+    ) as caught:
         tasks_of(Giving(), "train")
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_long_observations_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_observations_are_tokenized_beside_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Long(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
             step = await super().step(episode, response)
@@ -154,14 +165,18 @@ def test_a_call_that_hangs_is_given_up_at_its_deadline(
     tokenizer: Tokenizer, method: str, plain: bool, deterministic: bool
 ) -> None:
     environment = Hanging(method, plain)
-    with over(tokenizer, environment, call_s=0.1, samples_per_prompt=3, deterministic=deterministic) as rollout:
+    with over(
+        tokenizer, environment, call_s=0.1, samples_per_prompt=3, deterministic=deterministic
+    ) as rollout:
         groups = rollout.collect(environment.tasks("train"))
         environment.over.set()
     assert [len(group.usable) for group in groups] == [0, 3, 3, 3]
     assert f"Hanging.{method} did not end within 0.1 s" in groups[0].trajectories[0].error
 
 
-def test_resets_that_wait_for_a_place_do_not_keep_episodes_from_giving_one_back(tokenizer: Tokenizer) -> None:
+def test_resets_that_wait_for_a_place_do_not_keep_episodes_from_giving_one_back(
+    tokenizer: Tokenizer,
+) -> None:
     class FewPlaces(Asking):
         places = threading.Semaphore(2)
 
@@ -190,7 +205,9 @@ def test_hung_calls_do_not_use_the_threads_up(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "free"])
-def test_an_episode_that_never_ends_is_given_up_at_its_deadline(tokenizer: Tokenizer, deterministic: bool) -> None:
+def test_an_episode_that_never_ends_is_given_up_at_its_deadline(
+    tokenizer: Tokenizer, deterministic: bool
+) -> None:
     class Endless(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
             if episode.task.id != "t0":
@@ -200,7 +217,9 @@ def test_an_episode_that_never_ends_is_given_up_at_its_deadline(tokenizer: Token
 
     environment = Endless(turns=1)
     endless = {"max_response_tokens": 4000, "max_turns": 10**6, "max_total_tokens": 10**9}
-    with over(tokenizer, environment, episode_s=0.3, deterministic=deterministic, **endless) as rollout:
+    with over(
+        tokenizer, environment, episode_s=0.3, deterministic=deterministic, **endless
+    ) as rollout:
         groups = rollout.collect(environment.tasks("train")[:2])
     assert [len(group.usable) for group in groups] == [0, 2]
     aborted = groups[0].trajectories[0]
@@ -228,7 +247,10 @@ def test_an_async_method_that_blocks_the_loop_is_named(tokenizer: Tokenizer) -> 
             time.sleep(1.0)
             return await super().step(episode, response)
 
-    with over(tokenizer, Blocking(turns=1), call_s=0.2) as rollout, pytest.raises(RolloutError, match=r"step \(.*test_faults"):
+    with (
+        over(tokenizer, Blocking(turns=1), call_s=0.2) as rollout,
+        pytest.raises(RolloutError, match=r"step \(.*test_faults"),
+    ):
         rollout.collect([Task("t0", "?")], samples_per_prompt=1)
 
 
@@ -243,7 +265,9 @@ def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
         "        print(error)\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stdout) == (0, "it did not end within 0.05 s\n")
 
 

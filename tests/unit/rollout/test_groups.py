@@ -79,7 +79,9 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED) -> Traje
 
 def ended(*trajectories: tuple[int, Trajectory]) -> Group:
     """The group of attempts at one task that end in this order: (number, trajectory)."""
-    group = IssuedGroup(0, "0:a", Task("a", "?"), {number: IssuedAttempt() for number in range(len(trajectories))})
+    group = IssuedGroup(
+        0, "0:a", Task("a", "?"), {number: IssuedAttempt() for number in range(len(trajectories))}
+    )
     for number, one in trajectories:
         assert group.left, "not before the last attempt has ended"
         group.attempts[number].trajectory = one
@@ -88,13 +90,17 @@ def ended(*trajectories: tuple[int, Trajectory]) -> Group:
 
 
 def test_a_group_comes_out_whole_in_order_and_stamped_when_its_last_attempt_ends() -> None:
-    group = ended((2, trajectory(4.0)), (0, trajectory(1.0)), (1, trajectory(9.0, StopReason.ABORTED)))
+    group = ended(
+        (2, trajectory(4.0)), (0, trajectory(1.0)), (1, trajectory(9.0, StopReason.ABORTED))
+    )
     assert [t.reward for t in group.trajectories] == [1.0, 9.0, 4.0]
     stats = (2, 2.5, pytest.approx(4.5**0.5))  # of 1 and 4: variance 2 * 1.5**2 / (2 - 1)
     assert [t.group_stats for t in group.trajectories] == [stats, None, stats]
 
 
-def test_a_named_reward_counts_as_0_for_an_attempt_that_never_got_it_and_not_at_all_for_an_aborted_one() -> None:
+def test_a_named_reward_counts_as_0_for_an_attempt_that_never_got_it_and_not_at_all_for_an_aborted_one() -> (
+    None
+):
     attempts = [trajectory(1.0), trajectory(0.0), trajectory(0.0, StopReason.ABORTED)]
     attempts[0].rewards, attempts[2].rewards = {"style": 1.0}, {"style": 9.0, "speed": 1.0}
     stamp(attempts)
@@ -136,15 +142,23 @@ def test_collect_returns_the_order_of_the_tasks_whoever_ends_first(tokenizer: To
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_collections_in_flight_together_give_what_each_gives_alone(tokenizer: Tokenizer, deterministic: bool) -> None:
+def test_collections_in_flight_together_give_what_each_gives_alone(
+    tokenizer: Tokenizer, deterministic: bool
+) -> None:
     def tokens(groups: Sequence[Group]) -> dict[str, list[list[int]]]:
-        return {group.id: [t.segments[0].tokens.tolist() for t in group.trajectories] for group in groups}
+        return {
+            group.id: [t.segments[0].tokens.tolist() for t in group.trajectories]
+            for group in groups
+        }
 
     environment = Asking()
     tasks = environment.tasks("train")
     with over(tokenizer, environment, deterministic=deterministic) as rollout:
         alone = [tokens(rollout.collect(tasks, step)) for step in (1, 2, 3)]
-    with over(tokenizer, environment, deterministic=deterministic) as rollout, ThreadPoolExecutor(3) as threads:
+    with (
+        over(tokenizer, environment, deterministic=deterministic) as rollout,
+        ThreadPoolExecutor(3) as threads,
+    ):
         together = list(threads.map(lambda step: tokens(rollout.collect(tasks, step)), (1, 2, 3)))
     assert together == alone
 
@@ -152,9 +166,13 @@ def test_collections_in_flight_together_give_what_each_gives_alone(tokenizer: To
 def test_leaving_early_or_closing_ends_what_is_in_flight(tokenizer: Tokenizer) -> None:
     environment = Stuck()
     rollout = over(tokenizer, environment)
-    groups = rollout.groups(Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0))
+    groups = rollout.groups(
+        Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0)
+    )
     assert [group.task.id for group in groups.step(0)] == ["t1"] and groups.in_flight
-    left = rollout.groups(Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0))
+    left = rollout.groups(
+        Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0)
+    )
     left._issue(0)
     time.sleep(0.05)
     groups.close()
@@ -187,7 +205,9 @@ def test_an_interrupt_while_waiting_for_a_group_ends_the_collection(tokenizer: T
         assert sorted(environment.closed.values()) == [1, 1]
 
 
-def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(tokenizer: Tokenizer) -> None:
+def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(
+    tokenizer: Tokenizer,
+) -> None:
     class Ending(FakeEngine):
         async def generate(self, *arguments: Any, **keywords: Any) -> Any:
             completion = await super().generate(*arguments, **keywords)
@@ -195,7 +215,9 @@ def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(tokenize
             return completion
 
     environment = Asking()
-    with Rollout(Ending(tokenizer), environment, tokenizer, samples_per_prompt=1, max_aborted_share=1.0) as rollout:
+    with Rollout(
+        Ending(tokenizer), environment, tokenizer, samples_per_prompt=1, max_aborted_share=1.0
+    ) as rollout:
         (group,) = rollout.collect(environment.tasks("train")[:1])
     assert group.trajectories[0].stop is StopReason.ABORTED
     assert "it was aborted" in group.trajectories[0].error
@@ -204,13 +226,20 @@ def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(tokenize
 # --- stream -----------------------------------------------------------------------------------------------------------
 
 
-def test_stream_asks_the_source_when_a_step_is_wanted_and_samples_with_the_newest_weights(tokenizer: Tokenizer) -> None:
+def test_stream_asks_the_source_when_a_step_is_wanted_and_samples_with_the_newest_weights(
+    tokenizer: Tokenizer,
+) -> None:
     source = Counting(total=7)
     assert isinstance(source, TaskSource)
     seen = []
     with over(tokenizer, Asking()) as rollout:
         for groups in rollout.stream(source, 3, start=5):
-            versions = {int(v) for group in groups for t in group.trajectories for v in t.segments[0].versions}
+            versions = {
+                int(v)
+                for group in groups
+                for t in group.trajectories
+                for v in t.segments[0].versions
+            }
             seen.append(([group.id for group in groups], source.position, max(versions)))
             rollout.load_weights(rollout.engines[0].weights.items(), version=len(seen))
     assert seen == [
@@ -234,7 +263,9 @@ def test_stream_takes_as_many_tasks_as_the_filter_refused(tokenizer: Tokenizer) 
         assert [group.id for group in next(stream)] == ["1:c9", "1:c11", "1:c13", "1:c15"]
 
 
-def test_stream_gives_up_after_max_rounds_with_what_it_has_or_an_error(tokenizer: Tokenizer) -> None:
+def test_stream_gives_up_after_max_rounds_with_what_it_has_or_an_error(
+    tokenizer: Tokenizer,
+) -> None:
     def only_the_first(groups: list[Group]) -> list[Group]:
         return [group for group in groups if group.task.id == "c0"]
 
@@ -243,19 +274,26 @@ def test_stream_gives_up_after_max_rounds_with_what_it_has_or_an_error(tokenizer
         stream = rollout.stream(source, 3, admit=only_the_first, max_rounds=2)
         assert [group.id for group in next(stream)] == ["0:c0"]
         assert source.position == 5
-        with pytest.raises(RolloutError, match="step 1: not one of 6 groups was admitted, in 2 rounds"):
+        with pytest.raises(
+            RolloutError, match="step 1: not one of 6 groups was admitted, in 2 rounds"
+        ):
             next(stream)
         with pytest.raises(ConfigError, match="max_rounds: expected at least 1, found 0"):
             next(rollout.stream(source, 3, max_rounds=0))
 
 
-def test_the_environment_reports_once_a_step_however_many_rounds_it_took(tokenizer: Tokenizer) -> None:
+def test_the_environment_reports_once_a_step_however_many_rounds_it_took(
+    tokenizer: Tokenizer,
+) -> None:
     class Reporting(Asking):
         reports = 0
 
         def report(self) -> dict[str, float]:
             self.reports += 1
-            return {"world/reports": float(self.reports), "world/episodes": float(len(self.episodes))}
+            return {
+                "world/reports": float(self.reports),
+                "world/episodes": float(len(self.episodes)),
+            }
 
     environment = Reporting()
     with over(tokenizer, environment) as rollout:
@@ -274,9 +312,18 @@ def test_a_task_may_get_fewer_attempts_and_turns_than_the_run_gives(tokenizer: T
         groups = rollout.collect(tasks)
         assert [len(group.trajectories) for group in groups] == [3, 1, 3]
         [short] = groups[1].trajectories
-        assert short.stop is StopReason.MAX_TURNS and len(short.turns) == 2 and short.group_stats[0] == 1
-        assert max(len(one.turns) for group in (groups[0], groups[2]) for one in group.trajectories) == 3
-        assert [len(group.trajectories) for group in rollout.collect(tasks, samples_per_prompt=1)] == [1, 1, 1]
+        assert (
+            short.stop is StopReason.MAX_TURNS
+            and len(short.turns) == 2
+            and short.group_stats[0] == 1
+        )
+        assert (
+            max(len(one.turns) for group in (groups[0], groups[2]) for one in group.trajectories)
+            == 3
+        )
+        assert [
+            len(group.trajectories) for group in rollout.collect(tasks, samples_per_prompt=1)
+        ] == [1, 1, 1]
 
 
 # --- ahead of the step ------------------------------------------------------------------------------------------------
@@ -308,7 +355,9 @@ def facts(steps: Sequence[Sequence[Group]]) -> list[Any]:
     ]  # fmt: skip
 
 
-def test_with_both_keys_at_zero_the_steps_are_those_of_the_synchronous_stream(tokenizer: Tokenizer) -> None:
+def test_with_both_keys_at_zero_the_steps_are_those_of_the_synchronous_stream(
+    tokenizer: Tokenizer,
+) -> None:
     with over(tokenizer, Asking(turns=2)) as rollout:
         stream, expected = rollout.stream(Counting(22), 4, admit=every_other), []
         for version, groups in enumerate(stream, start=1):
@@ -343,11 +392,17 @@ def test_nothing_is_issued_beyond_the_last_step(tokenizer: Tokenizer) -> None:
     with over(tokenizer, Asking(turns=1)) as rollout:
         source = Counting()
         ahead = ahead_of(rollout, source, Pacing(2, 4, 4), steps=3)
-        assert [len(ahead.step(step, list)) for step in range(3)] == [2, 2, 2] and source.position == 6
+        assert [len(ahead.step(step, list)) for step in range(3)] == [
+            2,
+            2,
+            2,
+        ] and source.position == 6
         ahead.close()
 
 
-def test_too_many_aborted_attempts_stop_the_run_and_the_first_error_is_named(tokenizer: Tokenizer) -> None:
+def test_too_many_aborted_attempts_stop_the_run_and_the_first_error_is_named(
+    tokenizer: Tokenizer,
+) -> None:
     class Failing(Asking):
         async def step(self, episode: Any, response: str) -> Any:
             raise ValueError("the tool broke")
@@ -364,6 +419,8 @@ def test_too_many_aborted_attempts_stop_the_run_and_the_first_error_is_named(tok
 def test_filters_that_let_nothing_through_stop_the_run(tokenizer: Tokenizer) -> None:
     with over(tokenizer, Asking(turns=1)) as rollout:
         ahead = ahead_of(rollout, Counting(), Pacing(2, 1, 1), max_rounds=3)
-        with pytest.raises(RolloutError, match="step 0: not one of 6 groups was admitted, in 3 rounds"):
+        with pytest.raises(
+            RolloutError, match="step 0: not one of 6 groups was admitted, in 3 rounds"
+        ):
             ahead.step(0, lambda groups: [])
         ahead.close()

@@ -39,7 +39,11 @@ from tests.unit.rollout.chat_templates import (
 )
 
 PROMPT = [user("Where was Orvan born?")]
-THOUGHT = ["<think>\nhm\n</think>\n\nOne.", "<think>\nso\n</think>\n\nTwo.", "<think>\nah\n</think>\n\nThree."]
+THOUGHT = [
+    "<think>\nhm\n</think>\n\nOne.",
+    "<think>\nso\n</think>\n\nTwo.",
+    "<think>\nah\n</think>\n\nThree.",
+]
 PLAIN = ["One.", "Two.", "Three."]
 LOOKUP = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 USERS = [[user("No.")], [user("No, again.")]]
@@ -63,7 +67,13 @@ def ended(tokenizer: Tokenizer, texts: list[str], end: bool = True) -> list[list
         (QWEN3, [], PLAIN, USERS, [0, 0, 0]),
         (QWEN3, LOOKUP, THOUGHT, TOOLS, [0, 0, 0]),  # thinking stays until the user speaks
         (QWEN3, LOOKUP, THOUGHT, [TOOLS[0], USERS[0]], [0, 0, 1]),
-        (QWEN3, LOOKUP, ["<think>hm</think>One.", *THOUGHT[1:]], TOOLS, [0, 1, 1]),  # spaced otherwise
+        (
+            QWEN3,
+            LOOKUP,
+            ["<think>hm</think>One.", *THOUGHT[1:]],
+            TOOLS,
+            [0, 1, 1],
+        ),  # spaced otherwise
         (QWEN25, [], THOUGHT, USERS, [0, 0, 0]),
         (QWEN25, [], THOUGHT, TOOLS, [0, 0, 0]),
         (LLAMA31, [], PLAIN, TOOLS, [0, 0, 0]),
@@ -75,17 +85,27 @@ def ended(tokenizer: Tokenizer, texts: list[str], end: bool = True) -> list[list
     ],
 )
 def test_segments_are_what_transformers_templates_show(
-    directory: Path, template: str, tools: list[Any], said: list[str], answers: list[Any], segments: list[int], end: bool
+    directory: Path,
+    template: str,
+    tools: list[Any],
+    said: list[str],
+    answers: list[Any],
+    segments: list[int],
+    end: bool,
 ) -> None:
     tokenizer = dressed(directory, template, tools)
     sampled = ended(tokenizer, said, end)
     one, fed = played(tokenizer, PROMPT, sampled, Talk(answers))
     check_segments(one, fed, sampled)
     check_contexts(tokenizer, one, fed, conversations(PROMPT, said, answers))
-    assert [turn.segment for turn in one.turns] == segments and len(one.segments) == segments[-1] + 1
+    assert [turn.segment for turn in one.turns] == segments and len(one.segments) == segments[
+        -1
+    ] + 1
     assert one.metrics["forks"] == segments[-1]
     total = sum(map(len, one.segments))
-    counted = len(fed[0]) + sum(one.metrics[name] for name in ("response_tokens", "observation_tokens", "refed_tokens"))
+    counted = len(fed[0]) + sum(
+        one.metrics[name] for name in ("response_tokens", "observation_tokens", "refed_tokens")
+    )
     assert total == counted and (one.metrics["refed_tokens"] > 0) == (segments[-1] > 0)
 
 
@@ -102,7 +122,9 @@ def test_a_fork_feeds_again_what_stood_before_the_answer(directory: Path) -> Non
 
 @pytest.mark.parametrize("template", [QWEN3, DEEPSEEK_R1, GPT_OSS, LLAMA31])
 @pytest.mark.parametrize("end", [True, False])
-def test_exact_history_keeps_everything_as_sampled_in_one_segment(directory: Path, template: str, end: bool) -> None:
+def test_exact_history_keeps_everything_as_sampled_in_one_segment(
+    directory: Path, template: str, end: bool
+) -> None:
     tokenizer = dressed(directory, template)
     said = [" <think>hm</think> One. ", *THOUGHT[1:]]
     sampled = ended(tokenizer, said, end)
@@ -113,7 +135,9 @@ def test_exact_history_keeps_everything_as_sampled_in_one_segment(directory: Pat
     texts = [tokenizer.render(view) for view in plain]
     close = tokenizer.decode(tokenizer.eos_ids[:1], skip_special_tokens=False) if end else ""
     for number, (earlier, later) in enumerate(itertools.pairwise(fed)):
-        between = tokenizer.decode(later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False)
+        between = tokenizer.decode(
+            later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False
+        )
         expected = texts[number + 1].rpartition(PLAIN[number])[2].removeprefix(close)
         assert between == expected and USERS[number][0]["content"] in between
 
@@ -129,27 +153,40 @@ def test_what_a_templates_own_control_tokens_set_apart_is_refused(directory: Pat
     one, fed = played(tokenizer, PROMPT, sampled, Talk([[tool("Doc 1")]]), history="exact")
     check_segments(one, fed, sampled)
     shown = tokenizer.decode(fed[1][len(fed[0]) :], skip_special_tokens=False)
-    assert shown == said + '<|end|><|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
+    assert (
+        shown
+        == said
+        + '<|end|><|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
+    )
 
 
 def test_exact_history_is_refused_where_the_answer_stands_elsewhere(directory: Path) -> None:
-    latest_first = QWEN25.replace("for message in messages %}", "for message in messages[-1:] + messages[:-1] %}")
+    latest_first = QWEN25.replace(
+        "for message in messages %}", "for message in messages[-1:] + messages[:-1] %}"
+    )
     tokenizer = dressed(directory, latest_first)
     sampled = ended(tokenizer, PLAIN)
-    with pytest.raises(EnvironmentContractError, match=r"does not show .* behind the response.*history=template"):
+    with pytest.raises(
+        EnvironmentContractError, match=r"does not show .* behind the response.*history=template"
+    ):
         played(tokenizer, PROMPT, sampled, Talk(USERS), history="exact")
     one, fed = played(tokenizer, PROMPT, sampled, Talk(USERS))
     check_contexts(tokenizer, one, fed, conversations(PROMPT, PLAIN, USERS))
 
 
 def test_the_note_for_the_start_says_what_becomes_of_thinking(directory: Path) -> None:
-    notes = {template: dressed(directory, template).history_note for template in (QWEN25, LLAMA31, QWEN3, DEEPSEEK_R1, GPT_OSS)}
+    notes = {
+        template: dressed(directory, template).history_note
+        for template in (QWEN25, LLAMA31, QWEN3, DEEPSEEK_R1, GPT_OSS)
+    }
     assert notes[QWEN25] == notes[LLAMA31] == ""
     assert "rollout/forks" in notes[QWEN3] and "rollout/forks" in notes[DEEPSEEK_R1]
     assert "need rollout.history=exact" in notes[GPT_OSS]
 
 
-def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(directory: Path) -> None:
+def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(
+    directory: Path,
+) -> None:
     threads: list[threading.Thread] = []
     released = threading.Event()
 
@@ -178,20 +215,36 @@ def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_
 
 
 def test_an_unknown_history_is_a_mistake(directory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.history: expected template or exact, found 'exakt'"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.history: expected template or exact, found 'exakt'"
+    ):
         played(dressed(directory, QWEN3), PROMPT, [[1]], Talk([]), history="exakt")
 
 
-def test_text_between_responses_is_part_of_the_turn_that_the_template_shows_later(directory: Path) -> None:
+def test_text_between_responses_is_part_of_the_turn_that_the_template_shows_later(
+    directory: Path,
+) -> None:
     tokenizer = dressed(directory, QWEN3)
     sampled = ended(tokenizer, [THOUGHT[0], "Two.", "Three.", "Four."], end=False)
-    one, fed = played(tokenizer, PROMPT, sampled, Talk([" [a long page] ", USERS[0], " b"]), max_observation_tokens=6)
+    one, fed = played(
+        tokenizer,
+        PROMPT,
+        sampled,
+        Talk([" [a long page] ", USERS[0], " b"]),
+        max_observation_tokens=6,
+    )
     check_segments(one, fed, sampled)
-    assert [turn.segment for turn in one.turns] == [0, 0, 1, 1] and one.metrics["observations_cut"] == 1
+    assert [turn.segment for turn in one.turns] == [0, 0, 1, 1] and one.metrics[
+        "observations_cut"
+    ] == 1
     shown = tokenizer.decode(tokenizer.encode(" [a long page] ")[:6])
     turn = {"role": "assistant", "content": f"{THOUGHT[0]}{shown}Two."}
     expected = tokenizer.render([*PROMPT, turn, *USERS[0]])
-    assert fed[2] == tokenizer.encode(expected) and f"One.{shown}Two." in expected and "page]" not in expected
+    assert (
+        fed[2] == tokenizer.encode(expected)
+        and f"One.{shown}Two." in expected
+        and "page]" not in expected
+    )
 
 
 def test_spelled_control_tokens_stay_text_when_a_fork_reads_them_again(directory: Path) -> None:
@@ -208,13 +261,21 @@ def test_spelled_control_tokens_stay_text_when_a_fork_reads_them_again(directory
 
 def test_an_empty_turn_is_seen_as_the_template_shows_it(directory: Path) -> None:
     """What the template inserts begins where the empty response ends, and yet does not continue it."""
-    inserting = QWEN25.replace("message.content + '<|im_end|>", "message.get('x', 'so far ') + message.content + '<|im_end|>")
+    inserting = QWEN25.replace(
+        "message.content + '<|im_end|>",
+        "message.get('x', 'so far ') + message.content + '<|im_end|>",
+    )
     tokenizer = dressed(directory, inserting)
     sampled = [[tokenizer.eos_ids[0]], *ended(tokenizer, PLAIN[1:2])]
-    one, fed = played(tokenizer, [{**PROMPT[0], "x": ""}], sampled, Talk([[{**USERS[0][0], "x": ""}]]))
+    one, fed = played(
+        tokenizer, [{**PROMPT[0], "x": ""}], sampled, Talk([[{**USERS[0][0], "x": ""}]])
+    )
     check_segments(one, fed, sampled)
     shown = "<|im_start|>assistant\nso far <|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(fed[1], skip_special_tokens=False).endswith(shown) and len(one.segments) == 2
+    assert (
+        tokenizer.decode(fed[1], skip_special_tokens=False).endswith(shown)
+        and len(one.segments) == 2
+    )
 
 
 def test_another_end_token_than_the_templates_stays_and_forks_nothing(directory: Path) -> None:
@@ -229,8 +290,13 @@ def test_another_end_token_than_the_templates_stays_and_forks_nothing(directory:
 def test_replaced_observations_and_forks_do_not_mix(directory: Path) -> None:
     tokenizer = dressed(directory, QWEN3)
     sampled = ended(tokenizer, [*THOUGHT, "Four."])
-    for answers, replaced in ((["page", "x", USERS[0]], {2: {0: "y"}}), (["page", USERS[0], "x"], {3: {0: "y"}})):
-        with pytest.raises(EnvironmentContractError, match=r"Step\.replace: .*rollout\.history=exact"):
+    for answers, replaced in (
+        (["page", "x", USERS[0]], {2: {0: "y"}}),
+        (["page", USERS[0], "x"], {3: {0: "y"}}),
+    ):
+        with pytest.raises(
+            EnvironmentContractError, match=r"Step\.replace: .*rollout\.history=exact"
+        ):
             played(tokenizer, PROMPT, sampled, Talk(answers, replaced))
         one, fed = played(tokenizer, PROMPT, sampled, Talk(answers, replaced), history="exact")
         check_segments(one, fed, sampled)
@@ -238,11 +304,16 @@ def test_replaced_observations_and_forks_do_not_mix(directory: Path) -> None:
 
 def test_what_a_replacement_would_break_is_refused(directory: Path) -> None:
     tokenizer = dressed(directory, QWEN25)
-    with pytest.raises(EnvironmentContractError, match=r"Step\.replace: the observation of turn 0 consists of messages"):
+    with pytest.raises(
+        EnvironmentContractError,
+        match=r"Step\.replace: the observation of turn 0 consists of messages",
+    ):
         played(tokenizer, PROMPT, ended(tokenizer, THOUGHT), Talk(USERS, {2: {0: "left out"}}))
 
 
-def test_an_observation_that_is_replaced_twice_leaves_no_segment_without_a_response(directory: Path) -> None:
+def test_an_observation_that_is_replaced_twice_leaves_no_segment_without_a_response(
+    directory: Path,
+) -> None:
     class Shortening(Talk):
         async def overflow(self, episode: Episode) -> Step:
             return Step("x", replace={0: ""})
@@ -282,10 +353,16 @@ def test_a_fork_counts_against_the_token_budget_by_what_is_in_view(directory: Pa
     most = max(map(len, whole.segments))
     one, _ = played(tokenizer, PROMPT, sampled, Talk(USERS), max_total_tokens=most)
     assert len(one.turns) == 3 and one.stop is StopReason.TERMINATED
-    kept, _ = played(tokenizer, PROMPT, sampled, Talk(USERS), max_total_tokens=most, history="exact")
+    kept, _ = played(
+        tokenizer, PROMPT, sampled, Talk(USERS), max_total_tokens=most, history="exact"
+    )
     assert len(kept.turns) < 3 and kept.stop is StopReason.MAX_TOKENS
     cut, _ = played(tokenizer, PROMPT, sampled, Talk(USERS), max_total_tokens=len(fed[1]))
-    assert cut.stop is StopReason.MAX_TOKENS and len(cut.turns) == len(cut.segments) == 1 and not cut.metrics["forks"]
+    assert (
+        cut.stop is StopReason.MAX_TOKENS
+        and len(cut.turns) == len(cut.segments) == 1
+        and not cut.metrics["forks"]
+    )
 
 
 def test_a_chat_server_gets_every_turn_and_strips_by_itself() -> None:
@@ -310,7 +387,11 @@ INSERTED = ("", "'so far ' + ", "'[' ~ loop.index ~ ' of ' ~ messages | length ~
 @st.composite
 def random_template(draw: st.DrawFn) -> tuple[str, str]:
     """(template, how it orders messages): it strips, inserts and reorders, earlier turns only or all of them."""
-    order, shown, inserted = draw(st.sampled_from(ORDERS)), draw(st.sampled_from(SHOWN)), draw(st.sampled_from(INSERTED))
+    order, shown, inserted = (
+        draw(st.sampled_from(ORDERS)),
+        draw(st.sampled_from(SHOWN)),
+        draw(st.sampled_from(INSERTED)),
+    )
     when = draw(st.sampled_from(("true", "not loop.last", "loop.index < messages | length - 1")))
     tail = draw(st.sampled_from(("", "<think>\\n")))
     return (
@@ -329,7 +410,9 @@ ANSWERS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     made=random_template(),
     said=st.lists(st.tuples(PIECES, st.booleans()), min_size=4, max_size=4),
@@ -344,7 +427,8 @@ def test_trained_tokens_are_the_sampled_ones_whatever_a_template_does(
     end = tokenizer.eos_ids[0]
     # Pieces one by one: a policy need not sample the ids that the tokenizer would choose
     sampled = [
-        [token for piece in pieces for token in tokenizer.encode(piece)] + [end] * (closed or not pieces)
+        [token for piece in pieces for token in tokenizer.encode(piece)]
+        + [end] * (closed or not pieces)
         for pieces, closed in said[: len(answers) + 1]
     ]
     texts = ["".join(pieces) for pieces, _ in said]
@@ -360,9 +444,14 @@ def test_trained_tokens_are_the_sampled_ones_whatever_a_template_does(
         return
     assert len(one.segments) == 1
     for number, (earlier, later) in enumerate(itertools.pairwise(fed)):
-        between = tokenizer.decode(later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False)
+        between = tokenizer.decode(
+            later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False
+        )
         assert all(message["content"] in between for message in answers[number])
         if order == "messages":
-            frames = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in answers[number]]
+            frames = [
+                f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
+                for one in answers[number]
+            ]
             close = "" if sampled[number][-1] == end else "<|im_end|>"
             assert between.startswith(f"{close}\n{''.join(frames)}<|im_start|>assistant\n")

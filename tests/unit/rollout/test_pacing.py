@@ -18,7 +18,9 @@ def test_without_staleness_a_step_waits_for_all_that_it_started() -> None:
     pacing = Pacing(prompts=2)
     assert pacing.room(0) == 2 and pacing.room(2) == 0
     assert pacing.choose(5, [GroupAge(10, 5, True), GroupAge(11, 5, False)], 2) == Choice((), ())
-    assert pacing.choose(5, [GroupAge(10, 5, True), GroupAge(11, 5, True)], 2) == Choice((10, 11), ())
+    assert pacing.choose(5, [GroupAge(10, 5, True), GroupAge(11, 5, True)], 2) == Choice(
+        (10, 11), ()
+    )
 
 
 def test_a_step_takes_what_is_finished_and_waits_only_for_what_would_be_too_old_next() -> None:
@@ -30,7 +32,9 @@ def test_a_step_takes_what_is_finished_and_waits_only_for_what_would_be_too_old_
     assert pacing.choose(6, [GroupAge(0, 4, True), *later[1:]], 2) == Choice((0, 3), ())
 
 
-def test_the_oldest_tokens_are_served_first_what_has_none_before_all_and_the_too_old_never() -> None:
+def test_the_oldest_tokens_are_served_first_what_has_none_before_all_and_the_too_old_never() -> (
+    None
+):
     """Version 13, at most 8 behind; the oldest tokens of a to e are of 12, 3, 12, none at all and 5."""
     pacing = Pacing(prompts=1, max_staleness=8, run_ahead=8, when_stale="drop")
     ages = {"a": 12, "b": 3, "c": 12, "d": None, "e": 5}
@@ -40,7 +44,9 @@ def test_the_oldest_tokens_are_served_first_what_has_none_before_all_and_the_too
         served += ["abcde"[number] for number in choice]
         groups = [group for group in groups if group.number not in choice and group.number != 1]
     assert served == ["d", "e", "a", "c"]
-    assert pacing.choose(13, [GroupAge(1, 3, True)], 1) == Choice((), (1,))  # 13 - 3 = 10 > 8; 13 - 5 = 8 is kept
+    assert pacing.choose(13, [GroupAge(1, 3, True)], 1) == Choice(
+        (), (1,)
+    )  # 13 - 3 = 10 > 8; 13 - 5 = 8 is kept
 
 
 def test_what_was_sampled_again_is_waited_for_the_second_time() -> None:
@@ -60,4 +66,7 @@ def test_fewer_groups_make_a_step_only_where_no_more_can_come() -> None:
 @pytest.mark.parametrize("groups, wanted, claim", [(3, 2, (0, 1)), (3, 3, (0, 1, 2))])
 def test_no_more_than_wanted_is_claimed(groups: int, wanted: int, claim: tuple[int, ...]) -> None:
     pacing = Pacing(prompts=3, max_staleness=1, run_ahead=1)
-    assert pacing.choose(1, [GroupAge(number, 1, True) for number in range(groups)], wanted).claim == claim
+    assert (
+        pacing.choose(1, [GroupAge(number, 1, True) for number in range(groups)], wanted).claim
+        == claim
+    )

@@ -59,11 +59,17 @@ def collected(player: Player, count: int) -> dict[str, Trajectory]:
     deadline = time.monotonic() + 20
     while len(ended) < count:
         assert time.monotonic() < deadline, "nothing comes any more"
-        ended |= {item.request_id: item.trajectory for item in player.events(0.05) if isinstance(item, Ended)}
+        ended |= {
+            item.request_id: item.trajectory
+            for item in player.events(0.05)
+            if isinstance(item, Ended)
+        }
     return ended
 
 
-def test_every_attempt_begins_and_ends_once_as_it_would_in_a_collection(tokenizer: Tokenizer) -> None:
+def test_every_attempt_begins_and_ends_once_as_it_would_in_a_collection(
+    tokenizer: Tokenizer,
+) -> None:
     with over(tokenizer, Asking(turns=2)) as rollout:
         player, news = rollout.player(), []
         names = start(rollout, player, 9)
@@ -105,7 +111,9 @@ def test_a_cancelled_attempt_is_cleaned_up_and_never_heard_of(tokenizer: Tokeniz
         assert sorted(environment.closed.values()) == [1, 1, 1]
 
 
-def test_tools_go_on_while_the_engine_is_paused_and_nothing_is_sampled(tokenizer: Tokenizer) -> None:
+def test_tools_go_on_while_the_engine_is_paused_and_nothing_is_sampled(
+    tokenizer: Tokenizer,
+) -> None:
     environment = Slow(0.15)
     with over(tokenizer, environment) as rollout:
         (engine,) = rollout.engines
@@ -121,7 +129,10 @@ def test_tools_go_on_while_the_engine_is_paused_and_nothing_is_sampled(tokenizer
         rollout.load_weights(NEW_WEIGHTS.items(), version=1)
         ended = collected(player, 2)
     versions = [one.segments[0].versions[one.segments[0].loss_mask] for one in ended.values()]
-    assert all(found.tolist() == sorted(found.tolist()) and set(found.tolist()) == {0, 1} for found in versions)
+    assert all(
+        found.tolist() == sorted(found.tolist()) and set(found.tolist()) == {0, 1}
+        for found in versions
+    )
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
@@ -143,27 +154,39 @@ def test_a_weight_update_in_the_middle_costs_no_episode(mode: str, tokenizer: To
         assert one.usable and torch.equal(segment.tokens, expected.tokens)
         sampled = segment.loss_mask
         scale = torch.where(segment.versions == 1, 2.0, 1.0)
-        assert torch.allclose(segment.logprobs[sampled], (expected.logprobs * scale)[sampled], rtol=1e-5)
+        assert torch.allclose(
+            segment.logprobs[sampled], (expected.logprobs * scale)[sampled], rtol=1e-5
+        )
 
 
-def test_who_has_more_turns_behind_goes_first_and_an_evaluation_before_all(tokenizer: Tokenizer) -> None:
+def test_who_has_more_turns_behind_goes_first_and_an_evaluation_before_all(
+    tokenizer: Tokenizer,
+) -> None:
     class Listening(FakeEngine):
         heard: list[tuple[str, int]] = []
 
         async def generate(
-            self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+            self,
+            tokens: Sequence[int],
+            sampling: Sampling,
+            request_id: str | None = None,
+            priority: int = 0,
         ) -> Completion:
             self.heard.append((request_id or "", priority))
             return await super().generate(tokens, sampling, request_id, priority)
 
-    with Rollout(Listening(tokenizer), Asking(turns=3), tokenizer, max_response_tokens=4) as rollout:
+    with Rollout(
+        Listening(tokenizer), Asking(turns=3), tokenizer, max_response_tokens=4
+    ) as rollout:
         player = rollout.player()
         (name,) = start(rollout, player, 1)
         collected(player, 1)
         trained = [priority for request, priority in Listening.heard if request == name]
         rollout.collect([Task("e", "Question?")], step=-1, samples_per_prompt=1)
     assert trained == sorted(trained, reverse=True) and len(set(trained)) == 3
-    assert {priority for request, priority in Listening.heard if request != name} == {0} and min(trained) > 0
+    assert {priority for request, priority in Listening.heard if request != name} == {0} and min(
+        trained
+    ) > 0
 
 
 def test_a_mistake_of_the_set_up_reaches_whoever_asks_for_events(tokenizer: Tokenizer) -> None:
@@ -190,7 +213,11 @@ class Cutting(FakeEngine):
         self.cuts, self.limits = cuts, []
 
     async def generate(
-        self, tokens: list[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         self.limits.append(sampling.max_tokens)
         whole = await super().generate(tokens, sampling, request_id, priority)
@@ -198,10 +225,14 @@ class Cutting(FakeEngine):
             return whole
         count = self.cuts.pop(0)
         await self.load_weights(FIRST_WEIGHTS.items(), self.version + 1)
-        return Completion(whole.tokens[:count], whole.logprobs[:count], whole.versions[:count], "paused")
+        return Completion(
+            whole.tokens[:count], whole.logprobs[:count], whole.versions[:count], "paused"
+        )
 
 
-def test_what_was_cut_off_goes_on_with_the_tokens_that_it_has_and_the_versions_that_sampled_them() -> None:
+def test_what_was_cut_off_goes_on_with_the_tokens_that_it_has_and_the_versions_that_sampled_them() -> (
+    None
+):
     free = asyncio.run(FakeEngine().generate(PROMPT, Sampling(9, seed=5)))
     engine = Cutting([4, 0, 3])
     done = asyncio.run(Continued(engine, str).generate(PROMPT, Sampling(9, seed=5), "a"))
@@ -224,7 +255,9 @@ def test_a_stop_string_is_found_on_both_sides_of_an_interruption(cut: int) -> No
     sampling = Sampling(30, stop=("never", text[12:15]), seed=2)
     assert text.index(text[12:15]) == 12
     cuts = [12 + cut] if cut < 3 else []
-    done = asyncio.run(Continued(Cutting(cuts, letters), letters.decode).generate(PROMPT, sampling, "a"))
+    done = asyncio.run(
+        Continued(Cutting(cuts, letters), letters.decode).generate(PROMPT, sampling, "a")
+    )
     assert (letters.decode(done.tokens), done.stop) == (text[:15], "stop")
     assert done.versions == [0] * (12 + cut) + [1] * (3 - cut)  # nothing was drawn twice
     assert len(done.logprobs) == 15
@@ -242,7 +275,9 @@ def test_what_only_looks_like_a_stop_string_stays_as_it_was_drawn() -> None:
 
 
 @pytest.mark.parametrize(("count", "routed", "oldest"), [(0, True, 1), (2, False, 1), (2, True, 0)])
-def test_a_part_without_tokens_or_routes_does_not_date_those_of_the_whole(count: int, routed: bool, oldest: int) -> None:
+def test_a_part_without_tokens_or_routes_does_not_date_those_of_the_whole(
+    count: int, routed: bool, oldest: int
+) -> None:
     """A request that was cut while its prompt was prefilled, one that had lost its blocks, and any other."""
 
     class Routed(Cutting):
@@ -250,7 +285,9 @@ def test_a_part_without_tokens_or_routes_does_not_date_those_of_the_whole(count:
             version, cut = self.version, bool(self.cuts)
             part = await super().generate(tokens, *rest)
             if routed or not cut:
-                part.routes = torch.full((len(tokens) + max(len(part.tokens), 1) - 1, 1, 1), version)
+                part.routes = torch.full(
+                    (len(tokens) + max(len(part.tokens), 1) - 1, 1, 1), version
+                )
                 part.routes_version = version
             return part
 

@@ -42,7 +42,11 @@ def test_greedy_completions_are_those_of_one_request(model: Path) -> None:
         sampling = Sampling(count, temperature=0.0)
         expected = asyncio.run(plain.generate(PROMPT, sampling))
         found = asyncio.run(streaming.generate(PROMPT, sampling, "a"))
-        assert (found.tokens, found.stop, found.versions) == (expected.tokens, expected.stop, expected.versions)
+        assert (found.tokens, found.stop, found.versions) == (
+            expected.tokens,
+            expected.stop,
+            expected.versions,
+        )
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert heard.texts[-1] == (tokenizer.decode(found.tokens), True)
     told = [text for text, _ in heard.texts[-6:]]
@@ -51,9 +55,14 @@ def test_greedy_completions_are_those_of_one_request(model: Path) -> None:
 
 def test_a_stop_string_over_the_edge_of_two_pieces_ends_the_response(model: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(model)
-    free = asyncio.run(EmbeddedEngine(model, tokenizer).generate(PROMPT, Sampling(40, temperature=0.0)))
+    free = asyncio.run(
+        EmbeddedEngine(model, tokenizer).generate(PROMPT, Sampling(40, temperature=0.0))
+    )
     edges = range(PIECE_TOKENS, 36, PIECE_TOKENS)
-    strings = {edge: tokenizer.decode(free.tokens[edge - 1 : edge + 1], skip_special_tokens=False) for edge in edges}
+    strings = {
+        edge: tokenizer.decode(free.tokens[edge - 1 : edge + 1], skip_special_tokens=False)
+        for edge in edges
+    }
     tried = 0
     for edge, string in strings.items():
         before = tokenizer.decode(free.tokens[:edge], skip_special_tokens=False)
@@ -71,10 +80,14 @@ def test_a_stop_string_over_the_edge_of_two_pieces_ends_the_response(model: Path
 def test_what_is_shown_is_the_prompt_and_then_what_is_new(model: Path) -> None:
     tokenizer, heard = Tokenizer.from_pretrained(model), Heard()
     streaming = StreamingEngine(EmbeddedEngine(model, tokenizer), tokenizer, heard)
-    said = asyncio.run(streaming.generate(tokenizer.encode("Where?"), Sampling(5, temperature=0.0), "a"))
+    said = asyncio.run(
+        streaming.generate(tokenizer.encode("Where?"), Sampling(5, temperature=0.0), "a")
+    )
     asyncio.run(
         streaming.generate(
-            [*tokenizer.encode("Where?"), *said.tokens, *tokenizer.encode(" In Vasmere.")], Sampling(3), "a"
+            [*tokenizer.encode("Where?"), *said.tokens, *tokenizer.encode(" In Vasmere.")],
+            Sampling(3),
+            "a",
         )
     )
     asyncio.run(streaming.generate(tokenizer.encode("Another"), Sampling(3), "b"))
@@ -84,8 +97,15 @@ def test_what_is_shown_is_the_prompt_and_then_what_is_new(model: Path) -> None:
 def test_of_a_rewritten_conversation_the_rest_from_there_is_shown(model: Path) -> None:
     tokenizer, heard = Tokenizer.from_pretrained(model), Heard()
     streaming = StreamingEngine(EmbeddedEngine(model, tokenizer), tokenizer, heard)
-    said = asyncio.run(streaming.generate(tokenizer.encode("Where?"), Sampling(5, temperature=0.0), "a"))
+    said = asyncio.run(
+        streaming.generate(tokenizer.encode("Where?"), Sampling(5, temperature=0.0), "a")
+    )
     other = next(token for token in tokenizer.encode("xyz") if token != said.tokens[1])
-    rewritten = [*tokenizer.encode("Where?"), said.tokens[0], other, *tokenizer.encode(" In Vasmere.")]
+    rewritten = [
+        *tokenizer.encode("Where?"),
+        said.tokens[0],
+        other,
+        *tokenizer.encode(" In Vasmere."),
+    ]
     asyncio.run(streaming.generate(rewritten, Sampling(3), "a"))
     assert heard.prompts[1] == f"{tokenizer.decode([other])} In Vasmere."

@@ -40,7 +40,9 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("text", ["", " ", "a  b ,c .", "<|im_end|>", "\n\n<information>é☃</information>", "it 's"])
+@pytest.mark.parametrize(
+    "text", ["", " ", "a  b ,c .", "<|im_end|>", "\n\n<information>é☃</information>", "it 's"]
+)
 def test_text_survives_encoding_exactly(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens, skip_special_tokens=False) == text
@@ -65,15 +67,24 @@ def test_generation_config_adds_ends(tmp_path: Path) -> None:
 def test_text_prompts_are_verbatim_unless_the_template_is_asked_for(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_prompt("Question: x") == tokenizer.encode("Question: x")
     expected = "<|im_start|>user\nQuestion: x<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(tokenizer.encode_prompt("Question: x", chat_template=True), False) == expected
-    assert tokenizer.encode_prompt([{"role": "user", "content": "Question: x"}]) == tokenizer.encode(expected)
-    again = tokenizer.encode_prompt(expected)  # as RLinf's prompts, which went through the template already
+    assert (
+        tokenizer.decode(tokenizer.encode_prompt("Question: x", chat_template=True), False)
+        == expected
+    )
+    assert tokenizer.encode_prompt(
+        [{"role": "user", "content": "Question: x"}]
+    ) == tokenizer.encode(expected)
+    again = tokenizer.encode_prompt(
+        expected
+    )  # as RLinf's prompts, which went through the template already
     assert tokenizer.decode(again, False) == expected and tokenizer.special_ids & set(again)
 
 
 @pytest.mark.parametrize("template", [None, LLAMA_LIKE, PLAIN])
 @pytest.mark.parametrize("ended", [True, False])
-def test_turns_concatenate_to_one_full_render(tokenizer: Tokenizer, template: str | None, ended: bool) -> None:
+def test_turns_concatenate_to_one_full_render(
+    tokenizer: Tokenizer, template: str | None, ended: bool
+) -> None:
     if template:
         tokenizer.inner.chat_template = template
     (end,) = tokenizer.eos_ids
@@ -82,13 +93,17 @@ def test_turns_concatenate_to_one_full_render(tokenizer: Tokenizer, template: st
     tokens = tokenizer.encode_prompt(messages)
     for response in responses:
         sampled = tokenizer.encode(response) + [end] * ended
-        tokens += sampled + tokenizer.encode_turn(messages, response, [TOOL], end if ended else None).tokens
+        tokens += (
+            sampled
+            + tokenizer.encode_turn(messages, response, [TOOL], end if ended else None).tokens
+        )
         messages = [*messages, {"role": "assistant", "content": response}, TOOL]
     assert tokens == tokenizer.encode(tokenizer.render(messages))
 
 
 @pytest.mark.parametrize(
-    "template, response", [(QWEN3_LIKE, "<think>hm</think> <search>x</search>"), (LLAMA_LIKE, " <search>x</search> ")]
+    "template, response",
+    [(QWEN3_LIKE, "<think>hm</think> <search>x</search>"), (LLAMA_LIKE, " <search>x</search> ")],
 )
 def test_a_template_that_rewrites_earlier_turns_shows_all_of_them_anew(
     tokenizer: Tokenizer, template: str, response: str
@@ -101,7 +116,9 @@ def test_a_template_that_rewrites_earlier_turns_shows_all_of_them_anew(
 
 def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.inner.chat_template = None
-    with pytest.raises(ModelError, match=r"no chat template, but rollout.chat_template is true, or a prompt"):
+    with pytest.raises(
+        ModelError, match=r"no chat template, but rollout.chat_template is true, or a prompt"
+    ):
         tokenizer.encode_prompt([USER])
     with pytest.raises(ModelError, match="nope: no such model directory"):
         Tokenizer.from_pretrained("nope")  # the hub is not asked
@@ -111,25 +128,49 @@ def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def _with_controls(directory: Path) -> Tokenizer:
     inner = Tokenizer.from_pretrained(directory).inner
-    inner.add_special_tokens({"additional_special_tokens": ["[INST]", "[gMASK]", "<image>", "\u2603"]})
+    inner.add_special_tokens(
+        {"additional_special_tokens": ["[INST]", "[gMASK]", "<image>", "\u2603"]}
+    )
     inner.add_tokens(["<|fim_prefix|>", "[TOOL]", "<think>"])
     return Tokenizer(inner)
 
 
 @pytest.mark.parametrize(
-    "text", ["[INST]", "<image>", "[gMASK]", "<|im_end|>", "\u2603", "<|fim_prefix|>", "[TOOL]", "<|im_<|im_end|>end|>"]
+    "text",
+    [
+        "[INST]",
+        "<image>",
+        "[gMASK]",
+        "<|im_end|>",
+        "\u2603",
+        "<|fim_prefix|>",
+        "[TOOL]",
+        "<|im_<|im_end|>end|>",
+    ],
 )
 def test_no_text_of_an_environment_becomes_a_control_token(directory: Path, text: str) -> None:
     tokenizer = _with_controls(directory)
-    controls = {*tokenizer.special_ids, *tokenizer.inner.convert_tokens_to_ids(["<|fim_prefix|>", "[TOOL]"])}
+    controls = {
+        *tokenizer.special_ids,
+        *tokenizer.inner.convert_tokens_to_ids(["<|fim_prefix|>", "[TOOL]"]),
+    }
     assert controls & set(tokenizer.encode(text))
     for said in (text, f"Doc 1: {text}{text} and {text}"):
         tokens = tokenizer.encode_text(said)
         assert not controls & set(tokens)
-        assert tokenizer.decode(tokens, skip_special_tokens=False).replace(" ", "") == said.replace(" ", "").replace("\u2603", "")
-    messages = [USER, {"role": "assistant", "content": "x"}, {"role": "tool", "content": f"found {text}"}]
+        assert tokenizer.decode(tokens, skip_special_tokens=False).replace(" ", "") == said.replace(
+            " ", ""
+        ).replace("\u2603", "")
+    messages = [
+        USER,
+        {"role": "assistant", "content": "x"},
+        {"role": "tool", "content": f"found {text}"},
+    ]
     harmless = [*messages[:2], {"role": "tool", "content": "found it"}]
-    counts = [sum(token in controls for token in tokenizer.encode(tokenizer.render(chat))) for chat in (messages, harmless)]
+    counts = [
+        sum(token in controls for token in tokenizer.encode(tokenizer.render(chat)))
+        for chat in (messages, harmless)
+    ]
     assert counts[0] == counts[1]
     said = [tokenizer.render([{"role": "assistant", "content": own}]) for own in (text, "it")]
     counts = [sum(token in controls for token in tokenizer.encode(own)) for own in said]
@@ -186,20 +227,32 @@ def test_what_follows_other_text_begins_with_no_blank_of_its_own() -> None:
 @pytest.mark.parametrize("end", ["</s>", "<|end|>", ""])
 def test_what_follows_a_response_has_the_ids_of_the_whole_conversation(end: str) -> None:
     inner = metaspace()
-    taking = AddedToken("<|end|>", rstrip=True, normalized=False)  # the blanks behind it, as Phi-3's
+    taking = AddedToken(
+        "<|end|>", rstrip=True, normalized=False
+    )  # the blanks behind it, as Phi-3's
     inner.add_tokens([taking], special_tokens=True)
-    inner.chat_template = "{% for message in messages %}{{ message.content + 'END\n' }}{% endfor %}".replace("END", end)
+    inner.chat_template = (
+        "{% for message in messages %}{{ message.content + 'END\n' }}{% endfor %}".replace(
+            "END", end
+        )
+    )
     tokenizer = Tokenizer(inner)
     closing = inner.convert_tokens_to_ids(end) if end else None
     turn = tokenizer.encode_turn([USER], "q", [TOOL], closing)
     whole = tokenizer.encode(tokenizer.render([USER, {"role": "assistant", "content": "q"}, TOOL]))
-    seen = tokenizer.encode(tokenizer.render([USER])) + tokenizer.encode("\nq")[2:] + ([closing] if end else [])
+    seen = (
+        tokenizer.encode(tokenizer.render([USER]))
+        + tokenizer.encode("\nq")[2:]
+        + ([closing] if end else [])
+    )
     assert seen + turn.tokens == whole
 
 
 def test_a_rewritten_conversation_tells_how_many_tokens_stand_for_what_was_in_view() -> None:
     inner = metaspace()
-    inner.chat_template = "{% for message in messages %}{{ message.content | replace('x', '') }}{% endfor %}"
+    inner.chat_template = (
+        "{% for message in messages %}{{ message.content | replace('x', '') }}{% endfor %}"
+    )
     tokenizer = Tokenizer(inner)
     turn = tokenizer.encode_turn([USER], "xq", [{"role": "tool", "content": "no"}], None)
     assert turn.tokens == tokenizer.encode(f"{USER['content']}qno")
@@ -209,11 +262,19 @@ def test_a_rewritten_conversation_tells_how_many_tokens_stand_for_what_was_in_vi
 def test_a_template_that_refuses_messages_is_told_in_a_line() -> None:
     tokenizer = Tokenizer(metaspace())
     tokenizer.inner.chat_template = MISTRAL_V3
-    with pytest.raises(RolloutError, match=r"refuses messages of the roles system, user: roles must alternate; expected .*$"):
+    with pytest.raises(
+        RolloutError,
+        match=r"refuses messages of the roles system, user: roles must alternate; expected .*$",
+    ):
         tokenizer.encode_prompt([{"role": "system", "content": "Be brief."}, USER])
     said = [tokenizer.encode("no")]
-    one, _ = played(tokenizer, [USER], said, Talk([[{"role": "tool", "content": "5"}]]), max_turns=2)
-    assert one.stop is StopReason.ABORTED and "refuses messages of the roles user, assistant, tool" in one.error
+    one, _ = played(
+        tokenizer, [USER], said, Talk([[{"role": "tool", "content": "5"}]]), max_turns=2
+    )
+    assert (
+        one.stop is StopReason.ABORTED
+        and "refuses messages of the roles user, assistant, tool" in one.error
+    )
 
 
 def test_so_is_one_that_cannot_take_the_arguments_of_a_call_apart() -> None:
@@ -223,5 +284,8 @@ def test_so_is_one_that_cannot_take_the_arguments_of_a_call_apart() -> None:
         "{% endfor %}{% endfor %}{% endfor %}"
     )
     called = {"type": "function", "function": {"name": "search", "arguments": "{"}}
-    with pytest.raises(RolloutError, match=r"refuses messages of the roles user, assistant: Can only get item pairs"):
+    with pytest.raises(
+        RolloutError,
+        match=r"refuses messages of the roles user, assistant: Can only get item pairs",
+    ):
         tokenizer.render([USER, {"role": "assistant", "content": "", "tool_calls": [called]}])

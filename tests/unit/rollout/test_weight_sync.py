@@ -28,13 +28,17 @@ PAIRS = [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]
 
 
 def over(engines: Engine | Sequence[Engine], tokenizer: Tokenizer, **options: Any) -> Rollout:
-    return Rollout(engines, Asking(), tokenizer, samples_per_prompt=2, max_response_tokens=20, **options)
+    return Rollout(
+        engines, Asking(), tokenizer, samples_per_prompt=2, max_response_tokens=20, **options
+    )
 
 
 def test_the_digest_of_a_stream_is_that_of_the_whole_whatever_the_order(qwen: Path) -> None:
     hashes = [tensor_hash(name, tensor) for name, tensor in reversed(list(iterate_weights(qwen)))]
     assert combined_hash(hashes) == digest(iterate_weights(qwen))
-    assert combined_hash([*hashes, tensor_hash("one more", torch.zeros(1))]) != digest(iterate_weights(qwen))
+    assert combined_hash([*hashes, tensor_hash("one more", torch.zeros(1))]) != digest(
+        iterate_weights(qwen)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,11 +46,19 @@ def test_the_digest_of_a_stream_is_that_of_the_whole_whatever_the_order(qwen: Pa
     [("b", torch.zeros(2, 3)), ("a", torch.zeros(3, 2)), ("a", torch.zeros(2, 3).bfloat16()), ("a", -torch.zeros(2, 3)),
      ("a", torch.zeros(2, 3, dtype=torch.int32))],
 )  # fmt: skip
-def test_name_dtype_shape_and_bits_make_the_hash_not_the_order_in_memory(other: tuple[str, Tensor]) -> None:
-    assert tensor_hash("a", torch.zeros(2, 3)) == tensor_hash("a", torch.zeros(3, 2).t()) != tensor_hash(*other)
+def test_name_dtype_shape_and_bits_make_the_hash_not_the_order_in_memory(
+    other: tuple[str, Tensor],
+) -> None:
+    assert (
+        tensor_hash("a", torch.zeros(2, 3))
+        == tensor_hash("a", torch.zeros(3, 2).t())
+        != tensor_hash(*other)
+    )
 
 
-def test_new_weights_are_used_and_a_stale_engine_is_found(qwen: Path, other_qwen: Path, tokenizer: Tokenizer) -> None:
+def test_new_weights_are_used_and_a_stale_engine_is_found(
+    qwen: Path, other_qwen: Path, tokenizer: Tokenizer
+) -> None:
     class Stale(EmbeddedEngine):
         async def load_weights(self, weights: Any, version: int) -> None:
             """Says that it loaded them."""
@@ -62,9 +74,13 @@ def test_new_weights_are_used_and_a_stale_engine_is_found(qwen: Path, other_qwen
         assert rollout.version == 0
 
 
-@pytest.mark.parametrize("weights", [{"a": torch.ones(1)}, [torch.ones(1)], [("a", None)], [("a",)]])
+@pytest.mark.parametrize(
+    "weights", [{"a": torch.ones(1)}, [torch.ones(1)], [("a", None)], [("a",)]]
+)
 def test_what_is_no_pair_of_name_and_tensor_is_refused(weights: Any) -> None:
-    with pytest.raises(RolloutError, match=r"load_weights: expected \(HuggingFace name, tensor\) pairs, found "):
+    with pytest.raises(
+        RolloutError, match=r"load_weights: expected \(HuggingFace name, tensor\) pairs, found "
+    ):
         list(SyncReport().gathered(weights))
 
 
@@ -85,7 +101,9 @@ def test_tensors_are_made_in_the_callers_thread_and_few_are_alive_at_a_time(
             del made
             most = max(most, sum(reference() is not None for reference in alive))
 
-    engines = [EmbeddedEngine(qwen, tokenizer, dtype=dtype) for dtype in ("float32", "bfloat16", "float32")]
+    engines = [
+        EmbeddedEngine(qwen, tokenizer, dtype=dtype) for dtype in ("float32", "bfloat16", "float32")
+    ]
     with over(engines, tokenizer) as rollout:
         rollout.load_weights(one_by_one(), version=1)
     assert len(alive) > 20 and most <= 5
@@ -94,8 +112,17 @@ def test_tensors_are_made_in_the_callers_thread_and_few_are_alive_at_a_time(
 
 def test_portions_are_bounded_in_bytes_and_in_number() -> None:
     sizes = [10, 15, 30, 1, *[0] * 40, 25]
-    portions = list(in_portions(((str(number), torch.zeros(size)) for number, size in enumerate(sizes)), 100, 32))
-    assert [len(portion) for portion in portions] == [2, 1, 32, 10]  # 100 bytes; 120 alone; 32; the rest with 100
+    portions = list(
+        in_portions(
+            ((str(number), torch.zeros(size)) for number, size in enumerate(sizes)), 100, 32
+        )
+    )
+    assert [len(portion) for portion in portions] == [
+        2,
+        1,
+        32,
+        10,
+    ]  # 100 bytes; 120 alone; 32; the rest with 100
     assert [int(name) for portion in portions for name, _ in portion] == list(range(45))
 
 
@@ -142,7 +169,9 @@ def test_memory_that_engines_open_is_written_over_when_all_have_read_it(
         assert closed == [1]
 
 
-def test_a_stream_that_breaks_ends_every_load_and_the_next_one_repairs_it(tokenizer: Tokenizer) -> None:
+def test_a_stream_that_breaks_ends_every_load_and_the_next_one_repairs_it(
+    tokenizer: Tokenizer,
+) -> None:
     def breaks() -> Iterator[tuple[str, Tensor]]:
         yield PAIRS[0]
         raise ConnectionError("a rank is gone")
@@ -157,7 +186,9 @@ def test_a_stream_that_breaks_ends_every_load_and_the_next_one_repairs_it(tokeni
         assert len(rollout.collect(Asking().tasks(""), step=0)) == 4
 
 
-def test_an_engine_that_refuses_a_tensor_ends_the_sync_with_its_error(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_an_engine_that_refuses_a_tensor_ends_the_sync_with_its_error(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     def endless() -> Iterator[tuple[str, Tensor]]:
         while True:
             yield "model.norm.wait", torch.zeros(1)
@@ -197,7 +228,10 @@ def probe(weights: Iterable[tuple[str, Tensor]], off: float = 0.0, **options: An
 def test_an_engine_that_cannot_hash_needs_a_probe(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(tokenizer, hashes_weights=False)
     with over(engine, tokenizer) as rollout:
-        with pytest.raises(RolloutError, match=r"FakeEngine cannot hash its weights.*give load_weights a WeightProbe"):
+        with pytest.raises(
+            RolloutError,
+            match=r"FakeEngine cannot hash its weights.*give load_weights a WeightProbe",
+        ):
             rollout.load_weights(PAIRS, version=1)
         assert engine.version == 0  # refused before anything was sent
         rollout.load_weights(PAIRS, version=1, probe=probe(PAIRS))
@@ -212,7 +246,8 @@ def test_a_probe_finds_other_weights_and_its_tolerance_is_the_callers(tokenizer:
 
     with over(Stale(tokenizer, hashes_weights=False), tokenizer) as rollout:
         with pytest.raises(
-            RolloutError, match=r"differ by .* nats on a token of the probe, more than its tolerance of 0\.001"
+            RolloutError,
+            match=r"differ by .* nats on a token of the probe, more than its tolerance of 0\.001",
         ):
             rollout.load_weights(PAIRS, version=1, probe=probe(PAIRS))
     with over(FakeEngine(tokenizer, hashes_weights=False), tokenizer) as rollout:

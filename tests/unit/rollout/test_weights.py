@@ -49,11 +49,15 @@ def made(version: int, size: int = 3000) -> Pairs:
     ]
 
 
-def trained(version: int, share: float = 0.01, size: int = 50_000, dtype: torch.dtype = torch.bfloat16) -> Pairs:
+def trained(
+    version: int, share: float = 0.01, size: int = 50_000, dtype: torch.dtype = torch.bfloat16
+) -> Pairs:
     """Two tensors; from one version to the next this share of their values changes."""
     values = torch.arange(2 * size, dtype=torch.float32).to(dtype)
     for step in range(1, version + 1):
-        places = torch.randperm(2 * size, generator=torch.Generator().manual_seed(step))[: int(2 * size * share)]
+        places = torch.randperm(2 * size, generator=torch.Generator().manual_seed(step))[
+            : int(2 * size * share)
+        ]
         values[places] = torch.full_like(values[places], float(step)) / 3
     return [("first", values[:size].view(-1, 10)), ("second", values[size:])]
 
@@ -79,12 +83,17 @@ def test_every_bit_arrives_in_buckets_and_the_digest_is_that_of_the_content() ->
         read = reader.read(offer)
         assert_same(read.weights, made(seed))
         assert offer.version == version and offer.digest == digest(made(seed))
-        assert read.bytes == offer.bytes == sum(tensor.nbytes for _, tensor in made(seed)) and not read.delta
+        assert (
+            read.bytes == offer.bytes == sum(tensor.nbytes for _, tensor in made(seed))
+            and not read.delta
+        )
         assert len(offer.buckets) == 3  # of the two large ones each is alone
     assert not offer.changes
 
 
-def test_two_versions_are_kept_and_a_late_reader_gets_the_newest_while_a_slow_one_keeps_its_own() -> None:
+def test_two_versions_are_kept_and_a_late_reader_gets_the_newest_while_a_slow_one_keeps_its_own() -> (
+    None
+):
     publisher = WeightPublisher(Held, delta=True)
     offers = [publisher.publish(trained(1), 1)]
     slow = WeightReader().read(offers[0])
@@ -126,12 +135,22 @@ def test_a_flipped_bit_is_found_before_any_tensor_is_handed_on(number: int) -> N
     offer = WeightPublisher(Held).publish(trained(1), 7)
     flip(offer.buckets[number], 0)
     name = ("first", "second")[number]
-    with pytest.raises(RolloutError, match=rf"weights of version 7: expected '{name}' as bfloat16.* damaged on its way"):
+    with pytest.raises(
+        RolloutError,
+        match=rf"weights of version 7: expected '{name}' as bfloat16.* damaged on its way",
+    ):
         WeightReader().read(offer)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"dtype": "float16"}, {"dtype": "float32"}, {"shape": (10, 5000)}, {"shape": (1, 2)}, {"name": "other"}]
+    "fields",
+    [
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"shape": (10, 5000)},
+        {"shape": (1, 2)},
+        {"name": "other"},
+    ],
 )
 def test_another_name_dtype_or_shape_than_was_published_is_refused(fields: dict[str, Any]) -> None:
     offer = WeightPublisher(Held).publish(trained(1), 1)
@@ -146,7 +165,9 @@ def test_another_name_dtype_or_shape_than_was_published_is_refused(fields: dict[
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_deltas_are_exact_and_small_and_every_third_version_comes_whole(share: float, dtype: torch.dtype) -> None:
+def test_deltas_are_exact_and_small_and_every_third_version_comes_whole(
+    share: float, dtype: torch.dtype
+) -> None:
     publisher, reader = WeightPublisher(Held, delta=True, full_every=3), WeightReader()
     for version in range(1, 8):
         expected = trained(version, share, dtype=dtype)
@@ -180,7 +201,9 @@ def test_who_missed_a_version_and_who_has_none_read_it_whole() -> None:
         [],
     ],
 )
-def test_what_changed_too_much_or_has_other_tensors_comes_whole_and_the_next_one_as_a_delta(other: Pairs) -> None:
+def test_what_changed_too_much_or_has_other_tensors_comes_whole_and_the_next_one_as_a_delta(
+    other: Pairs,
+) -> None:
     publisher, reader = WeightPublisher(Held, delta=True), WeightReader()
     reader.read(publisher.publish(trained(1), 1))
     for version, delta in ((2, False), (3, True)):
@@ -198,7 +221,9 @@ def test_float32_that_changes_everywhere_is_put_only_once() -> None:
     assert not offer.changes and len(Held.alive) == 2
 
 
-def test_a_damaged_copy_or_change_is_noticed_and_the_version_read_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_or_change_is_noticed_and_the_version_read_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     publisher, reader = WeightPublisher(Held, delta=True), WeightReader()
     reader.read(publisher.publish(trained(1), 1))
     reader._copy[0][0][7] ^= 1
@@ -212,7 +237,9 @@ def test_a_damaged_copy_or_change_is_noticed_and_the_version_read_whole(caplog: 
     assert caplog.text.count("it is read whole") == 2
 
 
-def test_a_change_that_does_not_come_leaves_a_reader_that_reads_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_does_not_come_leaves_a_reader_that_reads_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def lost(what: str) -> list[Any]:
         raise RolloutError(f"{what}: is gone")
 
@@ -220,14 +247,18 @@ def test_a_change_that_does_not_come_leaves_a_reader_that_reads_whole(monkeypatc
     reader.read(publisher.publish(trained(1), 1))
     offer = publisher.publish(trained(2), 2)
     monkeypatch.setattr(offer.changes[1], "get", lost)
-    with pytest.raises(RolloutError, match=r"^what changed in weights of version 2, bucket 2 of 2: is gone"):
+    with pytest.raises(
+        RolloutError, match=r"^what changed in weights of version 2, bucket 2 of 2: is gone"
+    ):
         reader.read(offer)
     offer = publisher.publish(trained(3), 3)
     assert_same(reader.read(offer).weights, trained(3))
 
 
 contents = st.integers(1, 200).flatmap(
-    lambda count: st.tuples(*(st.lists(st.integers(0, 2), min_size=count, max_size=count) for _ in range(2)))
+    lambda count: st.tuples(
+        *(st.lists(st.integers(0, 2), min_size=count, max_size=count) for _ in range(2))
+    )
 )
 
 

@@ -94,7 +94,13 @@ class SimulatedPlayer:
     poll_s = 1.0
 
     def __init__(
-        self, workload: Workload, clock: Clock, draw: random.Random, node: int, version: int, life: int | None
+        self,
+        workload: Workload,
+        clock: Clock,
+        draw: random.Random,
+        node: int,
+        version: int,
+        life: int | None,
     ) -> None:
         self.node, self.version = node, version
         self._workload, self._clock, self._draw = workload, clock, draw
@@ -105,7 +111,9 @@ class SimulatedPlayer:
         self._failing: dict[str, bool] = {}
         self._told: list[Event] = []
         self._since: dict[str, float] = {}  # when an attempt got its place
-        self.late: set[tuple[str, int]] = set()  # (group, number) of what was given up after `group_s`
+        self.late: set[tuple[str, int]] = (
+            set()
+        )  # (group, number) of what was given up after `group_s`
         self._order = 0
         self._life = life
         self._places = draw.randint(1, 12) if workload.moves and version else workload.places
@@ -199,7 +207,14 @@ def _trajectory(attempt: Attempt, tokens: list[tuple[int, int]], failed: bool) -
     segment = Segment(nodes.clamp(min=0), mask, torch.where(mask, -0.5, 0.0), versions)
     stop = StopReason.ABORTED if failed else StopReason.TERMINATED
     return Trajectory(
-        attempt.task.id, attempt.group_id, [segment], [], 1.0, stop, attempt=attempt.number, id=attempt.id
+        attempt.task.id,
+        attempt.group_id,
+        [segment],
+        [],
+        1.0,
+        stop,
+        attempt=attempt.number,
+        id=attempt.id,
     )
 
 
@@ -252,7 +267,9 @@ class Outcome:
     refused: set[str]
     labels: list[int]  # of all trained tokens: version in training - version
     short: float = 0.0  # groups that ended short, over all lives
-    late: set[tuple[str, int]] = field(default_factory=set)  # (group, number) of what was given up for that, over all lives
+    late: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # (group, number) of what was given up for that, over all lives
 
 
 class Simulation:
@@ -288,7 +305,14 @@ class Simulation:
             work.samples, 1.0, lease_s=10 * work.longest_s, group_s=work.group_s, steps=most_steps
         )
         groups = Groups(
-            player, attempt_of, names, source.take, self.pacing, terms, tasks=source.tasks, clock=self.clock
+            player,
+            attempt_of,
+            names,
+            source.take,
+            self.pacing,
+            terms,
+            tasks=source.tasks,
+            clock=self.clock,
         )
         parts = {"source": source, "groups": groups, "names": names}
         if state is not None:
@@ -324,17 +348,24 @@ class Simulation:
         for group in groups:
             for one in group.usable:
                 (segment,) = one.segments
-                for token, version in zip(segment.tokens[segment.loss_mask], segment.versions[segment.loss_mask]):
-                    self.outcome.worst = max(self.outcome.worst, self.policies.distance(node, int(token)))
+                for token, version in zip(
+                    segment.tokens[segment.loss_mask], segment.versions[segment.loss_mask]
+                ):
+                    self.outcome.worst = max(
+                        self.outcome.worst, self.policies.distance(node, int(token))
+                    )
                     self.outcome.labels.append(step - int(version))
-            self.outcome.trained.append((step, group.id, tuple(one.attempt for one in group.trajectories)))
+            self.outcome.trained.append(
+                (step, group.id, tuple(one.attempt for one in group.trajectories))
+            )
             assert all(one.group_stats[0] == len(group.usable) for one in group.usable)
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         kept = [
             group
             for group in groups
-            if random.Random(f"{self.workload.seed}{group.task.id}").random() >= self.workload.refused
+            if random.Random(f"{self.workload.seed}{group.task.id}").random()
+            >= self.workload.refused
         ]
         self.outcome.refused |= {group.task.id for group in groups if group not in kept}
         return kept

@@ -60,14 +60,19 @@ def assert_kept_its_promises(workload: Workload, pacing: Pacing) -> None:
     assert not set(trained) & outcome.refused
     for _, name, attempts in outcome.trained:
         assert attempts and list(attempts) == sorted(attempts)
-        assert all((name, number) in outcome.late for number in set(range(workload.samples)) - set(attempts))
+        assert all(
+            (name, number) in outcome.late
+            for number in set(range(workload.samples)) - set(attempts)
+        )
     assert not outcome.late or workload.group_s is not None
     # Steps are full as long as there are tasks.
     sizes = Counter(step for step, _, _ in outcome.trained)
     assert all(sizes[step] == workload.prompts for step in range(max(sizes, default=0)))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 @given(CASES)
 def test_no_schedule_failure_or_death_breaks_a_promise(case: tuple[Workload, Pacing]) -> None:
     assert_kept_its_promises(*case)
@@ -75,19 +80,26 @@ def test_no_schedule_failure_or_death_breaks_a_promise(case: tuple[Workload, Pac
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(
+    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 @given(CASES)
-def test_no_schedule_failure_or_death_breaks_a_promise_in_two_thousand_cases(case: tuple[Workload, Pacing]) -> None:
+def test_no_schedule_failure_or_death_breaks_a_promise_in_two_thousand_cases(
+    case: tuple[Workload, Pacing],
+) -> None:
     assert_kept_its_promises(*case)
 
 
 @pytest.mark.parametrize(
-    "lag, ahead, when", [(1, 1, "wait"), (2, 1, "wait"), (4, 2, "wait"), (2, 2, "drop"), (1, 3, "drop")]
+    "lag, ahead, when",
+    [(1, 1, "wait"), (2, 1, "wait"), (4, 2, "wait"), (2, 2, "drop"), (1, 3, "drop")],
 )
 def test_where_times_have_a_long_tail_the_bound_is_reached_and_not_passed(
     lag: int, ahead: int, when: WhenStale
 ) -> None:
-    work = Workload(seed=0, tasks=40, prompts=2, samples=2, sigma=2.0, places=32, frozen=False, failing=0.0)
+    work = Workload(
+        seed=0, tasks=40, prompts=2, samples=2, sigma=2.0, places=32, frozen=False, failing=0.0
+    )
     pacing = Pacing(work.prompts, lag, ahead, when)
     assert_kept_its_promises(work, pacing)
     assert played(work, pacing).worst == lag
@@ -107,9 +119,19 @@ def test_a_run_that_dies_trains_the_same_attempts_as_one_that_does_not() -> None
 def test_running_ahead_hides_the_slowest_attempts() -> None:
     """Lognormal times with sigma 1.5: a step of the synchronous run lasts as long as its longest attempt."""
     work = Workload(
-        seed=1, tasks=60, prompts=4, samples=2, sigma=1.5, train_s=1.0, places=64, failing=0.0, frozen=False
+        seed=1,
+        tasks=60,
+        prompts=4,
+        samples=2,
+        sigma=1.5,
+        train_s=1.0,
+        places=64,
+        failing=0.0,
+        frozen=False,
     )
-    seconds = {lag: played(work, Pacing(work.prompts, lag, min(lag, 2))).seconds for lag in (0, 1, 4)}
+    seconds = {
+        lag: played(work, Pacing(work.prompts, lag, min(lag, 2))).seconds for lag in (0, 1, 4)
+    }
     assert seconds[4] < seconds[1] < seconds[0] and seconds[0] > 2 * seconds[4]
 
 
@@ -126,7 +148,9 @@ def test_an_attempt_that_hangs_costs_its_group_one_attempt_and_no_step_its_time(
     patient = dataclasses.replace(work, group_s=70.0)
     assert_kept_its_promises(patient, Pacing(work.prompts, 2, 1))
     closes = played(patient, Pacing(work.prompts, 2, 1))
-    assert closes.late and closes.short == len({name for name, _ in closes.late}) and waits.short == 0
+    assert (
+        closes.late and closes.short == len({name for name, _ in closes.late}) and waits.short == 0
+    )
     assert closes.seconds < 0.4 * waits.seconds
     # Nobody else was given up: no attempt that does not hang takes 70 s.
     assert len(closes.late) / (work.tasks * work.samples) < 0.1

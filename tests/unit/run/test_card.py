@@ -41,7 +41,10 @@ def test_responses_end_where_they_did_in_training(export: Path) -> None:
 
 
 def test_the_snippet_on_the_card_stops_at_a_stop_string(
-    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    export: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (export / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)

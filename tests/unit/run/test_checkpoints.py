@@ -66,7 +66,9 @@ def test_damage_to_a_further_model_of_a_checkpoint_is_found(checkpoints: Checkpo
     further = checkpoints.path(1) / TRAINER / "critic"
     further.mkdir()
     (further / "weights").write_text("values")
-    write_manifest(further / TRAINER_MANIFEST, {"step": 7}, {"weights": fingerprint(further / "weights")})
+    write_manifest(
+        further / TRAINER_MANIFEST, {"step": 7}, {"weights": fingerprint(further / "weights")}
+    )
     assert checkpoints.find_damage(1) is None
     (further / "weights").write_text("velues")
     damage = checkpoints.find_damage(1)
@@ -93,22 +95,35 @@ def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
 
 def test_a_kill_while_replacing_loses_nothing(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
-    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.1.2.replaced")  # the state between the two renames
+    os.replace(
+        checkpoints.path(1), checkpoints.folder / "step_000001.1.2.replaced"
+    )  # the state between the two renames
     checkpoints.clean()
     assert checkpoints.steps() == [1] and checkpoints.find_damage(1) is None
 
 
-def test_every_kind_of_damage_is_found_and_the_newest_whole_checkpoint_named(checkpoints: Checkpoints) -> None:
+def test_every_kind_of_damage_is_found_and_the_newest_whole_checkpoint_named(
+    checkpoints: Checkpoints,
+) -> None:
     for step in (1, 2, 3):
         write(checkpoints, step)
     assert [checkpoints.find_damage(step) for step in (1, 2, 3)] == [None] * 3
-    files = [path.relative_to(checkpoints.path(2)) for path in checkpoints.path(2).rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(checkpoints.path(2))
+        for path in checkpoints.path(2).rglob("*")
+        if path.is_file()
+    ]
     assert len(files) == 3
     for file in files:
         path = checkpoints.path(2) / file
         content = path.read_bytes()
         half = len(content) // 2
-        for damaged in (content[:half], b"", bytes([*content[:half], content[half] ^ 4, *content[half + 1 :]]), None):
+        for damaged in (
+            content[:half],
+            b"",
+            bytes([*content[:half], content[half] ^ 4, *content[half + 1 :]]),
+            None,
+        ):
             path.write_bytes(damaged) if damaged is not None else path.unlink()
             assert str(path) in (checkpoints.find_damage(2) or "")
             assert "of step 1: continue with --resume run.resume_step=1" in checkpoints.advice(3)
@@ -120,18 +135,26 @@ def test_every_kind_of_damage_is_found_and_the_newest_whole_checkpoint_named(che
 
 
 @pytest.mark.parametrize("part", ["", STATE, TRAINER])
-def test_parts_of_another_step_than_the_directorys_are_found(part: str, checkpoints: Checkpoints) -> None:
+def test_parts_of_another_step_than_the_directorys_are_found(
+    part: str, checkpoints: Checkpoints
+) -> None:
     """Two whole checkpoints, or parts of them, were exchanged by hand: every checksum is right."""
     for step in (1, 2, 3):
         write(checkpoints, step)
-    first, second, aside = checkpoints.path(2) / part, checkpoints.path(3) / part, checkpoints.folder / "aside"
+    first, second, aside = (
+        checkpoints.path(2) / part,
+        checkpoints.path(3) / part,
+        checkpoints.folder / "aside",
+    )
     first.rename(aside)
     second.rename(first)
     aside.rename(second)
     words = r"step_000003.*: expected the checkpoint of step 3, .* found that of step 2: directories or files were exchanged"
     with pytest.raises(DamagedCheckpointError, match=words):
         checkpoints.read_state(3)
-    assert "exchanged" in (checkpoints.find_damage(2) or "") and "that of step 1" in checkpoints.advice(3)
+    assert "exchanged" in (
+        checkpoints.find_damage(2) or ""
+    ) and "that of step 1" in checkpoints.advice(3)
 
 
 def test_a_checkpoint_without_a_checksum_is_not_trusted(checkpoints: Checkpoints) -> None:
@@ -141,14 +164,19 @@ def test_a_checkpoint_without_a_checksum_is_not_trusted(checkpoints: Checkpoints
         read_state(checkpoints.path(1))
 
 
-def test_going_back_sets_newer_checkpoints_aside_and_nothing_mistakes_them(checkpoints: Checkpoints) -> None:
+def test_going_back_sets_newer_checkpoints_aside_and_nothing_mistakes_them(
+    checkpoints: Checkpoints,
+) -> None:
     for step in (1, 2, 3):
         write(checkpoints, step)
     assert checkpoints.choose(None) == (3, checkpoints.path(3))
     assert checkpoints.choose(1) == (1, checkpoints.path(1))
     with pytest.raises(ConfigError, match=r"no checkpoint of step 7; there are: 1, 2, 3\."):
         checkpoints.choose(7)
-    assert [path.name for path in checkpoints.set_aside_after(1)] == ["step_000002.aside", "step_000003.aside"]
+    assert [path.name for path in checkpoints.set_aside_after(1)] == [
+        "step_000002.aside",
+        "step_000003.aside",
+    ]
     write(checkpoints, 2, keep=1)
     assert checkpoints.steps() == [2]
     checkpoints.set_aside_after(1)
@@ -164,7 +192,11 @@ def test_what_was_converted_goes_with_its_checkpoint(checkpoints: Checkpoints) -
 
 
 def test_a_folder_without_checkpoints_has_none(checkpoints: Checkpoints) -> None:
-    assert checkpoints.steps() == [] and checkpoints.latest() is None and checkpoints.choose(None) is None
+    assert (
+        checkpoints.steps() == []
+        and checkpoints.latest() is None
+        and checkpoints.choose(None) is None
+    )
     with pytest.raises(ConfigError, match="there are: none"):
         checkpoints.choose(1)
     with pytest.raises(CheckpointError, match="no such checkpoint"):

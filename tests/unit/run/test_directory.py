@@ -44,17 +44,27 @@ def test_an_existing_run_needs_resume_overwrite_or_another_name(tmp_path: Path) 
 
 
 def test_going_back_drops_the_episodes_of_the_other_continuation(tmp_path: Path) -> None:
-    names = ("trajectories/step_000003.jsonl", "tokens/step_000003.npz", "evaluations/step_000003.jsonl")
+    names = (
+        "trajectories/step_000003.jsonl",
+        "tokens/step_000003.npz",
+        "evaluations/step_000003.jsonl",
+    )
     with make_run(tmp_path / "run") as run:
         for name in names:
             for other in (name, name.replace("3", "4"), f"{name.partition('/')[0]}/notes.txt"):
                 write_text(run.path / other, "x")
         run.drop_after(3)
-        left = {str(file.relative_to(run.path)) for name in names for file in (run.path / name).parent.iterdir()}
+        left = {
+            str(file.relative_to(run.path))
+            for name in names
+            for file in (run.path / name).parent.iterdir()
+        }
     assert left == {*names, *(f"{name.partition('/')[0]}/notes.txt" for name in names)}
 
 
-def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_not_its_own(tmp_path: Path) -> None:
+def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_not_its_own(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")
     for flags in ({}, {"overwrite": True}, {"resume": True}):
@@ -140,13 +150,29 @@ def test_reading_a_directory_without_a_run_lists_the_runs_in_it(tmp_path: Path) 
 def test_trajectories_read_back_with_exact_token_counts(tmp_path: Path) -> None:
     mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
     segment = Segment(torch.arange(10), mask, None, torch.full((10,), -1))
-    turns = [Turn(0, 3, 5, 0.0, 0.1, "<search>é</search>", "<information/>"), Turn(0, 7, 10, 1.0, 0.1, "done", "")]
-    whole = Trajectory("t-1", "0:t-1", [segment], turns, 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, prompt="Q?")
+    turns = [
+        Turn(0, 3, 5, 0.0, 0.1, "<search>é</search>", "<information/>"),
+        Turn(0, 7, 10, 1.0, 0.1, "done", ""),
+    ]
+    whole = Trajectory(
+        "t-1",
+        "0:t-1",
+        [segment],
+        turns,
+        1.0,
+        StopReason.TERMINATED,
+        {"exact_match": 1.0},
+        prompt="Q?",
+    )
     aborted = Trajectory("t-1", "0:t-1", [], [], 0.0, StopReason.ABORTED, error="search is down")
     group = Group("0:t-1", Task("t-1", "Q?", ["a", "b"]), [whole, aborted])
     write_trajectories(tmp_path / "x" / "t.jsonl", [group])
     first, second = read_trajectories(tmp_path / "x" / "t.jsonl")
-    assert (first["prompt_tokens"], first["response_tokens"], first["observation_tokens"]) == (3, 5, 2)
+    assert (first["prompt_tokens"], first["response_tokens"], first["observation_tokens"]) == (
+        3,
+        5,
+        2,
+    )
     assert [turn["tokens"] for turn in first["turns"]] == [2, 3] and first["turns"][0][
         "response"
     ] == "<search>é</search>"
@@ -159,8 +185,16 @@ def test_trajectories_read_back_with_exact_token_counts(tmp_path: Path) -> None:
 
 
 def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"nan": float("nan"), "tensor": torch.tensor([1, 2]), "path": tmp_path, "set": {1}})
-    assert read_json(tmp_path / "a.json") == {"nan": None, "tensor": [1, 2], "path": str(tmp_path), "set": [1]}
+    write_json(
+        tmp_path / "a.json",
+        {"nan": float("nan"), "tensor": torch.tensor([1, 2]), "path": tmp_path, "set": {1}},
+    )
+    assert read_json(tmp_path / "a.json") == {
+        "nan": None,
+        "tensor": [1, 2],
+        "path": str(tmp_path),
+        "set": [1],
+    }
     (tmp_path / "b.json").write_text('{"a": ')
     with pytest.raises(CheckpointError, match=r"b\.json: damaged"):
         read_json(tmp_path / "b.json")
@@ -177,7 +211,10 @@ def test_a_place_that_takes_no_directory_is_refused_before_anything_is_loaded() 
 def test_a_mistyped_name_is_not_resumed_as_a_new_run(tmp_path: Path) -> None:
     make_run(tmp_path / "my-demo", (1,)).close()
     for open_ in (RunDirectory.check, RunDirectory.create):
-        with pytest.raises(ConfigError, match=r"no run in .*my-deom \(beside it: my-demo\)\. Did you mean .my-demo.\? .*mkdir"):
+        with pytest.raises(
+            ConfigError,
+            match=r"no run in .*my-deom \(beside it: my-demo\)\. Did you mean .my-demo.\? .*mkdir",
+        ):
             open_(tmp_path / "my-deom", resume=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["my-demo"]
     (tmp_path / "my-deom").mkdir()  # what a job that is always started with --resume does first

@@ -24,7 +24,12 @@ from tests.flow.letters import letters_config, write_letters_model
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
 FAKE = Path(__file__).parents[1] / "rollout" / "vllm" / "fake_server.py"
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 OPTIONS = ("run.steps=3", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
            "evaluation.final_questions=4", "evaluation.every_steps=0", "trainer.backend=reference", "checkpoint.export=false",
            "checkpoint.every_steps=0", "metrics.picture=false", "rollout.engine={name: vllm, max_concurrency: 4}")  # fmt: skip
@@ -62,10 +67,17 @@ def play(run: Run, killed: Callable[[Run, int], bool]) -> list[str]:
     run.rollout.on_episode = told
     for groups in run.groups():
         assert all(one.usable for group in groups for one in group.trajectories)
-        versions = [segment.versions for g in groups for one in g.trajectories for segment in one.segments]
-        assert all(0 <= run.step - int(one.max()) <= run.config.asynchrony.max_staleness for one in versions)
+        versions = [
+            segment.versions for g in groups for one in g.trajectories for segment in one.segments
+        ]
+        assert all(
+            0 <= run.step - int(one.max()) <= run.config.asynchrony.max_staleness
+            for one in versions
+        )
         trained += [group.id for group in groups]
-        metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer, run.observe)
+        metrics = training_step(
+            run.step, groups, run.trainer, run.algorithm, run.timer, run.observe
+        )
         run.sync_weights(version=run.step + 1)
         run.finish_step(metrics, groups)
     run.finish()
@@ -77,12 +89,18 @@ def test_a_killed_engine_is_started_again_and_nothing_is_lost(config: Make, tmp_
     with open_run(config()) as run:
         play(run, lambda run, count: run.step == 1 and count in (10, 16))
     assert run.step == 3
-    records = [line for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl") if "train/loss" in line]
+    records = [
+        line
+        for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl")
+        if "train/loss" in line
+    ]
     assert [line["rollout/engine_restarts"] for line in records] == [0, 2, 2]
     assert [line["rollout/episodes"] for line in records] == [8, 8, 8]
 
 
-def test_one_that_plays_ahead_of_training_is_started_again_too(config: Make, tmp_path: Path) -> None:
+def test_one_that_plays_ahead_of_training_is_started_again_too(
+    config: Make, tmp_path: Path
+) -> None:
     deaths: list[int] = []
 
     def once(run: Run, count: int) -> bool:
@@ -91,11 +109,19 @@ def test_one_that_plays_ahead_of_training_is_started_again_too(config: Make, tmp
         deaths.append(count)
         return True
 
-    with open_run(config("rollout.asynchronous={max_staleness: 2, run_ahead: 1}", "run.steps=5")) as run:
+    with open_run(
+        config("rollout.asynchronous={max_staleness: 2, run_ahead: 1}", "run.steps=5")
+    ) as run:
         trained = play(run, once)
-    records = [line for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl") if "train/loss" in line]
+    records = [
+        line
+        for line in read_metrics(tmp_path / "runs" / "letters" / "metrics.jsonl")
+        if "train/loss" in line
+    ]
     assert deaths and records[-1]["rollout/engine_restarts"] == 1
-    assert [line["rollout/episodes"] for line in records] == [8] * 5 and len(set(trained)) == len(trained) == 20
+    assert [line["rollout/episodes"] for line in records] == [8] * 5 and len(set(trained)) == len(
+        trained
+    ) == 20
 
 
 @pytest.mark.parametrize("config", ["fake"], indirect=True)
@@ -104,13 +130,16 @@ def test_one_that_is_killed_again_and_again_ends_the_run_which_is_saved(
 ) -> None:
     """The state that is saved is that of the step's start: the tasks of the step that was lost are played again."""
     sources: list[object] = []
+
     def killed(run: Run, count: int) -> bool:
         if run.step == 1:
             sources.append((run._before_step or {})["source"])
             monkeypatch.setenv("RLFLOW_FAKE_IS_KILLED", "1")  # and all that are started from now on
         return run.step == 1 and count == 10
 
-    with pytest.raises(RolloutError, match=r"killed by SIGKILL; was memory used up.*again 3 times before"):
+    with pytest.raises(
+        RolloutError, match=r"killed by SIGKILL; was memory used up.*again 3 times before"
+    ):
         with open_run(config()) as run:
             play(run, killed)
     checkpoint = tmp_path / "runs" / "letters" / "checkpoints" / "step_000001"

@@ -59,14 +59,18 @@ def test_a_qwen_30b_with_experts_has_its_published_number_of_parameters() -> Non
     whole, experts = 30_532_122_624, 48 * 128 * 3 * 2048 * 768
     assert stage_parameters(model, ParallelLayout()) == [whole]
     assert stage_parameters(model, ParallelLayout(), experts=True) == [experts]
-    assert stage_parameters(model, ParallelLayout(expert_parallel=8)) == [whole - experts + experts // 8]
+    assert stage_parameters(model, ParallelLayout(expert_parallel=8)) == [
+        whole - experts + experts // 8
+    ]
     active = whole - experts * 120 // 128 - 151936 * 2048  # without the look-up in the embedding
     assert forward_flops(model, [1], 1) == pytest.approx(2 * active, rel=1e-3)
 
 
 def test_keys_and_values_that_are_given_back_are_not_there_in_an_update(qwen: Architecture) -> None:
     def held(*overrides: str) -> list[int]:
-        return [phase.parts.get("keys and values", 0) for phase in estimate(config(*overrides), qwen)]
+        return [
+            phase.parts.get("keys and values", 0) for phase in estimate(config(*overrides), qwen)
+        ]
 
     rollout, update = held("rollout.engine={name: embedded, sleep: false}")
     assert rollout == update > 0
@@ -76,7 +80,9 @@ def test_keys_and_values_that_are_given_back_are_not_there_in_an_update(qwen: Ar
 def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architecture) -> None:
     count = 7_615_616_512
     whole = rank_parts(
-        config("model.dtype=bfloat16", "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]"), qwen, 0
+        config("model.dtype=bfloat16", "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]"),
+        qwen,
+        0,
     )
     assert whole == {
         "weights": 2 * count,
@@ -90,7 +96,11 @@ def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architectu
         "trainer.distributed_optimizer=true",
         "trainer.offload_snapshots=true",
     )
-    assert rank_parts(split, qwen, 0) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 3 * count}
+    assert rank_parts(split, qwen, 0) == {
+        "weights": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 3 * count,
+    }
     offloaded = config("model.dtype=bfloat16", "trainer.optimizer={name: adamw, offload: true}")
     assert rank_parts(offloaded, qwen, 0)["optimizer"] == 0
     assert rank_parts(config(), qwen, 0)["optimizer"] == 8 * count
@@ -107,7 +117,9 @@ def test_a_tied_embedding_lies_on_both_ends_of_a_pipeline() -> None:
         2 * layer + norm + embedding,
     ]
     halves = (64 + 8) // 2 + 2 * (32 + 4) // 2 + 64 // 2 + 3 * 96 // 2 + 16
-    assert stage_parameters(model, ParallelLayout(tensor_parallel=2)) == [4 * halves + embedding // 2 + norm]
+    assert stage_parameters(model, ParallelLayout(tensor_parallel=2)) == [
+        4 * halves + embedding // 2 + norm
+    ]
 
 
 def test_a_critic_is_a_second_model_with_a_vector_for_a_head(qwen: Architecture) -> None:
@@ -118,10 +130,20 @@ def test_a_critic_is_a_second_model_with_a_vector_for_a_head(qwen: Architecture)
 
 def test_adapters_are_counted_as_by_hand() -> None:
     model = architecture(SMALL)
-    found = rank_parts(config("model.dtype=bfloat16", "trainer.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}"), model, 0)
+    found = rank_parts(
+        config(
+            "model.dtype=bfloat16", "trainer.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}"
+        ),
+        model,
+        0,
+    )
     adapters = 4 * 2 * ((8 + 8) + (8 + 4) + (8 + 12))  # layers, rank, A's and B's sides
     whole = stage_parameters(model, ParallelLayout())[0]
-    assert found == {"weights": 2 * (whole + adapters), "gradients": 4 * adapters, "optimizer": 12 * adapters}
+    assert found == {
+        "weights": 2 * (whole + adapters),
+        "gradients": 4 * adapters,
+        "optimizer": 12 * adapters,
+    }
 
 
 def test_short_rows_fill_a_packed_microbatch_to_its_limit() -> None:
@@ -133,18 +155,26 @@ def test_short_rows_fill_a_packed_microbatch_to_its_limit() -> None:
 
 
 def test_activations_fall_with_every_way_to_spare_them(qwen: Architecture) -> None:
-    batch = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=1", "rollout.max_total_tokens=1024")
+    batch = (
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=1",
+        "rollout.max_total_tokens=1024",
+    )
 
     def activations(*overrides: str, stage: int = 0) -> int:
         return update_parts(config(*batch, *overrides), qwen, stage)["activations"]
 
     whole = activations()
-    assert activations("trainer.recompute=full") < activations("trainer.recompute=selective") < whole
+    assert (
+        activations("trainer.recompute=full") < activations("trainer.recompute=selective") < whole
+    )
     assert activations("trainer.tensor_parallel=2", "cluster.ranks=2") < whole
     assert activations("trainer.tokens_per_microbatch=2048") == whole // 4
     assert activations("trainer.context_parallel=2", "cluster.ranks=2") == whole // 2
     stages = ("trainer.pipeline_parallel=2", "cluster.ranks=2")
-    assert activations(*stages, stage=1) < activations(*stages, stage=0)  # 1F1B: the first stage waits longest
+    assert activations(*stages, stage=1) < activations(
+        *stages, stage=0
+    )  # 1F1B: the first stage waits longest
 
 
 def test_logits_never_exceed_their_chunk(qwen: Architecture) -> None:
@@ -155,16 +185,30 @@ def test_logits_never_exceed_their_chunk(qwen: Architecture) -> None:
 
 
 def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architecture) -> None:
-    overrides = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_total_tokens=1000")
+    overrides = (
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_total_tokens=1000",
+    )
     token = 28 * 2 * 4 * 128 * 4  # layers, keys and values, groups, dimensions, float32
-    assert engine_parts(config(*overrides), qwen)["keys and values"] == 8 * 1024 * token  # blocks of 32
-    assert engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"] == 2048 * token
+    assert (
+        engine_parts(config(*overrides), qwen)["keys and values"] == 8 * 1024 * token
+    )  # blocks of 32
+    assert (
+        engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"]
+        == 2048 * token
+    )
 
 
-def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> None:
+def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> (
+    None
+):
     model = architecture(SMALL)
     count, head = stage_parameters(model, ParallelLayout())[0], 20 * 8
-    overrides = ("rollout.engine={name: vllm, kv_gib: 3, engines: 2}", "rollout.max_total_tokens=9000")
+    overrides = (
+        "rollout.engine={name: vllm, kv_gib: 3, engines: 2}",
+        "rollout.max_total_tokens=9000",
+    )
     (phase,) = vllm_memory(config(*overrides), model)
     assert phase.process == "vLLM, each of 2 engines" and dict(phase.parts) == {
         "libraries": VLLM_FRONT + VLLM_CORE,
@@ -184,7 +228,10 @@ def test_an_update_of_vllm_holds_two_buckets(qwen: Architecture) -> None:
 
 def test_every_process_is_listed(qwen: Architecture) -> None:
     alone = estimate(config(), qwen)
-    assert [(phase.process, phase.phase) for phase in alone] == [("process", "rollout"), ("process", "update")]
+    assert [(phase.process, phase.phase) for phase in alone] == [
+        ("process", "rollout"),
+        ("process", "update"),
+    ]
     ranks = estimate(config("cluster.ranks=4", "trainer.pipeline_parallel=2"), qwen)
     assert [(phase.process, phase.phase) for phase in ranks] == [
         ("driver", "rollout"), ("rank of stage 1", "update"), ("rank of stage 2", "update")]  # fmt: skip

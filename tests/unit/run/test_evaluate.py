@@ -37,7 +37,9 @@ def attempt(question: str, reward: float, stop: StopReason = StopReason.TERMINAT
 def test_one_attempt_per_question_has_wilsons_interval() -> None:
     metrics = evaluation_metrics([attempt(f"q{index}", float(index < 3)) for index in range(10)])
     assert metrics["eval/exact_match"] == pytest.approx(0.3)
-    assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95([1.0] * 3 + [0.0] * 7)
+    assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95(
+        [1.0] * 3 + [0.0] * 7
+    )
 
 
 def test_named_rewards_are_means_in_which_0_stands_for_none() -> None:
@@ -54,7 +56,9 @@ def test_asking_the_same_questions_again_narrows_no_interval() -> None:
 
 
 def test_attempts_are_averaged_within_their_question_by_hand() -> None:
-    metrics = evaluation_metrics([attempt("a", 1.0), attempt("a", 0.0), attempt("b", 1.0), attempt("b", 1.0)])
+    metrics = evaluation_metrics(
+        [attempt("a", 1.0), attempt("a", 0.0), attempt("b", 1.0), attempt("b", 1.0)]
+    )
     assert metrics["eval/exact_match"] == 0.75
     half = 1.959964 * 0.125**0.5 / 2**0.5  # the questions' means are 0.5 and 1: variance 1/8
     assert metrics["eval/exact_match_low"] == pytest.approx(0.75 - half)
@@ -63,18 +67,29 @@ def test_attempts_are_averaged_within_their_question_by_hand() -> None:
 
 def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> None:
     def group(of_set: str, index: int, reward: float) -> Group:
-        return Group(str(index), Task(str(index), "?", "x", {"set": of_set}), [attempt(f"{of_set}{index}", reward)])
+        return Group(
+            str(index),
+            Task(str(index), "?", "x", {"set": of_set}),
+            [attempt(f"{of_set}{index}", reward)],
+        )
 
     groups = [group("nq", index, 1.0) for index in range(3)] + [group("musique", 3, 0.0)]
     by_set = metrics_by_set(groups, REGISTERED)
-    assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {"nq": 1.0, "musique": 0.0}
+    assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {
+        "nq": 1.0,
+        "musique": 0.0,
+    }
     assert means_over_sets(by_set, REGISTERED) == {"exact_match": 0.5}
     assert metrics_by_set(groups[:3], REGISTERED) == {}
 
 
 def test_no_questions_are_no_error(tmp_path: Path) -> None:
     with Rollout.from_pretrained(write_letters_model(tmp_path), Letters()) as rollout:
-        assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/attempts": 0.0, "eval/failed": 0.0}
+        assert evaluate(rollout, []).metrics == {
+            "eval/questions": 0.0,
+            "eval/attempts": 0.0,
+            "eval/failed": 0.0,
+        }
 
 
 def config_of(model: ModelDirectory, *arguments: str) -> RunConfig:
@@ -85,28 +100,50 @@ def test_data_are_what_the_environment_takes_them_for(tmp_path: Path) -> None:
     model, corpus = ModelDirectory(tmp_path, "model", None), tmp_path / "it's [wiki].jsonl"
     corpus.write_text("")
     config = config_of(model, "--env", "search", "--data", "a: b #1.jsonl", "--corpus", str(corpus))
-    assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": str(corpus)}
+    assert config.environment == {
+        "name": "search",
+        "val": "a: b #1.jsonl",
+        "train": None,
+        "corpus": str(corpus),
+    }
 
 
 def test_the_data_of_an_environment_over_another_are_that_ones(tmp_path: Path) -> None:
     model = ModelDirectory(tmp_path, "model", None)
     base = "environment.base={name: search, top_k: 5}"
-    config = config_of(model, "--env", "rubric", base, "environment.criteria={won: base_return}", "--data", "a.jsonl")
-    wanted = {"name": "search", "top_k": 5, "val": "a.jsonl", "train": None}
-    assert config.environment == {"name": "rubric", "base": wanted, "criteria": {"won": "base_return"}}
-    named = config_of(
-        model, "--env", "rubric", "environment.base=mathematics", "--data", "a.jsonl"
+    config = config_of(
+        model,
+        "--env",
+        "rubric",
+        base,
+        "environment.criteria={won: base_return}",
+        "--data",
+        "a.jsonl",
     )
+    wanted = {"name": "search", "top_k": 5, "val": "a.jsonl", "train": None}
+    assert config.environment == {
+        "name": "rubric",
+        "base": wanted,
+        "criteria": {"won": "base_return"},
+    }
+    named = config_of(model, "--env", "rubric", "environment.base=mathematics", "--data", "a.jsonl")
     assert named.environment["base"] == {"name": "mathematics", "val": "a.jsonl"}
     with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data"):
-        config_of(model, "--env", "rubric", f"environment.base.name={REFERENCE}", "--data", "a.jsonl")
+        config_of(
+            model, "--env", "rubric", f"environment.base.name={REFERENCE}", "--data", "a.jsonl"
+        )
 
 
 def test_an_environment_that_takes_no_data_says_so_by_name(tmp_path: Path) -> None:
     model = ModelDirectory(tmp_path, "model", None)
-    with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data .*found x\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"--data: the environment Letters takes no data .*found x\.jsonl"
+    ):
         config_of(model, "--env", REFERENCE, "--data", "x.jsonl")
-    with pytest.raises(ConfigError, match=r"environment\.name: expected an environment, found none; .*Installed: .*search"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment\.name: expected an environment, found none; .*Installed: .*search",
+    ):
         config_of(model, "--data", "x.jsonl")
 
 
@@ -121,7 +158,10 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path
 
 def test_a_secret_that_a_run_does_not_hold_is_asked_for(tmp_path: Path) -> None:
     known = "environment={name: mathematics, headers: {X-A: s3cret}, url: 'http://me:pw@h/x?key=s3cret', mark: '***'}"
-    save_config(load_config(None, [known, "rollout.engine={name: embedded, api_key: s3cret}"]), tmp_path / "config.yaml")
+    save_config(
+        load_config(None, [known, "rollout.engine={name: embedded, api_key: s3cret}"]),
+        tmp_path / "config.yaml",
+    )
     given = ["environment.headers.X-A=a", "environment.url=http://h", "rollout.engine.api_key=b"]
     keys = r"environment\.headers\.X-A, environment\.url: .*found \*\*\*.* environment\.headers\.X-A=VALUE environment\.url="
     with pytest.raises(ConfigError, match=keys):
@@ -150,13 +190,21 @@ def test_options_out_of_range_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_a_second_evaluation_never_replaces_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_evaluation_never_replaces_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = [new_directory(tmp_path / "runs", "eval-m") for _ in range(3)]
-    assert [path.name for path in found] == ["eval-m", "eval-m-2", "eval-m-3"] and all(path.is_dir() for path in found)
+    assert [path.name for path in found] == ["eval-m", "eval-m-2", "eval-m-3"] and all(
+        path.is_dir() for path in found
+    )
     (found[0] / "summary.json").write_text("{}")
     assert main(["eval", "--model", str(tmp_path), "--out", str(found[0])]) == 2
     error = capsys.readouterr().err
-    assert f"--out: {found[0]} already holds an evaluation" in error and "--overwrite" in error and error.count("\n") == 1
+    assert (
+        f"--out: {found[0]} already holds an evaluation" in error
+        and "--overwrite" in error
+        and error.count("\n") == 1
+    )
     assert main(["eval", "--model", str(tmp_path), "--out", str(found[0]), "--overwrite"]) != 0
     assert "--out" not in capsys.readouterr().err, "what is wrong then is the model"
     for place in ("config.yaml", "metrics.jsonl"):
@@ -171,7 +219,10 @@ def test_a_second_evaluation_never_replaces_the_first(tmp_path: Path, capsys: py
 
 def test_the_interval_of_a_share_ends_where_shares_end() -> None:
     """Shares that are no zeros and ones have an interval that knows no bounds: F1 was 0.97 with an upper end of 1.01."""
-    registered = {"f1": Metric("share", "of tokens", score=True), "points": Metric("points", "in all", score=True)}
+    registered = {
+        "f1": Metric("share", "of tokens", score=True),
+        "points": Metric("points", "in all", score=True),
+    }
     attempts = [attempt("a", 1.0), attempt("b", 1.0), attempt("c", 0.9)]
     for one in attempts:
         one.metrics = {"f1": one.reward, "points": one.reward}

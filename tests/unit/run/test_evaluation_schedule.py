@@ -33,7 +33,9 @@ def due_steps(schedule: EvaluationSchedule, steps: int = 9) -> list[int]:
         ({"every_steps": 0, "at_start": False}, []),
     ],
 )
-def test_it_is_due_at_the_start_and_every_so_many_steps(options: dict[str, Any], steps: list[int]) -> None:
+def test_it_is_due_at_the_start_and_every_so_many_steps(
+    options: dict[str, Any], steps: list[int]
+) -> None:
     assert due_steps(EvaluationSchedule(TASKS, EvaluationSection(**options))) == steps
 
 
@@ -48,9 +50,12 @@ def test_never_twice_at_a_step_a_resume_included() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduled", "final", "again"), [(None, None, False), (4, 4, False), (4, None, True), (None, 99, False), (4, 2, True)]
+    ("scheduled", "final", "again"),
+    [(None, None, False), (4, 4, False), (4, None, True), (None, 99, False), (4, 2, True)],
 )
-def test_the_end_evaluates_again_only_over_other_tasks(scheduled: int | None, final: int | None, again: bool) -> None:
+def test_the_end_evaluates_again_only_over_other_tasks(
+    scheduled: int | None, final: int | None, again: bool
+) -> None:
     section = EvaluationSection(every_steps=1, questions=scheduled, final_questions=final)
     schedule = EvaluationSchedule(TASKS, section)
     assert schedule.final_due(3)

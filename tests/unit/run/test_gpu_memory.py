@@ -80,7 +80,9 @@ def test_gradients_that_are_kept_and_a_vllm_that_does_not_sleep_are_there_all_th
     assert "vLLM's share" in by_phase(gpu_memory(ahead, qwen, GPU))[found_name(4), "update"]
 
 
-def test_adams_float32_weights_are_beside_vllm_before_they_go_to_the_host(qwen: Architecture) -> None:
+def test_adams_float32_weights_are_beside_vllm_before_they_go_to_the_host(
+    qwen: Architecture,
+) -> None:
     asked = config(*FOUR, "trainer.optimizer={name: adamw, offload: true}")
     found = by_phase(gpu_memory(asked, qwen, GPU))
     assert found[found_name(4), "build"]["optimizer"] == 4 * COUNT
@@ -96,7 +98,10 @@ def test_engines_of_workers_on_the_ranks_gpus_stay_awake(qwen: Architecture) -> 
     layout = ["cluster.rollout_workers=8", "rollout.engine.engines=1", "rollout.engine.transfer=files",
               "cluster.gpus_per_rank=0.5"]  # fmt: skip
     needed = [
-        max(one.total for one in gpu_memory(load_config(recipe, [*layout, *more]), architecture(QWEN_3B), GPU))
+        max(
+            one.total
+            for one in gpu_memory(load_config(recipe, [*layout, *more]), architecture(QWEN_3B), GPU)
+        )
         for more in ((), ("trainer.recompute=selective",))
     ]
     assert needed[0] > memory.ASSUMED_GPU > needed[1]
@@ -127,7 +132,9 @@ def test_engines_of_workers_have_gpus_of_their_own(qwen: Architecture) -> None:
     ],
 )
 def test_engines_lie_on_the_ranks_gpus_from_the_first_on(
-    overrides: tuple[str, ...], expected: list[tuple[int | None, int]], monkeypatch: pytest.MonkeyPatch
+    overrides: tuple[str, ...],
+    expected: list[tuple[int | None, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "visible_gpus", list)
     assert roles(config(*FOUR, *overrides)) == expected
@@ -141,18 +148,33 @@ def test_engines_lie_on_the_ranks_gpus_from_the_first_on(
         (3, ("rollout.engine.engines=2", "rollout.engine.tensor_parallel=2"), [(0, 2), (None, 2)]),
         (8, ("rollout.engine.engines=2",), [(0, 1), (None, 1)]),
         (1, ("rollout.engine.tensor_parallel=2",), [(0, 1)] + [(None, 1)] * 7),  # refused elsewhere
-        (1, ("rollout.engine.engines=2", "cluster.address=auto"), [(0, 1), (None, 1)]),  # there may be more
-        (1, ("rollout.engine.engines=1", "cluster.rollout_workers=2"), [(0, 0), (None, 1), (None, 1)]),
+        (
+            1,
+            ("rollout.engine.engines=2", "cluster.address=auto"),
+            [(0, 1), (None, 1)],
+        ),  # there may be more
+        (
+            1,
+            ("rollout.engine.engines=1", "cluster.rollout_workers=2"),
+            [(0, 0), (None, 1), (None, 1)],
+        ),
     ],
 )
 def test_engines_of_a_process_share_the_gpus_that_it_sees(
-    gpus: int, overrides: tuple[str, ...], expected: list[tuple[int | None, int]], monkeypatch: pytest.MonkeyPatch
+    gpus: int,
+    overrides: tuple[str, ...],
+    expected: list[tuple[int | None, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "visible_gpus", lambda: [Bundle("here", str(one)) for one in range(gpus)])
+    monkeypatch.setattr(
+        memory, "visible_gpus", lambda: [Bundle("here", str(one)) for one in range(gpus)]
+    )
     assert roles(config(*FOUR, "cluster.ranks=1", *overrides)) == expected
 
 
-def test_engines_that_share_a_gpu_are_all_there(qwen: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_share_a_gpu_are_all_there(
+    qwen: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second GPU that is not there was planned for the second engine: the run looked as if it fitted."""
     two = config(*FOUR, "cluster.ranks=1", "rollout.engine.engines=2", "rollout.engine.sleep=true",
                  "trainer.optimizer={name: adamw, offload: true}")  # fmt: skip
@@ -190,10 +212,14 @@ def test_what_does_not_fit_is_a_problem_that_names_gpu_phase_and_key(
     check_gpu_memory(whole, qwen)
     monkeypatch.setattr(memory, "gpu_bytes", lambda: GPU)
     needed = 18 * COUNT + 600 * 2**20 + 40 * GIB + memory.VLLM_CONTEXT  # weights, gradients, Adam
-    with pytest.raises(ConfigError, match=rf"GPUs 0 to 3: rank \+ vLLM, rollout: about {needed / GIB:.1f} GiB"):
+    with pytest.raises(
+        ConfigError, match=rf"GPUs 0 to 3: rank \+ vLLM, rollout: about {needed / GIB:.1f} GiB"
+    ):
         check_gpu_memory(whole, qwen)
     with pytest.raises(ConfigError, match=r"update: .*lower trainer\.tokens_per_microbatch"):
-        check_gpu_memory(config(*FOUR, "rollout.engine.arguments.gpu_memory_utilization=0.02"), qwen)
+        check_gpu_memory(
+            config(*FOUR, "rollout.engine.arguments.gpu_memory_utilization=0.02"), qwen
+        )
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,19 @@ with interrupt.InterpreterWatch(3.0, "the option"):
 
 
 def test_a_call_that_holds_the_interpreter_is_named_and_ended() -> None:
-    done = subprocess.run([sys.executable, "-c", HOLDING], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDING], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     word, _, rest = done.stderr.partition("\n")
-    assert word == "rlflow: one call holds the interpreter, nothing else has run for 1 s; it has 3 s. It is in:"
+    assert (
+        word
+        == "rlflow: one call holds the interpreter, nothing else has run for 1 s; it has 3 s. It is in:"
+    )
     assert "in match" in rest and "in hold" in rest and "in wait" not in rest
-    assert rest.splitlines()[-1].startswith("rlflow: ended: one call has held the interpreter for 3 s (the option). Rel")
+    assert rest.splitlines()[-1].startswith(
+        "rlflow: ended: one call has held the interpreter for 3 s (the option). Rel"
+    )
 
 
 STOPPED = """
@@ -54,7 +61,11 @@ print("ended")
 
 def test_a_process_that_was_stopped_is_not_blamed() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", STOPPED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGSTOP)
@@ -82,16 +93,27 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_run_whose_environment_holds_the_interpreter_is_named_ended_and_resumed(tmp_path: Path) -> None:
+def test_a_run_whose_environment_holds_the_interpreter_is_named_ended_and_resumed(
+    tmp_path: Path,
+) -> None:
     """In the middle of a step of training, after a checkpoint."""
     holds = tmp_path / "holds"
     options = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.export=false", "metrics.picture=false",
                "evaluation.at_start=false", "evaluation.every_steps=0", "evaluation.final_questions=4",
                f"environment={{name: '{REFERENCE}', holds: '{holds}'}}", "rollout.faults={call_s: 5, episode_s: 20}")  # fmt: skip
     model = write_letters_model(tmp_path / "model")
-    config = write_config(letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml")
+    config = write_config(
+        letters_config(model, tmp_path, *LEARNING, *options), tmp_path / "config.yaml"
+    )
     command = [sys.executable, "-c", IN_A_RUN, "train", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **PATHS})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **PATHS},
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "in match" in done.stderr and "rollout.faults.call_s, 60 s at the least" in done.stderr
     assert holds.exists()  # it holds once

@@ -63,7 +63,9 @@ def test_the_first_signal_only_asks() -> None:
     assert play(POLITE, [signal.SIGTERM])[:2] == (0, "ended SIGTERM\n")
 
 
-@pytest.mark.parametrize("hang", [NATIVE, CLEANING_UP, DEAF], ids=["native code", "cleaning up", "deaf"])
+@pytest.mark.parametrize(
+    "hang", [NATIVE, CLEANING_UP, DEAF], ids=["native code", "cleaning up", "deaf"]
+)
 def test_a_second_signal_ends_the_process_whatever_hangs(hang: str) -> None:
     status, _, errors = play(hang, [signal.SIGTERM, signal.SIGTERM])
     assert status == 128 + signal.SIGTERM

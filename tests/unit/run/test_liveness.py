@@ -69,11 +69,20 @@ def groups_of(player: ByHand, samples: int = 2, prompts: int = 2, **terms: float
     source = Tasks(4)
     known = Terms(samples, 0.25, LEASE_S, steps=1, **terms)
     return Groups(
-        player, attempt_of, Names(), source.take, Pacing(prompts), known, tasks=source.tasks, clock=player.clock
+        player,
+        attempt_of,
+        Names(),
+        source.take,
+        Pacing(prompts),
+        known,
+        tasks=source.tasks,
+        clock=player.clock,
     )
 
 
-def test_what_had_not_ended_or_an_outage_aborted_is_played_again_by_the_resumed_run_and_nothing_else() -> None:
+def test_what_had_not_ended_or_an_outage_aborted_is_played_again_by_the_resumed_run_and_nothing_else() -> (
+    None
+):
     def tool_is_out(flying: list[Attempt]) -> list[Event]:
         return [
             ended(one, StopReason.ABORTED if one.task.id == "t1" else StopReason.TERMINATED)
@@ -112,12 +121,16 @@ def test_a_group_whose_task_is_there_no_longer_is_dropped(caplog: pytest.LogCapt
 
 def test_engines_that_were_not_given_the_steps_weights_are_told_of() -> None:
     groups = groups_of(ByHand(Clock(), lambda flying: [ended(one) for one in flying]))
-    with pytest.raises(RolloutError, match="step 3: group 3:t0 has tokens of weight version 0, which is too old"):
+    with pytest.raises(
+        RolloutError, match="step 3: group 3:t0 has tokens of weight version 0, which is too old"
+    ):
         groups._terms = replace(groups._terms, steps=9)
         groups.step(3)
 
 
-def test_workers_that_all_start_again_for_longer_than_an_episode_may_last_do_not_end_the_run() -> None:
+def test_workers_that_all_start_again_for_longer_than_an_episode_may_last_do_not_end_the_run() -> (
+    None
+):
     def workers_are_down(flying: list[Attempt]) -> list[Event]:
         if clock.now <= 2:
             return [Begun(one.request_id, 0) for one in flying]
@@ -167,7 +180,8 @@ def test_an_attempt_that_kills_its_worker_each_time_ends_the_run_and_is_named() 
     player = ByHand(Clock(), killed)
     groups = groups_of(player)
     with pytest.raises(
-        RolloutError, match=rf"0:t1/1 was lost {MOST_LOSSES + 1} times.*it died\. The attempt itself"
+        RolloutError,
+        match=rf"0:t1/1 was lost {MOST_LOSSES + 1} times.*it died\. The attempt itself",
     ):
         groups.step(0)
     assert player.started.count("0:t1/1") == MOST_LOSSES + 1

@@ -41,7 +41,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def install(*names: str) -> None:
         entries = [metadata.EntryPoint(name, f"{__name__}:{name}", CONVERTERS) for name in names]
-        monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == CONVERTERS else [])
+        monkeypatch.setattr(
+            metadata, "entry_points", lambda group: entries if group == CONVERTERS else []
+        )
 
     return install
 
@@ -58,20 +60,29 @@ def start(tmp_path: Path) -> Path:
     return tmp_path / "start"
 
 
-def test_directories_and_exports_need_no_converter(start: Path, tmp_path: Path, installed: Callable[..., None]) -> None:
+def test_directories_and_exports_need_no_converter(
+    start: Path, tmp_path: Path, installed: Callable[..., None]
+) -> None:
     installed()
     assert resolve(start) == ModelDirectory(start, "start", None)
     run = tmp_path / "run"
     save_config(load_config(None, []), run / "config.yaml")
     start.rename(run / "export")
-    assert resolve(run) == resolve(run / "export") == ModelDirectory(run / "export", "run", run / "config.yaml")
+    assert (
+        resolve(run)
+        == resolve(run / "export")
+        == ModelDirectory(run / "export", "run", run / "config.yaml")
+    )
 
 
 def test_a_checkpoint_without_an_installed_converter_is_one_clear_error(
     tmp_path: Path, installed: Callable[..., None]
 ) -> None:
     installed()
-    with pytest.raises(ConfigError, match=r"no config\.json, and no installed package converts.*'rlflow\.converters'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no config\.json, and no installed package converts.*'rlflow\.converters'",
+    ):
         resolve(tmp_path)
 
 

@@ -56,11 +56,15 @@ def test_another_failure_to_close_is_told_as_it_is(config: RunConfig) -> None:
     assert caught.value.errno == errno.EACCES
 
 
-def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(config: RunConfig, tmp_path: Path) -> None:
+def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(
+    config: RunConfig, tmp_path: Path
+) -> None:
     with pytest.raises(RolloutError, match="the first"), open_run(config) as run:
         run.metrics.sinks.append(FailingSink(errno.ENOSPC))
         raise RolloutError("the first")
-    with RunDirectory.create(tmp_path / "letters", overwrite=True):  # everything else is closed, the lock included
+    with RunDirectory.create(
+        tmp_path / "letters", overwrite=True
+    ):  # everything else is closed, the lock included
         pass
 
 
@@ -69,7 +73,9 @@ def test_a_full_disk_in_the_middle_is_a_storage_error(config: RunConfig) -> None
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
 
 
-def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(config: RunConfig, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(
+    config: RunConfig, tmp_path: Path
+) -> None:
     """A kill in the last evaluation of a run that went back would else leave the old branch's results."""
     config.run.steps = 1
     with open_run(config) as run:
@@ -93,41 +99,65 @@ def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multiplier", [1.0, 0.5])
 def test_a_family_that_others_add_is_held_against_transformers_before_the_first_step(
-    multiplier: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    multiplier: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Granite is a Llama where its multipliers are those of one; no name or shape tells what they are."""
     monkeypatch.setitem(tables.FAMILIES, "granite", tables.FAMILIES["mistral"])
     monkeypatch.setitem(fixtures._OF_FAMILY, "granite", {})
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_multiplier": 0.25, "residual_multiplier": multiplier}
+    sizes = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": multiplier,
+    }
     path = write_letters_model(tmp_path / "granite", "granite", **sizes)
     caplog.set_level("INFO")
     if multiplier == 1.0:
         with open_run(letters_config(path, tmp_path)):
             assert "model family granite: log-probs within" in caplog.text
     else:
-        with pytest.raises(ModelError, match=r"differ by .* family 'granite' is not one of rlflow's"):
+        with pytest.raises(
+            ModelError, match=r"differ by .* family 'granite' is not one of rlflow's"
+        ):
             with open_run(letters_config(path, tmp_path)):
                 pass
 
 
 def test_a_curator_is_offered_the_attempts_of_the_run(model: Path, tmp_path: Path) -> None:
-    config = letters_config(model, tmp_path, "data.curator=adaptive", "rollout.samples_per_prompt=12")
+    config = letters_config(
+        model, tmp_path, "data.curator=adaptive", "rollout.samples_per_prompt=12"
+    )
     with open_run(config) as run:
         assert {task.most_attempts for task in run.source.take(1)} == {12}
 
 
-def test_overwrite_throws_nothing_away_for_a_run_that_cannot_begin(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "curators.py").write_text("def broken(*, tasks, seed):\n    raise ValueError('no order')\n")
+def test_overwrite_throws_nothing_away_for_a_run_that_cannot_begin(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "curators.py").write_text(
+        "def broken(*, tasks, seed):\n    raise ValueError('no order')\n"
+    )
     with open_run(letters_config(model, tmp_path)) as run:
         run.save()
     more = f"data.curator={tmp_path}/curators.py:broken", "run.overwrite=true"
-    with pytest.raises((ValueError, ConfigError), match="no order"), open_run(letters_config(model, tmp_path, *more)):
+    with (
+        pytest.raises((ValueError, ConfigError), match="no order"),
+        open_run(letters_config(model, tmp_path, *more)),
+    ):
         pass
     assert run.directory.saved.steps() == [0] and run.directory.config.is_file()
 
 
-def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(model: Path, tmp_path: Path) -> None:
+def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(
+    model: Path, tmp_path: Path
+) -> None:
     filters = "algorithm.filters=[{name: demonstrations, path: x.jsonl}]"
     config = letters_config(model, tmp_path, "trainer.router_replay=rollout", filters)
-    with pytest.raises(ConfigError, match=r"router_replay: algorithm\.filters\[0\] 'demonstrations' brings attempts that no"):
+    with pytest.raises(
+        ConfigError,
+        match=r"router_replay: algorithm\.filters\[0\] 'demonstrations' brings attempts that no",
+    ):
         _check_router_replay(config, model=False)

@@ -26,14 +26,25 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run / "export" / "config.json").write_text("{}")
     (run / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     named = f"environment={{name: '{run}/evil.py:Evil', reward: 'other:Thing'}}"
-    save_config(letters_config(tmp_path, tmp_path, named, "model.trust_remote_code=true"), run / "config.yaml")
+    save_config(
+        letters_config(tmp_path, tmp_path, named, "model.trust_remote_code=true"),
+        run / "config.yaml",
+    )
     return run / "config.yaml"
 
 
 def chosen(config: Path, *overrides: str, allow_code: bool = False) -> RunConfig:
-    given = {"config": None, "data": None, "env": None, "allow_code": allow_code, "overrides": list(overrides)}
+    given = {
+        "config": None,
+        "data": None,
+        "env": None,
+        "allow_code": allow_code,
+        "overrides": list(overrides),
+    }
     options = dict.fromkeys(vars(cli.parse(["eval", "--model", "x"]))) | given
-    return evaluation_config(argparse.Namespace(**options), ModelDirectory(config.parent / "export", "run", config))
+    return evaluation_config(
+        argparse.Namespace(**options), ModelDirectory(config.parent / "export", "run", config)
+    )
 
 
 def test_a_strangers_run_names_what_is_left_out_and_runs_nothing(
@@ -42,10 +53,16 @@ def test_a_strangers_run_names_what_is_left_out_and_runs_nothing(
     for given in (config.parent / "export", config.parent):
         assert cli.main(["eval", "--model", str(given)]) == 2
         said, missing = capsys.readouterr().err.splitlines()
-        assert "evil.py:Evil" in said and "environment.reward = other:Thing" in said and "--allow-code" in said
+        assert (
+            "evil.py:Evil" in said
+            and "environment.reward = other:Thing" in said
+            and "--allow-code" in said
+        )
         assert "model.trust_remote_code = True" in said and "environment.name" in missing
         assert not (tmp_path / "ran").exists()
-    assert cli.main(["eval", "--model", str(config.parent), "--allow-code"]) == 2  # it holds no Evil
+    assert (
+        cli.main(["eval", "--model", str(config.parent), "--allow-code"]) == 2
+    )  # it holds no Evil
     assert (tmp_path / "ran").exists()
 
 
@@ -72,7 +89,12 @@ def test_of_a_strangers_run_only_listed_keys_with_plain_values_are_taken(
     config: Path, hostile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each would be the stranger's to choose but for the list: none of them is on it, whatever form its value has."""
-    listed = ["environment.name=search", "environment.top_k=7", "environment.max_turns=2", "rollout.max_total_tokens=99"]
+    listed = [
+        "environment.name=search",
+        "environment.top_k=7",
+        "environment.max_turns=2",
+        "rollout.max_total_tokens=99",
+    ]
     plain = load_config(None, [*listed, f"model.path={config.parent / 'export'}"])
     save_config(load_config(None, [*listed, hostile]), config)
     assert chosen(config) == plain
@@ -80,25 +102,35 @@ def test_of_a_strangers_run_only_listed_keys_with_plain_values_are_taken(
 
 
 def test_what_the_user_gives_beside_a_strangers_run_is_taken(config: Path) -> None:
-    save_config(load_config(None, ["environment={name: search, protocol: rlinf, corpus: /etc/passwd}"]), config)
+    save_config(
+        load_config(None, ["environment={name: search, protocol: rlinf, corpus: /etc/passwd}"]),
+        config,
+    )
     taken = chosen(config, "environment.corpus=mine.jsonl", "rollout.engine.name=mine:Engine")
     assert taken.environment == {"name": "search", "protocol": "rlinf", "corpus": "mine.jsonl"}
     assert taken.rollout.engine["name"] == "mine:Engine"
 
 
-def test_a_strangers_configuration_reads_no_other_file_and_costs_no_more_than_its_length(config: Path) -> None:
+def test_a_strangers_configuration_reads_no_other_file_and_costs_no_more_than_its_length(
+    config: Path,
+) -> None:
     base = config.with_name("base.yaml")
     base.write_text("rollout: {max_turns: 9}\n")
     config.write_text("base: base.yaml\n")
     assert chosen(config).rollout.max_turns == load_config(None).rollout.max_turns
-    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]
+    lines = [
+        "a0: &a0 {x: 1}",
+        *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)),
+    ]
     config.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="alias"):
         chosen(config)
 
 
 def test_where_a_strangers_run_started_is_asked_for(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not made by you on this machine; name the model .*: --hf DIR"):
+    with pytest.raises(
+        ConfigError, match=r"not made by you on this machine; name the model .*: --hf DIR"
+    ):
         starting_model(config, "--hf")
     mark_own(config)
     assert starting_model(config, "--hf")
@@ -114,7 +146,9 @@ def test_a_run_of_this_user_needs_no_flag_until_it_is_changed(config: Path, tmp_
     assert chosen(config).environment == {}
 
 
-def test_nobody_can_mark_a_run_for_another_user(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_can_mark_a_run_for_another_user(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark_own(config)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
     assert not is_own(config)

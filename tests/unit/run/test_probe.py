@@ -30,7 +30,9 @@ class Forgetful(Unhashed):
     """Takes new weights and goes on with the old ones, under the new version."""
 
     async def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], version: int
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        version: int,
     ) -> None:
         mine = [(name, tensor.clone()) for name, tensor in self._model.named_weights()]
         await super().load_weights(weights, version)
@@ -52,7 +54,14 @@ def test_a_run_probes_an_engine_that_cannot_hash_its_weights(model: Path, tmp_pa
     config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Unhashed")
     with open_run(config) as run:
         assert run.probe is not None and len(run.probe.prompts) == 4
-    assert train(letters_config(model, tmp_path / "whole", *FEW, f"rollout.engine.name={__name__}:Unhashed"))["steps"] == 2
+    assert (
+        train(
+            letters_config(
+                model, tmp_path / "whole", *FEW, f"rollout.engine.name={__name__}:Unhashed"
+            )
+        )["steps"]
+        == 2
+    )
     with open_run(letters_config(model, tmp_path / "hashed", *FEW)) as run:
         assert run.probe is None
 
@@ -66,12 +75,19 @@ def test_in_bfloat16_a_run_compares_many_tokens(model: Path, tmp_path: Path) -> 
 
 def test_an_engine_that_kept_the_old_weights_ends_the_run(model: Path, tmp_path: Path) -> None:
     config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Forgetful")
-    with pytest.raises(RolloutError, match=r"engine and trainer differ by .* nats on a token of the probe"):
+    with pytest.raises(
+        RolloutError, match=r"engine and trainer differ by .* nats on a token of the probe"
+    ):
         train(config)
 
 
-def test_an_engine_that_takes_no_weights_is_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_takes_no_weights_is_refused_before_anything_is_written(
+    model: Path, tmp_path: Path
+) -> None:
     config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Fixed")
-    with pytest.raises(ConfigError, match=r"rollout\.engine: Fixed takes no weights: it serves evaluation, not training"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.engine: Fixed takes no weights: it serves evaluation, not training",
+    ):
         train(config)
     assert not list(tmp_path.iterdir())

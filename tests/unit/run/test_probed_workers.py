@@ -40,7 +40,13 @@ class ThreadWorkers:
     """In place of `RayWorkers`: real workers in threads of this process, by the same calls."""
 
     def __init__(
-        self, make: Callable[[str, int, dict[str, Any]], RolloutWorker], count: int, *, read: Any, limits: Any, **_: Any
+        self,
+        make: Callable[[str, int, dict[str, Any]], RolloutWorker],
+        count: int,
+        *,
+        read: Any,
+        limits: Any,
+        **_: Any,
     ) -> None:
         self._make = make
         self.pool = WorkerPool(self._launch, count, read, limits)
@@ -77,7 +83,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(model: Path, runs: Path, engine: str, *options: str) -> dict[str, Any]:
-    return train(letters_config(model, runs, *WORKERS, f"rollout.engine.name={test_probe.__name__}:{engine}", *options))
+    return train(
+        letters_config(
+            model, runs, *WORKERS, f"rollout.engine.name={test_probe.__name__}:{engine}", *options
+        )
+    )
 
 
 def test_workers_whose_engines_cannot_hash_their_weights_train(model: Path, tmp_path: Path) -> None:
@@ -89,7 +99,9 @@ def test_workers_whose_engines_cannot_hash_their_weights_train(model: Path, tmp_
 def test_what_workers_count_waits_for_the_step_although_an_evaluation_comes_first() -> None:
     with letters_rollout() as rollout:
         left = [{"workers/restarts": 1.0}]
-        pool = SimpleNamespace(reports=lambda: [{"world/games": 2.0}], counts=lambda: left.pop() if left else {})
+        pool = SimpleNamespace(
+            reports=lambda: [{"world/games": 2.0}], counts=lambda: left.pop() if left else {}
+        )
         rollout.pool = pool  # type: ignore[attr-defined]
         rollout.take_report = partial(WorkerRollout.take_report, rollout)  # type: ignore[method-assign, arg-type]
         evaluate(rollout, rollout.environment.tasks("train")[:1])
@@ -99,12 +111,15 @@ def test_what_workers_count_waits_for_the_step_although_an_evaluation_comes_firs
 
 def test_workers_whose_engines_keep_old_weights_end_the_run(model: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        RolloutError, match=r"after version \d engine and trainer differ by .* nats on a token of the probe"
+        RolloutError,
+        match=r"after version \d engine and trainer differ by .* nats on a token of the probe",
     ):
         outcome(model, tmp_path, "Forgetful")
 
 
-def test_an_engine_that_takes_no_weights_is_refused_in_workers_too(model: Path, tmp_path: Path) -> None:
+def test_an_engine_that_takes_no_weights_is_refused_in_workers_too(
+    model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine: Fixed takes no weights"):
         outcome(model, tmp_path, "Fixed")
     assert not list(tmp_path.iterdir())
@@ -112,7 +127,12 @@ def test_an_engine_that_takes_no_weights_is_refused_in_workers_too(model: Path, 
 
 @pytest.mark.parametrize(
     ("engine", "start_s"),
-    [("{name: vllm, start_s: 1800}", 1860.0), ("vllm", 960.0), ("{name: vllm, start_s: 60}", 600.0), ("embedded", 600.0)],
+    [
+        ("{name: vllm, start_s: 1800}", 1860.0),
+        ("vllm", 960.0),
+        ("{name: vllm, start_s: 60}", 600.0),
+        ("embedded", 600.0),
+    ],
 )
 def test_a_worker_may_take_as_long_to_start_as_its_engine(engine: str, start_s: float) -> None:
     """A vLLM that needed longer than 600 s was ended and started again, whatever its `start_s` said."""

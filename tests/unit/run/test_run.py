@@ -18,7 +18,13 @@ from rlflow import Step, train
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.config.schema import load_config
-from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
+from rlflow.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    RolloutError,
+    StorageError,
+)
 from rlflow.gpu_buckets import GpuSharing
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
@@ -48,17 +54,29 @@ def records(tmp_path: Path) -> Iterator[Any]:
 def test_a_run_evaluates_at_the_start_on_schedule_and_at_the_end_but_never_twice(
     model: Path, tmp_path: Path, records: Any
 ) -> None:
-    summary = train(letters_config(model, tmp_path, *TINY, "run.steps=3", "evaluation.every_steps=3"))
-    lines = [json.loads(line) for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()]
+    summary = train(
+        letters_config(model, tmp_path, *TINY, "run.steps=3", "evaluation.every_steps=3")
+    )
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 3]
     assert summary["status"] == "finished"
-    assert "picture" not in summary["written"] and not (tmp_path / "letters" / "progress.png").exists()
+    assert (
+        "picture" not in summary["written"] and not (tmp_path / "letters" / "progress.png").exists()
+    )
 
 
 def test_a_last_evaluation_over_more_questions_replaces_the_scheduled_one(
     model: Path, tmp_path: Path, records: Any
 ) -> None:
-    values = ("run.steps=1", "evaluation.every_steps=1", "evaluation.at_start=false", "evaluation.final_questions=9")
+    values = (
+        "run.steps=1",
+        "evaluation.every_steps=1",
+        "evaluation.at_start=false",
+        "evaluation.final_questions=9",
+    )
     train(letters_config(model, tmp_path, *TINY, *values))
     assert records()[-1]["eval/questions"] == 9
     state = read_json(tmp_path / "letters" / "checkpoints" / "step_000001" / "state.json")
@@ -78,7 +96,9 @@ def test_the_checkpoint_is_written_before_the_last_evaluation(
     monkeypatch.setattr("rlflow.run.run.evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    assert read_json(tmp_path / "letters" / "checkpoints" / "step_000002" / "state.json")["step"] == 2
+    assert (
+        read_json(tmp_path / "letters" / "checkpoints" / "step_000002" / "state.json")["step"] == 2
+    )
 
 
 @pytest.mark.parametrize("killed_in", ["evaluate", "export_policy", "write_trajectories"])
@@ -97,9 +117,13 @@ def test_a_kill_after_the_last_step_costs_no_step_and_leaves_each_evaluation_onc
         train(letters_config(model, tmp_path, *options))
     directory = tmp_path / "letters"
     assert read_json(directory / "checkpoints" / "step_000002" / "state.json")["step"] == 2
-    assert train(letters_config(model, tmp_path, *options, "run.resume=true"))["status"] == "finished"
+    assert (
+        train(letters_config(model, tmp_path, *options, "run.resume=true"))["status"] == "finished"
+    )
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [line["eval/questions"] for line in lines if "eval/reward" in line] == [9]  # not the first 4 of them before
+    assert [line["eval/questions"] for line in lines if "eval/reward" in line] == [
+        9
+    ]  # not the first 4 of them before
     assert [line["step"] for line in lines if "train/reward" in line] == [1, 2]
 
 
@@ -109,10 +133,16 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(
     synced: list[str] = []
     fsync, directory = os.fsync, tmp_path / "letters"
     with open_run(letters_config(model, tmp_path, *TINY)) as run:
-        monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+        monkeypatch.setattr(
+            os,
+            "fsync",
+            lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)),
+        )
         run.save()
     names = [Path(path).relative_to(directory).as_posix() for path in synced]
-    assert names[0] == "metrics.jsonl" and any(name.endswith("state.json") or "step_000000" in name for name in names[1:])
+    assert names[0] == "metrics.jsonl" and any(
+        name.endswith("state.json") or "step_000000" in name for name in names[1:]
+    )
 
 
 @pytest.mark.parametrize("fate", ["deleted", "moved", "taken"])
@@ -133,27 +163,55 @@ def test_a_directory_that_is_not_the_runs_any_more_ends_it_and_is_left_alone(
         return step(number, *arguments)
 
     monkeypatch.setattr("rlflow.loop.training_step", disturbed)
-    words = "is written by process 1 of host b now" if fate == "taken" else "deleted, moved or unmounted"
+    words = (
+        "is written by process 1 of host b now"
+        if fate == "taken"
+        else "deleted, moved or unmounted"
+    )
     with pytest.raises(StorageError, match=words):
-        train(letters_config(model, tmp_path, *TINY, "run.steps=3", "evaluation.at_start=false", "checkpoint.every_steps=1"))
+        train(
+            letters_config(
+                model,
+                tmp_path,
+                *TINY,
+                "run.steps=3",
+                "evaluation.at_start=false",
+                "checkpoint.every_steps=1",
+            )
+        )
     if fate == "taken":
-        assert (place / "run.lock").read_text() == theirs and len(read_metrics(place / "metrics.jsonl")) == 1
+        assert (place / "run.lock").read_text() == theirs and len(
+            read_metrics(place / "metrics.jsonl")
+        ) == 1
     else:
         assert not place.exists()
     if fate == "moved":
         elsewhere.rename(place)
         monkeypatch.undo()
-        assert train(letters_config(model, tmp_path, *TINY, "run.steps=3", "run.resume=true"))["status"] == "finished"
+        assert (
+            train(letters_config(model, tmp_path, *TINY, "run.steps=3", "run.resume=true"))[
+                "status"
+            ]
+            == "finished"
+        )
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.seed=7", r"run\.seed: expected 0, that of the checkpoint of step 1, found 7: a resumed run keeps it"),
-        ("environment={name: search}", r"environment\.name: expected .*letters\.py:Letters.*found search:"),
+        (
+            "run.seed=7",
+            r"run\.seed: expected 0, that of the checkpoint of step 1, found 7: a resumed run keeps it",
+        ),
+        (
+            "environment={name: search}",
+            r"environment\.name: expected .*letters\.py:Letters.*found search:",
+        ),
     ],
 )
-def test_a_run_does_not_resume_as_another_one(override: str, words: str, model: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_as_another_one(
+    override: str, words: str, model: Path, tmp_path: Path
+) -> None:
     options = (*TINY, "evaluation.every_steps=0", "evaluation.at_start=false")
     train(letters_config(model, tmp_path, *options, "run.steps=1"))
     before = (tmp_path / "letters" / "config.yaml").read_text()
@@ -162,21 +220,38 @@ def test_a_run_does_not_resume_as_another_one(override: str, words: str, model: 
     assert (tmp_path / "letters" / "config.yaml").read_text() == before
 
 
-def test_what_a_resumed_run_changes_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_resumed_run_changes_is_said(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = (*TINY, "evaluation.every_steps=0", "evaluation.at_start=false")
     train(letters_config(model, tmp_path, *options, "run.steps=1"))
     changed = ("rollout.prompts_per_step=6", "environment.tasks=30")
     train(letters_config(model, tmp_path, *options, "run.steps=2", "run.resume=true", *changed))
     told = "resume: other values than at step 1: environment.tasks nothing -> 30, rollout.prompts_per_step 4 -> 6"
-    assert [record.message for record in caplog.records if "other values" in record.message] == [told]
+    assert [record.message for record in caplog.records if "other values" in record.message] == [
+        told
+    ]
 
 
-def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step(model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step(
+    model: Path, tmp_path: Path
+) -> None:
     train(letters_config(model, tmp_path, *TINY, "run.steps=3"))
     state = read_state(tmp_path / "letters" / "checkpoints" / "step_000003")
-    assert list(state) == ["step", "seconds", "source", "groups", "rollout", "evaluation", "algorithm", "config"]
+    assert list(state) == [
+        "step",
+        "seconds",
+        "source",
+        "groups",
+        "rollout",
+        "evaluation",
+        "algorithm",
+        "config",
+    ]
     assert state["source"] == {"taken": 12, "tasks": 36}
-    with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")) as run:
+    with open_run(
+        letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")
+    ) as run:
         assert (run.step, run.source.epoch) == (3, 1 / 3)
         whole = Epochs(run.rollout.environment.tasks("train"), run.config.run.seed).take(18)
         assert [task.id for task in run.source.take(6)] == [task.id for task in whole[12:]]
@@ -187,22 +262,36 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path
     checkpoint = tmp_path / "letters" / "checkpoints" / "step_000001"
     older = {"step": 1, "seconds": 2.0, "rollout": {}, "evaluated_step": 1}
     RunState(older).write(checkpoint)
-    with pytest.raises(CheckpointError, match=r"state\.json: .*found no source, groups, evaluation, algorithm: another version"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"state\.json: .*found no source, groups, evaluation, algorithm: another version",
+    ):
         train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true"))
     assert read_state(checkpoint) == older
 
 
-def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_path: Path, records: Any) -> None:
-    train(letters_config(model, tmp_path, *TINY, "run.steps=1", "trainer.lr=0.01", EVERY_ROW_LEARNS))
+def test_a_run_resumes_with_a_reference_that_it_began_without(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
+    train(
+        letters_config(model, tmp_path, *TINY, "run.steps=1", "trainer.lr=0.01", EVERY_ROW_LEARNS)
+    )
     losses = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]"
     train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true", losses))
     assert records()[-1]["train/kl"] > 0  # against the starting policy, one update away
 
 
-def test_the_reference_is_refreshed_after_every_so_many_steps(model: Path, tmp_path: Path, records: Any) -> None:
+def test_the_reference_is_refreshed_after_every_so_many_steps(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
     """A reference that is the policy of before the step has a KL of 0 to it; the starting policy has not, from step 2 on."""
     frozen = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01, estimator: k2}, {name: entropy, coefficient: .1}]"
-    values = ("run.steps=4", "trainer.lr=0.01", "evaluation.at_start=false", "evaluation.every_steps=0")
+    values = (
+        "run.steps=4",
+        "trainer.lr=0.01",
+        "evaluation.at_start=false",
+        "evaluation.every_steps=0",
+    )
     found = []
     for losses in (frozen, frozen.replace("k2", "k2, refresh_steps: 2")):
         train(letters_config(model, tmp_path, *TINY, *values, losses, "run.overwrite=true"))
@@ -210,7 +299,9 @@ def test_the_reference_is_refreshed_after_every_so_many_steps(model: Path, tmp_p
     assert found == [[False, True, True, True], [False, True, False, True]]
 
 
-def test_a_run_puts_reward_terms_turn_credit_scales_and_row_weights_together(model: Path, tmp_path: Path, records: Any) -> None:
+def test_a_run_puts_reward_terms_turn_credit_scales_and_row_weights_together(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
     values = (
         "run.steps=2", "evaluation.at_start=false", "evaluation.every_steps=0", "algorithm.minibatches_per_step=2",
         "algorithm.transforms=[{name: kl_reward, coefficient: 0.1}, {name: overlong, buffer: 4}, normalize_advantages, "
@@ -220,16 +311,25 @@ def test_a_run_puts_reward_terms_turn_credit_scales_and_row_weights_together(mod
     )  # fmt: skip
     train(letters_config(model, tmp_path, *TINY, *values))
     first, second = [record for record in records() if "train/loss" in record]
-    penalty = first["rollout/response_tokens"] / 4  # of at most 4 tokens; the KL to the starting policy is 0 yet
-    assert penalty > 0 and first["train/shaped_reward"] == pytest.approx(first["train/reward"] - penalty, abs=1e-5)
-    assert [first["train/entropy_coefficient"], second["train/entropy_coefficient"]] == [0.25, 1.0]  # 0, .5; then at its limit
+    penalty = (
+        first["rollout/response_tokens"] / 4
+    )  # of at most 4 tokens; the KL to the starting policy is 0 yet
+    assert penalty > 0 and first["train/shaped_reward"] == pytest.approx(
+        first["train/reward"] - penalty, abs=1e-5
+    )
+    assert [first["train/entropy_coefficient"], second["train/entropy_coefficient"]] == [
+        0.25,
+        1.0,
+    ]  # 0, .5; then at its limit
     assert all(math.isfinite(record["train/loss"]) for record in (first, second))
 
 
 def test_two_parts_that_refresh_the_reference_at_different_steps_are_refused() -> None:
     terms = "algorithm.transforms=[{name: kl_reward, coefficient: .1, refresh_steps: 3}]"
     losses = "algorithm.losses=[ppo_clip, {name: kl, coefficient: .1, refresh_steps: 2}]"
-    with pytest.raises(ConfigError, match="two parts refresh the reference, after 2 and after 3 steps"):
+    with pytest.raises(
+        ConfigError, match="two parts refresh the reference, after 2 and after 3 steps"
+    ):
         Algorithm.from_config(load_config(None, [terms, losses]), response_budget=8)
     made = Algorithm.from_config(load_config(None, [terms]), response_budget=8)
     assert made.refreshes == {"reference": 3} and "reference" in made.needs
@@ -239,7 +339,9 @@ def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    with pytest.raises(MissingPackageError, match=r"metrics.picture: the package 'matplotlib' is not installed"):
+    with pytest.raises(
+        MissingPackageError, match=r"metrics.picture: the package 'matplotlib' is not installed"
+    ):
         train(letters_config(model, tmp_path, *TINY, "metrics.picture=true"))
     assert not (tmp_path / "letters").exists()
 
@@ -247,7 +349,9 @@ def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(
 def test_a_step_without_a_usable_episode_is_one_clear_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = letters_config(model, tmp_path, *TINY, "rollout.faults.max_aborted_share=1.0", "evaluation.at_start=false")
+    config = letters_config(
+        model, tmp_path, *TINY, "rollout.faults.max_aborted_share=1.0", "evaluation.at_start=false"
+    )
     with open_run(config) as run:
 
         async def broken(episode: Episode, response: str) -> Step:
@@ -255,7 +359,10 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
 
         monkeypatch.setattr(run.rollout.environment, "step", broken)
 
-        with pytest.raises(RolloutError, match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer"):
+        with pytest.raises(
+            RolloutError,
+            match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer",
+        ):
             training_step(0, next(run.groups()), run.trainer, run.algorithm, run.timer)
 
 
@@ -279,7 +386,9 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
             training_step(0, next(run.groups()), run.trainer, run.algorithm, run.timer)
             rewards.append(seen)
     assert rewards[0] != rewards[1]
-    assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
+    assert all(
+        sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards
+    )
 
 
 def test_updates_without_a_gradient_are_said_once_and_counted(
@@ -287,14 +396,23 @@ def test_updates_without_a_gradient_are_said_once_and_counted(
 ) -> None:
     with open_run(letters_config(model, tmp_path, *TINY)) as run:
         groups = next(run.groups())
-        for trajectory in (one for group in groups for one in group.trajectories):  # no group has a spread
+        for trajectory in (
+            one for group in groups for one in group.trajectories
+        ):  # no group has a spread
             trajectory.reward, trajectory.group_stats = 0.0, (2, 0.0, 0.0)
-        found = [training_step(step, groups, run.trainer, run.algorithm, run.timer) for step in range(3)]
+        found = [
+            training_step(step, groups, run.trainer, run.algorithm, run.timer) for step in range(3)
+        ]
     assert [metrics["train/updates_skipped"] for metrics in found] == [1.0] * 3
-    assert caplog.text.count("no gradient in 1 of 1 updates") == 1 and "train/updates_skipped counts them" in caplog.text
+    assert (
+        caplog.text.count("no gradient in 1 of 1 updates") == 1
+        and "train/updates_skipped counts them" in caplog.text
+    )
 
 
-def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
+def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(
+    model: Path, tmp_path: Path
+) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",
               "evaluation.at_start=false", "trainer.optimizer.weight_decay=0.5", EVERY_ROW_LEARNS,
               "algorithm.losses.0.anchor=proximal")  # fmt: skip
@@ -312,14 +430,22 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
     assert len(batches) == 6
     old: dict[int, torch.Tensor] = {}
     for epoch in range(3):
-        rows = [pair for part in batches[2 * epoch : 2 * epoch + 2] for pair in _rows(part, "proximal_logprobs")]
+        rows = [
+            pair
+            for part in batches[2 * epoch : 2 * epoch + 2]
+            for pair in _rows(part, "proximal_logprobs")
+        ]
         assert sorted(trajectory for trajectory, _ in rows) == list(range(8))
-        assert all(torch.equal(old.setdefault(trajectory, value), value) for trajectory, value in rows)
+        assert all(
+            torch.equal(old.setdefault(trajectory, value), value) for trajectory, value in rows
+        )
     for part in batches:
         assert float(part.weights.sum()) == pytest.approx(1.0)
         gap = (part.proximal_logprobs - part.logprobs)[part.loss_mask].abs()
         assert float(gap.mean()) < 1e-5  # on-policy: the engine's own
-    assert metrics["train/logprob_gap"] < 1e-5  # of the first minibatch only: later ones are another policy's
+    assert (
+        metrics["train/logprob_gap"] < 1e-5
+    )  # of the first minibatch only: later ones are another policy's
 
 
 def test_engines_get_the_trainers_own_tensors_where_they_all_take_them_and_copies_else(
@@ -362,7 +488,9 @@ def test_engines_get_the_trainers_own_tensors_where_they_all_take_them_and_copie
         run.rollout.verify_weights = False
         run.sync_weights(3)
         sent = dict(weights(None))
-        assert opened.keys() == sent.keys() and all(torch.equal(opened[name], sent[name]) for name in sent)
+        assert opened.keys() == sent.keys() and all(
+            torch.equal(opened[name], sent[name]) for name in sent
+        )
     size = sum(tensor.nbytes for _, tensor in weights(None))
     assert found["sync/mib"] == size / 2**20 and found["sync/delta_share"] == 0.0
     parts = {f"time/sync_{part}_s" for part in ("gather", "load", "verify")}
@@ -376,7 +504,12 @@ def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
 
 
 def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) -> None:
-    values = ("model.dtype=bfloat16", "trainer.backend=megatron", "checkpoint.export=true", "run.steps=1")
+    values = (
+        "model.dtype=bfloat16",
+        "trainer.backend=megatron",
+        "checkpoint.export=true",
+        "run.steps=1",
+    )
     summary = train(letters_config(model, tmp_path, *TINY, *values))
     assert EXPORT_TOLERANCE["float32"] < summary["export_logprob_difference"] < 0.1
 
@@ -386,7 +519,10 @@ def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) 
     [
         ({}, False),
         ({"eval/reward": 0.7}, True),
-        ({"eval/reward": 0.7, "eval/exact_match": 0.5}, False),  # exact match counts where there is one
+        (
+            {"eval/reward": 0.7, "eval/exact_match": 0.5},
+            False,
+        ),  # exact match counts where there is one
         ({"eval/reward": 0.0, "eval/exact_match": 0.6}, True),
     ],
 )
@@ -416,36 +552,77 @@ class Twelve(Epochs):
 def test_a_run_ends_where_its_curator_has_no_more_tasks(model: Path, tmp_path: Path) -> None:
     values = (f"data.curator={__name__}:Twelve", "rollout.prompts_per_step=8", "run.steps=9")
     summary = train(letters_config(model, tmp_path, *TINY, *values))
-    assert (summary["status"], summary["steps"]) == ("finished", 2)  # the second step has what was left, four prompts
+    assert (summary["status"], summary["steps"]) == (
+        "finished",
+        2,
+    )  # the second step has what was left, four prompts
 
 
-def test_the_log_of_a_run_tells_each_step_evaluation_and_checkpoint(model: Path, tmp_path: Path) -> None:
-    train(letters_config(model, tmp_path, *TINY, "run.steps=2", "evaluation.every_steps=1", "checkpoint.every_steps=2"))
-    lines = [line.split(": ", 1)[1] for line in (tmp_path / "letters" / "log.txt").read_text().splitlines() if ": " in line]
+def test_the_log_of_a_run_tells_each_step_evaluation_and_checkpoint(
+    model: Path, tmp_path: Path
+) -> None:
+    train(
+        letters_config(
+            model,
+            tmp_path,
+            *TINY,
+            "run.steps=2",
+            "evaluation.every_steps=1",
+            "checkpoint.every_steps=2",
+        )
+    )
+    lines = [
+        line.split(": ", 1)[1]
+        for line in (tmp_path / "letters" / "log.txt").read_text().splitlines()
+        if ": " in line
+    ]
     kinds = [" ".join(line.split()[:2]) for line in lines]
-    wanted = ["run letters:", "eval 0/2", "step 1/2", "eval 1/2", "step 2/2", "checkpoint of", "eval 2/2", "finished after"]
+    wanted = [
+        "run letters:",
+        "eval 0/2",
+        "step 1/2",
+        "eval 1/2",
+        "step 2/2",
+        "checkpoint of",
+        "eval 2/2",
+        "finished after",
+    ]
     assert [kind for kind in kinds if kind in wanted] == wanted
     assert "time/run_s" in read_metrics(tmp_path / "letters" / "metrics.jsonl")[-1]
 
 
-def test_one_clock_counts_the_run_through_its_sessions(model: Path, tmp_path: Path, records: Any) -> None:
+def test_one_clock_counts_the_run_through_its_sessions(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
     options = (*TINY, "evaluation.every_steps=1", "checkpoint.every_steps=1")
     train(letters_config(model, tmp_path, *options, "run.steps=1"))
     summary = train(letters_config(model, tmp_path, *options, "run.steps=2", "run.resume=true"))
     seconds = [record["time/run_s"] for record in records()]
     assert seconds == sorted(seconds) and seconds[-1] <= summary["seconds"] + 0.1
-    assert seconds[-1] > sum(record.get("time/step_s", 0) for record in records()), "loading and evaluations count too"
+    assert seconds[-1] > sum(record.get("time/step_s", 0) for record in records()), (
+        "loading and evaluations count too"
+    )
 
 
 def test_a_run_serves_and_writes_its_page_and_warns_once(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = (*TINY, "run.steps=4", "metrics.page=true", "rollout.temperature=1e-6", "evaluation.every_steps=0")
+    options = (
+        *TINY,
+        "run.steps=4",
+        "metrics.page=true",
+        "rollout.temperature=1e-6",
+        "evaluation.every_steps=0",
+    )
     summary = train(letters_config(model, tmp_path, *options))
     report = tmp_path / "letters" / "report.html"
     assert summary["written"]["report"] == str(report)
     text = report.read_text()
-    told = [record.getMessage() for record in caplog.records if "No group differed in reward for 3 steps" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "No group differed in reward for 3 steps" in record.getMessage()
+    ]
     assert len(told) == 1 and told[0].startswith("step 3: ")
     assert "No group differed in reward for 3 steps" in text and "finished after 4 steps" in text
     assert "No group differed" in (tmp_path / "letters" / "log.txt").read_text()

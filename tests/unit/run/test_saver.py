@@ -39,7 +39,9 @@ class SlowDisk(Trainer):
         path, self.writing = self.writing, None
         self.meanwhile()
         if self.full:
-            raise StorageError(f"{path}: the checkpoint cannot be written (OSError: No space left on device).")
+            raise StorageError(
+                f"{path}: the checkpoint cannot be written (OSError: No space left on device)."
+            )
         path.mkdir(parents=True)
         return True
 
@@ -66,7 +68,10 @@ def test_an_asynchronous_save_becomes_a_checkpoint_when_it_is_on_disk_with_the_s
     assert checkpoints.steps() == []
     saver.trainer.ready.set()
     saver.poll()
-    assert checkpoints.steps() == [1] and read_state(checkpoints.path(1)) == {"step": 1, "list": [1]}
+    assert checkpoints.steps() == [1] and read_state(checkpoints.path(1)) == {
+        "step": 1,
+        "list": [1],
+    }
     saver.poll()  # nothing under way
     saver.finish()
 
@@ -88,17 +93,24 @@ def test_a_full_disk_costs_no_checkpoint_gives_the_space_back_and_names_the_newe
     saver = Saver(SlowDisk(), checkpoints, keep=1, asynchronous=asynchronous)
     saver.trainer.full = True
     saver.trainer.ready.set()
-    with pytest.raises(StorageError, match=r"No space left on device\); there is no checkpoint yet\. Free some space"):
+    with pytest.raises(
+        StorageError,
+        match=r"No space left on device\); there is no checkpoint yet\. Free some space",
+    ):
         saver.save(1, {})
         saver.poll()
     saver.trainer.full = False
     saver.save(2, {})
     saver.finish()
     saver.trainer.full = True
-    with pytest.raises(StorageError, match=r"^saving step 3: .*newest checkpoint is that of step 2\. .*--resume$"):
+    with pytest.raises(
+        StorageError, match=r"^saving step 3: .*newest checkpoint is that of step 2\. .*--resume$"
+    ):
         saver.save(3, {})
         saver.poll()
-    assert checkpoints.steps() == [2] and [path.name for path in checkpoints.folder.iterdir()] == ["step_000002"]
+    assert checkpoints.steps() == [2] and [path.name for path in checkpoints.folder.iterdir()] == [
+        "step_000002"
+    ]
     saver.finish()  # what failed is not tried again
 
 

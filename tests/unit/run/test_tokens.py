@@ -52,19 +52,28 @@ def segment(tokens: list[int], mask: list[int], version: int = 3, known: bool = 
     return Segment(torch.tensor(tokens), sampled, logprobs, torch.where(sampled, version, -1))
 
 
-def trajectory(number: int, segments: list[Segment], stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+def trajectory(
+    number: int, segments: list[Segment], stop: StopReason = StopReason.TERMINATED
+) -> Trajectory:
     turns = [Turn(place, 1, len(one), 0.0, 0.1, "x") for place, one in enumerate(segments)]
-    return Trajectory("t", "g", segments, turns, float(number), stop, attempt=number, id=f"g/{number}")
+    return Trajectory(
+        "t", "g", segments, turns, float(number), stop, attempt=number, id=f"g/{number}"
+    )
 
 
 def groups() -> list[Group]:
     """An aborted attempt, one of two segments, one whose log-probs nobody knows; then a group of two."""
     first = [
         trajectory(0, [segment([5, 6], [0, 1])], StopReason.ABORTED),
-        trajectory(1, [segment([7, 8, 9], [0, 1, 1]), segment([7, 1, 2, 3], [0, 0, 1, 1], version=4)]),
+        trajectory(
+            1, [segment([7, 8, 9], [0, 1, 1]), segment([7, 1, 2, 3], [0, 0, 1, 1], version=4)]
+        ),
         trajectory(2, [segment([7, 8], [0, 1], known=False)]),
     ]
-    second = [trajectory(3, [segment([1, 2], [0, 1])]), trajectory(4, [segment([1, 2, 3], [0, 1, 0])])]
+    second = [
+        trajectory(3, [segment([1, 2], [0, 1])]),
+        trajectory(4, [segment([1, 2, 3], [0, 1, 0])]),
+    ]
     stamp(first), stamp(second)
     return [Group("g", Task("t", "?"), first), Group("h", Task("u", "?"), second)]
 
@@ -84,8 +93,13 @@ def test_a_step_is_read_as_it_was_known(tmp_path: Path, tokenizer: Tokenizer) ->
     assert list(episodes) == ["g/0", "g/1", "g/2"]
     first, second = episodes["g/1"].segments
     assert first.tokens.tolist() == [7, 8, 9] and first.sampled.tolist() == [False, True, True]
-    assert first.trainer_logprobs.tolist() == [-1.0, -2.0] and first.logprobs.tolist() == [-0.25, -0.25]
-    assert second.versions.tolist() == [4, 4] and second.entropy.tolist() == pytest.approx([0.2, 0.3])
+    assert first.trainer_logprobs.tolist() == [-1.0, -2.0] and first.logprobs.tolist() == [
+        -0.25,
+        -0.25,
+    ]
+    assert second.versions.tolist() == [4, 4] and second.entropy.tolist() == pytest.approx(
+        [0.2, 0.3]
+    )
     assert first.advantages.tolist() == [1.0, 1.0] and second.advantages.tolist() == [2.0, 2.0]
     assert episodes["g/1"].turns == [(0, 1, 3), (1, 1, 4)]
     aborted, unknown = episodes["g/0"].segments[0], episodes["g/2"].segments[0]
@@ -135,7 +149,12 @@ def test_tokens_are_compact(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for number in range(8):
         mask = torch.arange(600) % 6 == 5
         noise = torch.randn(600, generator=generator)
-        one = Segment(torch.randint(3, 300, (600,), generator=generator), mask, noise, torch.where(mask, 1, -1))
+        one = Segment(
+            torch.randint(3, 300, (600,), generator=generator),
+            mask,
+            noise,
+            torch.where(mask, 1, -1),
+        )
         columns: Any = dict.fromkeys(FLOATS, noise + 1e-06)
         rows.append((trajectory(number, [one]), [segment_tokens(one, columns, mask)]))
     write_tokens(tmp_path / "t.npz", rows, TokenTexts(tokenizer).of)
@@ -144,7 +163,9 @@ def test_tokens_are_compact(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_a_damaged_file_is_told_or_reads_as_before(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path, draw = tmp_path / "t.npz", random.Random(0)
-    rows = [(one, [segment_tokens(own) for own in one.segments]) for one in groups()[0].trajectories]
+    rows = [
+        (one, [segment_tokens(own) for own in one.segments]) for one in groups()[0].trajectories
+    ]
     write_tokens(path, rows, TokenTexts(tokenizer).of)
     content, names = path.read_bytes(), list(read_tokens(path))
     for place in draw.sample(range(len(content)), 200):
@@ -174,16 +195,28 @@ def test_rows_are_found_by_trajectory_not_by_place() -> None:
     assert found[1][0].advantages.tolist() == [5.0]
 
 
-@pytest.mark.parametrize("others, always, rows", [(60, 2, 4), (60, 4, 4), (10, 2, 2), (10, 3, 3), (10, 0, 1), (24, 0, 2)])
-def test_beyond_what_was_asked_for_only_a_share_of_the_tokens_is_scored(others: int, always: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    "others, always, rows", [(60, 2, 4), (60, 4, 4), (10, 2, 2), (10, 3, 3), (10, 0, 1), (24, 0, 2)]
+)
+def test_beyond_what_was_asked_for_only_a_share_of_the_tokens_is_scored(
+    others: int, always: int, rows: int
+) -> None:
     """Four attempts of two tokens are kept, of a batch of 4 x `others` tokens more: a 24th of it all is free."""
     kept = [trajectory(number, [segment([1, 2], [0, 1])]) for number in range(4)]
     rest = trajectory(9, [segment([1] * 4 * others, [0] * (4 * others - 1) + [1])])
-    parts, trainer = [Group("g", Task("t", "?"), kept), Group("h", Task("u", "?"), [rest])], Places()
+    parts, trainer = (
+        [Group("g", Task("t", "?"), kept), Group("h", Task("u", "?"), [rest])],
+        Places(),
+    )
     found = score_tokens(batch_of(parts), [*kept, rest], kept, trainer, always)  # type: ignore[arg-type]
     assert sum(trainer.rows) == rows and len(found) == 4
-    assert [bool(np.isfinite(found[place][0].entropy).all()) for place in range(4)] == [True] * rows + [False] * (4 - rows)
-    assert all(np.isfinite(own[0].advantages).all() and np.isfinite(own[0].logprobs).all() for own in found.values())
+    assert [bool(np.isfinite(found[place][0].entropy).all()) for place in range(4)] == [
+        True
+    ] * rows + [False] * (4 - rows)
+    assert all(
+        np.isfinite(own[0].advantages).all() and np.isfinite(own[0].logprobs).all()
+        for own in found.values()
+    )
 
 
 def test_texts_come_back_wherever_their_tokens_stand(tmp_path: Path, tokenizer: Tokenizer) -> None:

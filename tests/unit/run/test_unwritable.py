@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import StorageError
-from rlflow.run.directory import DISK_FAILED, DISK_FULL, IN_THE_RUN, RunDirectory, explain_unwritable
+from rlflow.run.directory import (
+    DISK_FAILED,
+    DISK_FULL,
+    IN_THE_RUN,
+    RunDirectory,
+    explain_unwritable,
+)
 
 
 @pytest.mark.parametrize("number", DISK_FULL)
 def test_the_file_and_the_newest_checkpoint_are_named(number: int, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
-    with pytest.raises(StorageError, match=r"metrics\.jsonl: .+; there is no checkpoint yet\. Free some space and continue"):
+    with pytest.raises(
+        StorageError,
+        match=r"metrics\.jsonl: .+; there is no checkpoint yet\. Free some space and continue",
+    ):
         explain_unwritable(error, directory)
     directory.saved.path(20).mkdir(parents=True)
     with pytest.raises(StorageError, match="; the newest checkpoint is that of step 20") as caught:
@@ -24,7 +33,10 @@ def test_the_file_and_the_newest_checkpoint_are_named(number: int, tmp_path: Pat
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [None, ValueError("x"), OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [None, ValueError("x"), OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()],
+)
 def test_every_other_end_is_left_alone(error: BaseException | None, tmp_path: Path) -> None:
     explain_unwritable(error, RunDirectory(tmp_path))
 
@@ -32,7 +44,10 @@ def test_every_other_end_is_left_alone(error: BaseException | None, tmp_path: Pa
 @pytest.mark.parametrize("number", [*DISK_FAILED, *IN_THE_RUN])
 def test_a_disk_that_failed_is_told_in_the_same_way(number: int, tmp_path: Path) -> None:
     error = OSError(number, os.strerror(number), str(tmp_path / "run" / "log.txt"))
-    with pytest.raises(StorageError, match=r"log\.txt: .+; there is no checkpoint yet\. Make it writable again and continue"):
+    with pytest.raises(
+        StorageError,
+        match=r"log\.txt: .+; there is no checkpoint yet\. Make it writable again and continue",
+    ):
         explain_unwritable(error, RunDirectory(tmp_path / "run"))
     if number in IN_THE_RUN:
         explain_unwritable(error, RunDirectory(tmp_path / "another run"))

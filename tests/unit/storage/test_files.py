@@ -40,7 +40,9 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path, durable: bool) -> None:
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, durable: bool
+) -> None:
     path = tmp_path / "file"
     write_text(path, "old\r\n", durable=durable)
     with pytest.raises(RuntimeError, match="disk"), replacing(path, durable=durable) as aside:
@@ -51,13 +53,17 @@ def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: P
 
 
 @pytest.mark.parametrize("function", ["replacing", "replacing_directory"])
-def test_a_kill_while_writing_leaves_the_old_content_and_what_can_be_cleared(tmp_path: Path, function: str) -> None:
+def test_a_kill_while_writing_leaves_the_old_content_and_what_can_be_cleared(
+    tmp_path: Path, function: str
+) -> None:
     path = tmp_path / "content"
     with globals()[function](path) as aside:
         (aside / "old" if aside.is_dir() else aside).write_text("old")
     process = subprocess.run([sys.executable, "-c", KILLED, str(path), function], check=False)
     assert process.returncode == -signal.SIGKILL
-    assert (path / "old" if path.is_dir() else path).read_text() == "old" and len(names(tmp_path)) == 2
+    assert (path / "old" if path.is_dir() else path).read_text() == "old" and len(
+        names(tmp_path)
+    ) == 2
     for name in ("resumed", "v1.5.index.3fa1"):  # of someone who continues it: stays
         partial_path(tmp_path / name).mkdir()
     clear_partials(tmp_path)
@@ -75,7 +81,9 @@ def test_what_a_living_process_fills_is_not_cleared(tmp_path: Path) -> None:
 def test_threads_that_write_one_file_never_mix(tmp_path: Path) -> None:
     contents = [str(number) * 100_000 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda text: write_text(tmp_path / "file", text, durable=False), contents * 4))
+        list(
+            pool.map(lambda text: write_text(tmp_path / "file", text, durable=False), contents * 4)
+        )
     assert (tmp_path / "file").read_text() in contents and names(tmp_path) == ["file"]
 
 
@@ -150,7 +158,9 @@ def test_what_somebody_else_named_so_and_what_links_lead_to_stay(tmp_path: Path)
         assert (place / "thesis").read_text() == "mine"
 
 
-def test_a_rename_that_fails_puts_the_old_directory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_that_fails_puts_the_old_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, rename = tmp_path / "folder", os.replace
     with replacing_directory(path) as aside:
         (aside / "old").write_text("")

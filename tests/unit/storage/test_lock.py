@@ -23,7 +23,14 @@ LEASE_S = 0.4
 
 def write_owner(directory: Path, **fields: object) -> Path:
     """A lock file as the process of another machine leaves it."""
-    owner = {"process": 1, "host": "elsewhere", "boot": "another kernel", "epoch": 4, "token": "theirs", **fields}
+    owner = {
+        "process": 1,
+        "host": "elsewhere",
+        "boot": "another kernel",
+        "epoch": 4,
+        "token": "theirs",
+        **fields,
+    }
     (directory / "run.lock").write_text(json.dumps(owner))
     return directory / "run.lock"
 
@@ -31,7 +38,10 @@ def write_owner(directory: Path, **fields: object) -> Path:
 def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
     """Two containers are both process 1; so are two threads here."""
     first = DirectoryLock(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} of host .+ is writing to {tmp_path}; wait for it"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"process {os.getpid()} of host .+ is writing to {tmp_path}; wait for it",
+    ):
         DirectoryLock(tmp_path)
     first.close()
     second = DirectoryLock(tmp_path)
@@ -40,7 +50,9 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_of_this_kernel_is_in_nobodys_way(tmp_path: Path) -> None:
-    code = "import sys, os; from pathlib import Path; from rlflow.storage.lock import DirectoryLock\n"
+    code = (
+        "import sys, os; from pathlib import Path; from rlflow.storage.lock import DirectoryLock\n"
+    )
     code += "DirectoryLock(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60, check=False)
     assert "token" in (tmp_path / "run.lock").read_text()
@@ -49,7 +61,9 @@ def test_a_killed_process_of_this_kernel_is_in_nobodys_way(tmp_path: Path) -> No
     assert time.monotonic() - start < lock.LEASE_S / 4
 
 
-def test_the_lease_of_another_machine_is_waited_for_and_a_renewed_one_refused(tmp_path: Path) -> None:
+def test_the_lease_of_another_machine_is_waited_for_and_a_renewed_one_refused(
+    tmp_path: Path,
+) -> None:
     path = write_owner(tmp_path)
     start = time.monotonic()
     holder = DirectoryLock(tmp_path, lease_s=LEASE_S)
@@ -92,14 +106,21 @@ def test_a_holder_renews_its_lease(tmp_path: Path) -> None:
 def test_who_slept_through_its_lease_writes_nothing_more(tmp_path: Path) -> None:
     sleeper = DirectoryLock(tmp_path)
     theirs = write_owner(tmp_path).read_text()
-    with pytest.raises(StorageError, match=r"is written by process 1 of host elsewhere now \(epoch 4, this run has 1\)"):
+    with pytest.raises(
+        StorageError,
+        match=r"is written by process 1 of host elsewhere now \(epoch 4, this run has 1\)",
+    ):
         sleeper.confirm()
     sleeper.close()
     assert (tmp_path / "run.lock").read_text() == theirs
 
 
-@pytest.mark.parametrize("content", ["", "4711", "{", "null", '"x"', '{"epoch": []}', "[" * 100_000, "\udcb8\udcff"])
-def test_what_an_older_version_a_kill_or_a_bad_disk_left_is_nobodys(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "4711", "{", "null", '"x"', '{"epoch": []}', "[" * 100_000, "\udcb8\udcff"]
+)
+def test_what_an_older_version_a_kill_or_a_bad_disk_left_is_nobodys(
+    content: str, tmp_path: Path
+) -> None:
     (tmp_path / "run.lock").write_text(content, encoding="utf-8", errors="surrogateescape")
     holder = DirectoryLock(tmp_path)
     holder.confirm()
@@ -111,13 +132,17 @@ def test_a_directory_that_is_gone_is_noticed(moved: bool, tmp_path: Path) -> Non
     (tmp_path / "run").mkdir()
     holder = DirectoryLock(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "other") if moved else shutil.rmtree(tmp_path / "run")
-    with pytest.raises(StorageError, match=r"deleted, moved or unmounted .* Put it back and continue with --resume"):
+    with pytest.raises(
+        StorageError, match=r"deleted, moved or unmounted .* Put it back and continue with --resume"
+    ):
         holder.confirm()
     holder.close()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_system_without_locks_goes_by_lease_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_goes_by_lease_and_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

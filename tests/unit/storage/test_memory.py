@@ -34,7 +34,9 @@ def owning(parent: Path, how: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_what_a_killed_process_left_goes_with_the_next_folder_and_what_a_live_one_has_stays(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_goes_with_the_next_folder_and_what_a_live_one_has_stays(
+    tmp_path: Path,
+) -> None:
     killed, alive = owning(tmp_path, "wait"), owning(tmp_path, "wait")
     try:
         mine = OwnedFolder("published", tmp_path)

@@ -49,13 +49,20 @@ def test_a_clock_counts_earlier_sessions() -> None:
 
 
 def test_tensors_of_a_state_lie_in_a_file_beside_it(tmp_path: Path) -> None:
-    state = {"algorithm": {"filters.0": {"tokens": torch.arange(3), "names": [torch.tensor([True]), "x"]}}, "step": 1}
+    state = {
+        "algorithm": {
+            "filters.0": {"tokens": torch.arange(3), "names": [torch.tensor([True]), "x"]}
+        },
+        "step": 1,
+    }
     RunState(state).write(tmp_path)
     found = read_state(tmp_path)
     assert torch.equal(found["algorithm"]["filters.0"]["tokens"], torch.arange(3))
     assert found["algorithm"]["filters.0"]["names"][0].dtype is torch.bool and found["step"] == 1
     (file,) = tmp_path.glob("*.safetensors")
-    RunState({"tokens": torch.arange(4)}).write(tmp_path)  # another content, another name: the old state had its file until now
+    RunState({"tokens": torch.arange(4)}).write(
+        tmp_path
+    )  # another content, another name: the old state had its file until now
     (other,) = tmp_path.glob("*.safetensors")
     assert other.name != file.name and torch.equal(read_state(tmp_path)["tokens"], torch.arange(4))
     content = bytearray(other.read_bytes())
@@ -64,4 +71,6 @@ def test_tensors_of_a_state_lie_in_a_file_beside_it(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"safetensors: damaged"):
         read_state(tmp_path)
     RunState({"step": 2}).write(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"] and read_state(tmp_path) == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"] and read_state(
+        tmp_path
+    ) == {"step": 2}

@@ -26,14 +26,26 @@ def letters_tokenizer(words: Sequence[str] = WORDS) -> Tokenizer:
     """One token per letter, numbered as in `words`."""
     inner = Fast(models.BPE({word: number for number, word in enumerate(words)}, []))
     inner.decoder = decoders.Fuse()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=SPECIAL[0], eos_token=SPECIAL[1]))
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    )
 
 
-def letters_rollout(environment: Environment | None = None, words: Sequence[str] = WORDS, **options: Any) -> Rollout:
+def letters_rollout(
+    environment: Environment | None = None, words: Sequence[str] = WORDS, **options: Any
+) -> Rollout:
     """A rollout whose "model" says letters at random."""
     tokenizer = letters_tokenizer(words)
-    values = {"samples_per_prompt": 2, "max_turns": 2, "max_response_tokens": 2, "max_total_tokens": 16, **options}
-    return Rollout(FakeEngine(tokenizer, vocab=len(words)), environment or Letters(), tokenizer, **values)
+    values = {
+        "samples_per_prompt": 2,
+        "max_turns": 2,
+        "max_response_tokens": 2,
+        "max_total_tokens": 16,
+        **options,
+    }
+    return Rollout(
+        FakeEngine(tokenizer, vocab=len(words)), environment or Letters(), tokenizer, **values
+    )
 
 
 def said(task: str, *attempts: str) -> Transcripts:
@@ -64,10 +76,14 @@ class Mailbox(ExperienceTransport):
 MAILBOX = {"name": "tests.unit.swarm.peers:Mailbox"}
 
 
-def member(rollout: Rollout, *incoming: Transcripts | bytes, peer: str = "me", **options: Any) -> Swarm:
+def member(
+    rollout: Rollout, *incoming: Transcripts | bytes, peer: str = "me", **options: Any
+) -> Swarm:
     """A filter of the swarm to which these have been sent, by the peer `you`."""
     swarm = Swarm(rollout, 0, MAILBOX, peer, **options)
-    swarm._transport.incoming += [one if isinstance(one, bytes) else dump(one, "you") for one in incoming]
+    swarm._transport.incoming += [
+        one if isinstance(one, bytes) else dump(one, "you") for one in incoming
+    ]
     return swarm
 
 
@@ -79,4 +95,6 @@ def lied(transcript: Transcripts, **changes: Any) -> bytes:
 
 
 def external(groups: list[Group]) -> list[Group]:
-    return [group for group in groups if any(one.source == "external" for one in group.trajectories)]
+    return [
+        group for group in groups if any(one.source == "external" for one in group.trajectories)
+    ]

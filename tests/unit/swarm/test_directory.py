@@ -18,22 +18,33 @@ def names(path: Path) -> list[str]:
 
 
 def test_messages_reach_every_other_peer_once_and_in_order(tmp_path: Path) -> None:
-    one, two, three = (DirectoryTransport(name, str(tmp_path / "s")) for name in ("one", "two", "three"))
+    one, two, three = (
+        DirectoryTransport(name, str(tmp_path / "s")) for name in ("one", "two", "three")
+    )
     one.publish([b"1", b"2"])
     two.publish([b"3"])
-    assert one.receive() == [b"3"] and two.receive() == [b"1", b"2"] and three.receive() == [b"1", b"2", b"3"]
+    assert (
+        one.receive() == [b"3"]
+        and two.receive() == [b"1", b"2"]
+        and three.receive() == [b"1", b"2", b"3"]
+    )
     assert one.receive() == two.receive() == three.receive() == []
     one.publish([b"4"])
     assert three.receive() == [b"4"]
 
 
 def test_own_files_are_bounded_and_old_ones_of_anybody_are_dropped(tmp_path: Path) -> None:
-    one, two = (DirectoryTransport(name, str(tmp_path), keep=3, max_age_s=100.0) for name in ("one", "two"))
+    one, two = (
+        DirectoryTransport(name, str(tmp_path), keep=3, max_age_s=100.0) for name in ("one", "two")
+    )
     one.publish([b"x%d" % number for number in range(9)])
     assert len(names(tmp_path)) == 3 and two.receive() == [b"x6", b"x7", b"x8"]
     for entry in tmp_path.iterdir():
         os.utime(entry, (time.time() - 200, time.time() - 200))
-    assert DirectoryTransport("three", str(tmp_path), max_age_s=100.0).receive() == [] and names(tmp_path) == []
+    assert (
+        DirectoryTransport("three", str(tmp_path), max_age_s=100.0).receive() == []
+        and names(tmp_path) == []
+    )
 
 
 def test_only_the_newest_are_read(tmp_path: Path) -> None:

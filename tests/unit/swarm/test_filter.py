@@ -35,7 +35,9 @@ def names(groups: list[Group]) -> list[str]:
     return sorted(group.task.id for group in groups)
 
 
-def test_only_groups_with_a_spread_of_scores_can_be_picked(rollout: Rollout, own: list[Group]) -> None:
+def test_only_groups_with_a_spread_of_scores_can_be_picked(
+    rollout: Rollout, own: list[Group]
+) -> None:
     """Of rewards [1, 1], [0, 0], [1, 0], [0, 1] the last two (spec 6, a)."""
     alike = [said("train-ab", "ab", "ab"), said("train-ac", "xx", "bb")]
     pool = [*alike, said("train-ad", "ad", "bb"), said("train-ae", "bb", "ae")]
@@ -52,7 +54,9 @@ def test_external_groups_are_drawn_uniformly_and_once(rollout: Rollout, own: lis
     pool = [said(f"train-{one}{other}", f"{one}{other}", "fa") for one in "abc" for other in "cde"]
     first = member(rollout, *pool, external=3)
     seen = [names(external(first(own))) for _ in range(4)]
-    assert [len(step) for step in seen] == [3, 3, 3, 0] and len({name for step in seen for name in step}) == 9
+    assert [len(step) for step in seen] == [3, 3, 3, 0] and len(
+        {name for step in seen for name in step}
+    ) == 9
     other = Swarm(rollout, 1, MAILBOX, external=3)
     other._transport.incoming += [dump(one, "you") for one in pool]
     assert names(external(other(own))) != seen[0]
@@ -63,18 +67,37 @@ def test_too_few_external_groups_are_replaced_by_own_ones_or_make_the_step_small
     fill: Any, kept: int, rollout: Rollout, own: list[Group]
 ) -> None:
     """I = J = 4 with 2 that are available (spec 6, b)."""
-    swarm = member(rollout, said("train-ab", "ab", "bb"), said("train-ac", "ac", "bb"), local=4, external=4, fill=fill)
+    swarm = member(
+        rollout,
+        said("train-ab", "ab", "bb"),
+        said("train-ac", "ac", "bb"),
+        local=4,
+        external=4,
+        fill=fill,
+    )
     step = swarm(own)
     assert len(external(step)) == 2 and len(step) == kept + 2
     assert len(swarm(own)) == (8 if fill == "local" else 4)  # nobody is there: all one's own
-    full = member(rollout, *[said(f"train-a{one}", f"a{one}", "fx", "bb") for one in "bcde"], local=4, fill=fill)
+    full = member(
+        rollout,
+        *[said(f"train-a{one}", f"a{one}", "fx", "bb") for one in "bcde"],
+        local=4,
+        fill=fill,
+    )
     assert len(external(full(own))) == 4
 
 
-def test_what_a_peer_says_of_rewards_and_answers_has_no_influence(rollout: Rollout, own: list[Group]) -> None:
+def test_what_a_peer_says_of_rewards_and_answers_has_no_influence(
+    rollout: Rollout, own: list[Group]
+) -> None:
     """Spec 6, e: the reward, the answer and the metadata of a known task are this run's own."""
     honest = said("train-ab", "ab", "bb")
-    lie = lied(honest, rewards=[0.0, 1.0], reward=9, task={"answer": ["b", "b"], "metadata": {"reward": 1}, "reward": 5})
+    lie = lied(
+        honest,
+        rewards=[0.0, 1.0],
+        reward=9,
+        task={"answer": ["b", "b"], "metadata": {"reward": 1}, "reward": 5},
+    )
     (group,) = external(member(rollout, lie)(own))
     assert [one.reward for one in group.trajectories] == [1.0, 0.5]
     assert group.task == rollout.environment.tasks("train")[1]
@@ -83,8 +106,13 @@ def test_what_a_peer_says_of_rewards_and_answers_has_no_influence(rollout: Rollo
     assert not batch.logprobs_known.any() and not batch.logprobs.any()
 
 
-def test_unknown_tasks_and_other_questions_under_known_names_are_refused(rollout: Rollout, own: list[Group]) -> None:
-    foreign, changed = said("mine-ab", "ab", "bb"), lied(said("train-ab", "ab", "bb"), task={"prompt": "b?"})
+def test_unknown_tasks_and_other_questions_under_known_names_are_refused(
+    rollout: Rollout, own: list[Group]
+) -> None:
+    foreign, changed = (
+        said("mine-ab", "ab", "bb"),
+        lied(said("train-ab", "ab", "bb"), task={"prompt": "b?"}),
+    )
     swarm = member(rollout, foreign, changed)
     assert external(swarm(own)) == [] and swarm.report()["swarm_rejected"] == 2
     swarm = member(rollout, foreign, changed, tasks="any")
@@ -99,9 +127,18 @@ def test_a_foreign_question_says_no_control_token(rollout: Rollout, own: list[Gr
     assert 1 not in group.trajectories[0].segments[0].tokens[:-5].tolist()
 
 
-def test_garbage_is_counted_and_doubles_and_ones_own_come_to_nothing(rollout: Rollout, own: list[Group]) -> None:
+def test_garbage_is_counted_and_doubles_and_ones_own_come_to_nothing(
+    rollout: Rollout, own: list[Group]
+) -> None:
     plain = said("train-ab", "ab", "bb")
-    swarm = member(rollout, b"garbage", b"", dump(plain, "one"), dump(plain, "two"), dump(said("train-cd", "cd", "aa"), "me"))
+    swarm = member(
+        rollout,
+        b"garbage",
+        b"",
+        dump(plain, "one"),
+        dump(plain, "two"),
+        dump(said("train-cd", "cd", "aa"), "me"),
+    )
     assert names(external(swarm(own))) == ["train-ab"]
     report = swarm.report()
     assert (report["swarm_rejected"], report["swarm_received"]) == (2, 1)
@@ -109,12 +146,16 @@ def test_garbage_is_counted_and_doubles_and_ones_own_come_to_nothing(rollout: Ro
     assert external(swarm(own)) == []
 
 
-def test_what_waits_is_bounded_in_all_per_peer_and_in_time(rollout: Rollout, own: list[Group]) -> None:
+def test_what_waits_is_bounded_in_all_per_peer_and_in_time(
+    rollout: Rollout, own: list[Group]
+) -> None:
     def sent(peer: str, count: int) -> list[bytes]:
         pairs = [f"{one}{other}" for one in "abcdef" for other in "abcdef"]
         return [dump(said(f"train-{pair}", pair, "fx", peer), peer) for pair in pairs[:count]]
 
-    swarm = member(rollout, *sent("one", 9), *sent("two", 2), external=0, per_peer=4, pool=5, max_age_steps=2)
+    swarm = member(
+        rollout, *sent("one", 9), *sent("two", 2), external=0, per_peer=4, pool=5, max_age_steps=2
+    )
     swarm(own)
     assert [shared.peer for shared in swarm._pool.values()] == ["one"] * 3 + ["two"] * 2
     for _ in range(2):
@@ -124,20 +165,29 @@ def test_what_waits_is_bounded_in_all_per_peer_and_in_time(rollout: Rollout, own
     assert len(swarm._pool) == 0
 
 
-def test_own_groups_are_published_as_text_and_others_are_not_passed_on(rollout: Rollout, own: list[Group]) -> None:
+def test_own_groups_are_published_as_text_and_others_are_not_passed_on(
+    rollout: Rollout, own: list[Group]
+) -> None:
     swarm = member(rollout, said("train-ab", "ab", "bb"), publish=5)
     step = swarm(own)
     sent = [load(content) for content in swarm._transport.sent]
     assert len(sent) == 5 and {message.peer for message in sent} == {"me"}
     by_task = {group.task.id: group for group in own}
     for message in sent:
-        responses = [[turn.response for turn in one.turns] for one in by_task[message.transcript.task.id].trajectories]
-        assert [[one.text for one in attempt] for attempt in message.transcript.attempts] == responses
+        responses = [
+            [turn.response for turn in one.turns]
+            for one in by_task[message.transcript.task.id].trajectories
+        ]
+        assert [
+            [one.text for one in attempt] for attempt in message.transcript.attempts
+        ] == responses
     swarm(external(step))
     assert len(swarm._transport.sent) == 5
 
 
-def test_two_members_with_other_tokenizers_learn_from_each_other(rollout: Rollout, own: list[Group]) -> None:
+def test_two_members_with_other_tokenizers_learn_from_each_other(
+    rollout: Rollout, own: list[Group]
+) -> None:
     from tests.unit.rollout.test_replay import OTHER_WORDS
 
     with letters_rollout(words=OTHER_WORDS) as there:
@@ -153,10 +203,16 @@ def test_a_restored_member_goes_on_with_what_waited(rollout: Rollout, own: list[
     pool = [said(f"train-{one}{other}", f"{one}{other}", "fa") for one in "abc" for other in "cde"]
 
     def steps(swarm: Swarm, count: int) -> list[list[str]]:
-        return [[one.id for group in external(swarm(own)) for one in group.trajectories] for _ in range(count)]
+        return [
+            [one.id for group in external(swarm(own)) for one in group.trajectories]
+            for _ in range(count)
+        ]
 
     expected = steps(member(rollout, *pool, external=2), 5)
-    first, second = member(rollout, *pool, external=2), member(rollout, pool[0], peer="renamed", external=2)
+    first, second = (
+        member(rollout, *pool, external=2),
+        member(rollout, pool[0], peer="renamed", external=2),
+    )
     begun = steps(first, 2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert begun + steps(second, 3) == expected  # the one that comes again has been seen before
@@ -174,7 +230,9 @@ def test_a_restored_member_knows_its_former_names(rollout: Rollout, own: list[Gr
 def test_what_waited_of_a_task_that_is_gone_is_left_out(
     rollout: Rollout, own: list[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    swarm = member(rollout, said("mine-ab", "ab", "bb"), said("train-ab", "ab", "bb"), external=0, tasks="any")
+    swarm = member(
+        rollout, said("mine-ab", "ab", "bb"), said("train-ab", "ab", "bb"), external=0, tasks="any"
+    )
     swarm(own)
     other = member(rollout)
     other.load_state_dict(json.loads(json.dumps(swarm.state_dict())))
@@ -187,7 +245,11 @@ def test_it_is_made_by_its_name_and_mistakes_are_named(rollout: Rollout) -> None
     FILTER.check(component)
     made = FILTER.build(component, rollout=rollout, seed=3)
     assert isinstance(made, Swarm) and made.needs == {"proximal"}
-    for wrong, words in (({"peer": "../x"}, "swarm.peer"), ({"rollout": 1}, "unknown keyword"), ({"local": 0}, "local")):
+    for wrong, words in (
+        ({"peer": "../x"}, "swarm.peer"),
+        ({"rollout": 1}, "unknown keyword"),
+        ({"local": 0}, "local"),
+    ):
         with pytest.raises(ConfigError, match=words):
             FILTER.build({**component, **wrong}, rollout=rollout, seed=3)
 
@@ -200,7 +262,9 @@ def test_members_meet_over_tcp_and_one_that_leaves_costs_the_other_nothing(
     one = Swarm(rollout, 0, tcp, "one", external=2)
     host, port = one._transport.address
     two = Swarm(rollout, 0, {**tcp, "peers": [f"{host}:{port}"]}, "two")
-    pair = rollout.replay({"0:x": said("train-ab", "ab", "fx", "fb"), "0:y": said("train-cd", "cd", "ff")})
+    pair = rollout.replay(
+        {"0:x": said("train-ab", "ab", "fx", "fb"), "0:y": said("train-cd", "cd", "ff")}
+    )
     for group in pair:
         for attempt in group.trajectories:
             attempt.source = "local"
@@ -210,7 +274,12 @@ def test_members_meet_over_tcp_and_one_that_leaves_costs_the_other_nothing(
     while len(came) < 2 and time.monotonic() < end:
         came += external(one(own))
         time.sleep(0.01)
-    assert sorted(one.reward for group in came for one in group.trajectories) == [0.0, 0.5, 1.0, 1.0]
+    assert sorted(one.reward for group in came for one in group.trajectories) == [
+        0.0,
+        0.5,
+        1.0,
+        1.0,
+    ]
     one.close()
     assert len(two(own)) == len(own)  # nobody listens any more
     two.close()
@@ -226,4 +295,6 @@ def test_a_long_text_costs_linear_time_and_is_left_out(rollout: Rollout, own: li
             found.append(time.process_time() - began)
         return min(found)
 
-    assert seconds(2**16) < 80 * seconds(2**12) + 0.05  # 16 times as long: quadratic would be 256 times
+    assert (
+        seconds(2**16) < 80 * seconds(2**12) + 0.05
+    )  # 16 times as long: quadratic would be 256 times

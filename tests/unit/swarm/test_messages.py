@@ -25,7 +25,9 @@ PLAIN = said("train-ab", "ab", "cd")
     ],
 )
 def test_a_transcript_comes_as_it_was_sent(task: Task) -> None:
-    sent = Transcripts(task, ((Response("one\n", "eos"), Response("", "length")), (Response("€", "stop"),)))
+    sent = Transcripts(
+        task, ((Response("one\n", "eos"), Response("", "length")), (Response("€", "stop"),))
+    )
     message = load(dump(sent, "peer-1"))
     assert message.transcript == sent and message.peer == "peer-1"
 
@@ -40,8 +42,16 @@ def test_no_reward_is_sent() -> None:
 
 
 def test_the_digest_names_question_and_responses_whoever_sends_them_in_whatever_order() -> None:
-    assert load(dump(PLAIN, "p")).digest == load(dump(said("train-ab", "cd", "ab"), "q")).digest == digest(PLAIN)
-    assert digest(PLAIN) != digest(said("train-ab", "ab", "ce")) != digest(said("train-cb", "ab", "ce"))
+    assert (
+        load(dump(PLAIN, "p")).digest
+        == load(dump(said("train-ab", "cd", "ab"), "q")).digest
+        == digest(PLAIN)
+    )
+    assert (
+        digest(PLAIN)
+        != digest(said("train-ab", "ab", "ce"))
+        != digest(said("train-cb", "ab", "ce"))
+    )
 
 
 DEEP = b'{"format": 1, "peer": "p", "task": ' + b"[" * 100_000

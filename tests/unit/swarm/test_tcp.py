@@ -24,7 +24,9 @@ def join(tmp_path: Path) -> Iterator[Join]:
     def joined(*peers: TcpTransport | str, key: bytes = KEY, **options: object) -> TcpTransport:
         file = tmp_path / f"key{len(made)}"
         file.write_bytes(key)
-        addresses = [peer if isinstance(peer, str) else "{}:{}".format(*peer.address) for peer in peers]
+        addresses = [
+            peer if isinstance(peer, str) else "{}:{}".format(*peer.address) for peer in peers
+        ]
         values = {"listen": "127.0.0.1:0", "timeout_s": 1.0, "max_bytes": 1000, **options}
         made.append(TcpTransport("me", key_file=str(file), peers=addresses, **values))
         return made[-1]
@@ -95,7 +97,9 @@ def test_a_caller_sends_nothing_to_who_does_not_have_the_key(join: Join) -> None
             assert connection.recv(1) == b""
 
 
-def test_frames_that_are_forged_changed_repeated_or_too_large_end_the_connection(join: Join) -> None:
+def test_frames_that_are_forged_changed_repeated_or_too_large_end_the_connection(
+    join: Join,
+) -> None:
     one = join()
     for hostile in (
         lambda session: frame(session, b"x", 1)[:-1] + b"y",
@@ -122,7 +126,9 @@ def test_frames_that_are_forged_changed_repeated_or_too_large_end_the_connection
 
 
 @pytest.mark.timeout(30)
-def test_garbage_and_silence_are_over_at_the_deadline_and_others_are_served_meanwhile(join: Join) -> None:
+def test_garbage_and_silence_are_over_at_the_deadline_and_others_are_served_meanwhile(
+    join: Join,
+) -> None:
     one = join(timeout_s=0.3)
     silent = [socket.create_connection(one.address, 5) for _ in range(3)]
     loud = socket.create_connection(one.address, 5)
@@ -147,7 +153,9 @@ def test_peers_that_are_silent_hold_no_place_that_another_one_needs(join: Join) 
         connection.close()
 
 
-def test_an_end_beside_silent_peers_is_nothing_to_speak_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_beside_silent_peers_is_nothing_to_speak_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "key").write_bytes(KEY)
     one = TcpTransport("me", "127.0.0.1:0", str(tmp_path / "key"))
     with socket.create_connection(one.address, 5) as silent:
@@ -190,10 +198,14 @@ def test_what_is_received_is_bounded(join: Join) -> None:
     [({"listen": "nowhere"}, "host:port"), ({"peers": ["x:y"]}, "host:port"), ({"key_file": "/nowhere"}, "cannot be read"),
      ({"listen": "192.0.2.1:9"}, "cannot listen")],
 )  # fmt: skip
-def test_mistakes_in_the_options_are_named(options: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_mistakes_in_the_options_are_named(
+    options: dict[str, object], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "key").write_bytes(KEY)
     with pytest.raises(ConfigError, match=words):
-        TcpTransport("me", **{"listen": "127.0.0.1:0", "key_file": str(tmp_path / "key"), **options})
+        TcpTransport(
+            "me", **{"listen": "127.0.0.1:0", "key_file": str(tmp_path / "key"), **options}
+        )
     (tmp_path / "key").write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 bytes or more, found 5"):
         TcpTransport("me", "127.0.0.1:0", str(tmp_path / "key"))

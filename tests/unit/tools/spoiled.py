@@ -38,7 +38,9 @@ def when_finished(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], None
     monkeypatch.setattr(directory, "_fingerprints", look)
 
 
-def convert_with_changed_bytes(case: tuple[Path, Path, Path], files: Sequence[Path], count: int, seed: int) -> None:
+def convert_with_changed_bytes(
+    case: tuple[Path, Path, Path], files: Sequence[Path], count: int, seed: int
+) -> None:
     """Changes a byte of one file after another; a conversion is refused, or gives the weights of the reference."""
     checkpoint, reference, out = case
     truth = digest(iterate_weights(reference))

@@ -45,7 +45,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Per model: NAME/hf, and its checkpoint NAME/step/trainer with optimizer and a snapshot of other weights."""
     root = tmp_path_factory.mktemp("convert")
     for name, options in MODELS.items():
-        model = tiny_model(root / name / "hf", tokenizer=name == "qwen2", vocab_size=VOCAB, **options)
+        model = tiny_model(
+            root / name / "hf", tokenizer=name == "qwen2", vocab_size=VOCAB, **options
+        )
         trainer = Trainer.from_pretrained(model)
         trainer.snapshot("reference")
         trainer.save(root / name / "step" / "trainer", 7)
@@ -72,24 +74,37 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, made: Path, tmp_path: Path) -> None:
+def test_export_has_the_trainers_weights_and_computes_what_it_does(
+    name: str, made: Path, tmp_path: Path
+) -> None:
     model = made / name / "hf"
     manifest = to_huggingface(made / name / "step", tmp_path / "out", model, Options(verify="full"))
-    assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model)), "not bitwise equal"
+    assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model)), (
+        "not bitwise equal"
+    )
     assert manifest["source"]["iteration"] == 7
     trainer = Trainer.from_pretrained(model)
-    _, bound = rounding.logprobs(model, rounding.rows_of(token_batch(_random_rows(VOCAB))), temperature=1.0)  # of each side
+    _, bound = rounding.logprobs(
+        model, rounding.rows_of(token_batch(_random_rows(VOCAB))), temperature=1.0
+    )  # of each side
     assert check_export(trainer, tmp_path / "out") <= 2 * bound
     trainer.close()
 
 
-def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_does_not_depend_on_workers(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Blocks that begin within query groups.
     monkeypatch.setattr("rlflow_tools.ckpt_convert.stream.BLOCK_BYTES", 1000)
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
-        to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
-    single, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
+        to_huggingface(
+            made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options
+        )
+    single, five = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("1", "5")
+    )
     assert single == five
     assert len(WeightFiles(tmp_path / "1")) == len(WeightFiles(made / "qwen2" / "hf"))
     assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(single)
@@ -97,13 +112,22 @@ def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypat
 
 
 def test_cast_rounds_as_torch_does(made: Path, tmp_path: Path) -> None:
-    to_huggingface(made / "qwen3" / "step", tmp_path / "out", made / "qwen3" / "hf", Options(dtype="bf16", verify="full"))
-    expected = ((name, tensor.bfloat16()) for name, tensor in iterate_weights(made / "qwen3" / "hf"))
+    to_huggingface(
+        made / "qwen3" / "step",
+        tmp_path / "out",
+        made / "qwen3" / "hf",
+        Options(dtype="bf16", verify="full"),
+    )
+    expected = (
+        (name, tensor.bfloat16()) for name, tensor in iterate_weights(made / "qwen3" / "hf")
+    )
     assert digest(iterate_weights(tmp_path / "out")) == digest(expected)
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
 
 
-def write_by_hand(model: Path, path: Path, padding: int, output: Callable[[Tensor], Tensor] | None = None) -> None:
+def write_by_hand(
+    model: Path, path: Path, padding: int, output: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Per-layer keys and a padded vocabulary, by torch's own writer; no optimizer. output: an output layer from the
     embedding, for a tied model."""
     files, sizes = WeightFiles(model), architecture(read_config(model))
@@ -115,7 +139,9 @@ def write_by_hand(model: Path, path: Path, padding: int, output: Callable[[Tenso
         state[rule.megatron_name(layer, fused=True)] = tensor
     if output:
         state["output_layer.weight"] = output(state["embedding.word_embeddings.weight"])
-    torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)
+    torch_checkpoint.save(
+        state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True
+    )
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
 
@@ -172,14 +198,21 @@ def tracker_names_nothing(checkpoint: Path, reference: Path) -> None:
 def optimizer_only(checkpoint: Path, reference: Path) -> None:
     shutil.rmtree(checkpoint)
     state = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(4)}
-    torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(checkpoint), no_dist=True)
+    torch_checkpoint.save(
+        state, storage_writer=torch_checkpoint.FileSystemWriter(checkpoint), no_dist=True
+    )
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
 
 def other_heads(checkpoint: Path, reference: Path) -> None:
     """Twice as many heads, half as wide: every shape stays, and only the checkpoint's own description tells."""
     config = json.loads((reference / "config.json").read_text())
-    edit(reference / "config.json", num_attention_heads=8, head_dim=config["hidden_size"] // 8, num_key_value_heads=4)
+    edit(
+        reference / "config.json",
+        num_attention_heads=8,
+        head_dim=config["hidden_size"] // 8,
+        num_key_value_heads=4,
+    )
 
 
 def shape_only(**changes: Any) -> Any:
@@ -193,19 +226,47 @@ def shape_only(**changes: Any) -> Any:
 
 
 BAD = {
-    "missing shard": (3, "__0_0.distcp: missing", lambda ckpt, ref: (ckpt / "__0_0.distcp").unlink()),
+    "missing shard": (
+        3,
+        "__0_0.distcp: missing",
+        lambda ckpt, ref: (ckpt / "__0_0.distcp").unlink(),
+    ),
     "no .metadata": (3, "cut short", lambda ckpt, ref: (ckpt / ".metadata").unlink()),
-    "no .metadata, but another model's below": (3, "cut short", lambda ckpt, ref: move_below(ckpt / ".metadata")),
+    "no .metadata, but another model's below": (
+        3,
+        "cut short",
+        lambda ckpt, ref: move_below(ckpt / ".metadata"),
+    ),
     "truncated": (4, "bytes found", truncate),
-    "damaged .metadata": (4, "damaged", lambda ckpt, ref: (ckpt / ".metadata").write_bytes(b"\x80\x04abc")),
-    "unknown family": (6, "'gpt9' is not supported", lambda ckpt, ref: edit(ref / "config.json", model_type="gpt9")),
-    "unmapped tensor": (6, "have no place", lambda ckpt, ref: edit(ref / "config.json", model_type="llama")),
-    "other heads": (7, "its heads is 4", lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=8)),
+    "damaged .metadata": (
+        4,
+        "damaged",
+        lambda ckpt, ref: (ckpt / ".metadata").write_bytes(b"\x80\x04abc"),
+    ),
+    "unknown family": (
+        6,
+        "'gpt9' is not supported",
+        lambda ckpt, ref: edit(ref / "config.json", model_type="gpt9"),
+    ),
+    "unmapped tensor": (
+        6,
+        "have no place",
+        lambda ckpt, ref: edit(ref / "config.json", model_type="llama"),
+    ),
+    "other heads": (
+        7,
+        "its heads is 4",
+        lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=8),
+    ),
     "other layers": (7, "1 layers", drop_layer),
     "same shapes, other heads": (7, "its heads is 4", other_heads),
     "other head_dim": (7, "has shape", shape_only(head_dim=32)),
     "larger vocabulary": (7, "has shape", shape_only(vocab_size=VOCAB + 1)),
-    "output layer of an untied model": (7, "is not the embedding", shape_only(tie_word_embeddings=True)),
+    "output layer of an untied model": (
+        7,
+        "is not the embedding",
+        shape_only(tie_word_embeddings=True),
+    ),
     "tracker without its directory": (3, "names '12'", tracker_names_nothing),
     "tracker with another digit": (
         3,
@@ -215,10 +276,22 @@ BAD = {
             (ckpt / "latest_checkpointed_iteration.txt").write_text("\u00b2"),
         ),
     ),
-    "no heads": (6, "'num_attention_heads' is 0", lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=0)),
+    "no heads": (
+        6,
+        "'num_attention_heads' is 0",
+        lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=0),
+    ),
     "optimizer only": (10, "holds no weights", optimizer_only),
-    "tied": (7, "its tied is False", lambda ckpt, ref: edit(ref / "config.json", tie_word_embeddings=True)),
-    "fsdp": (10, "'fsdp_dtensor'", lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor")),
+    "tied": (
+        7,
+        "its tied is False",
+        lambda ckpt, ref: edit(ref / "config.json", tie_word_embeddings=True),
+    ),
+    "fsdp": (
+        10,
+        "'fsdp_dtensor'",
+        lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor"),
+    ),
     "no checkpoint": (10, "no checkpoint", lambda ckpt, ref: (shutil.rmtree(ckpt), ckpt.mkdir())),
     "hostile .metadata": (11, "names pathlib.Path", hostile_metadata),
     "hostile common.pt": (11, "common.pt: names", hostile_common),
@@ -226,7 +299,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_with_its_code(
+    name: str, case: Any, capsys: Any, tmp_path: Path
+) -> None:
     checkpoint, reference, out = case
     code, text, damage = BAD[name]
     damage(checkpoint, reference)
@@ -235,10 +310,14 @@ def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, 
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == code
     message = capsys.readouterr().err
     assert text in message and message.count("\n") == 1
-    assert not out.exists() and not list(tmp_path.glob("out*")) and not (tmp_path / "witness").exists()
+    assert (
+        not out.exists() and not list(tmp_path.glob("out*")) and not (tmp_path / "witness").exists()
+    )
 
 
-def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp_path: Path) -> None:
+def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(
+    case: Any, tmp_path: Path
+) -> None:
     checkpoint, reference, out = case
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -272,12 +351,16 @@ def test_a_source_that_was_saved_over_meanwhile_is_refused(
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     when_finished(monkeypatch, save_over)
-    with pytest.raises(ConversionError, match=f"{name}: was written to while it was read") as caught:
+    with pytest.raises(
+        ConversionError, match=f"{name}: was written to while it was read"
+    ) as caught:
         to_huggingface(checkpoint, out, reference)
     assert caught.value.exit_code == 4 and not out.exists() and not list(tmp_path.glob("out*"))
 
 
-def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint, reference, out = case
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
@@ -317,7 +400,9 @@ def test_weights_that_are_not_finite_are_refused(made: Path, tmp_path: Path) -> 
     write_by_hand(model, tmp_path / "checkpoint", padding=0)
     file = tmp_path / "checkpoint" / "__0_0.distcp"
     norm = WeightFiles(model)["model.norm.weight"].numpy().tobytes()
-    file.write_bytes(file.read_bytes().replace(norm, torch.tensor(float("nan")).numpy().tobytes() + norm[4:]))
+    file.write_bytes(
+        file.read_bytes().replace(norm, torch.tensor(float("nan")).numpy().tobytes() + norm[4:])
+    )
     with pytest.raises(ConversionError) as caught:
         to_huggingface(tmp_path / "checkpoint", tmp_path / "out", model)
     assert caught.value.exit_code == 4 and "NaN" in str(caught.value)
@@ -349,12 +434,17 @@ def test_inspect_and_dry_run(case: Any, capsys: Any) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["iteration"] == 7 and report["layout"]["tensor_parallel"] == 1
     assert report["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(reference))
-    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--dry-run", "--json"]) == 0
+    assert (
+        main(["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--dry-run", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["parameters"] == report["parameters"]
     assert not out.exists()
 
 
-def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rlflow_convert_is_a_plugin(
+    case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlflow.commands import cli
     from tools.ckpt_convert import command
 
@@ -365,7 +455,9 @@ def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.
         def load() -> Any:
             return command.add
 
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry] if group == COMMAND_PLUG_INS else [])
+    monkeypatch.setattr(
+        cli.metadata, "entry_points", lambda group: [Entry] if group == COMMAND_PLUG_INS else []
+    )
     checkpoint, reference, out = case
     out.mkdir()
     (out / "notes.txt").write_text("mine")

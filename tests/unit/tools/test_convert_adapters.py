@@ -25,7 +25,9 @@ RANK, ALPHA = 2, 4.0
 def made(path: Path, family: str) -> tuple[Path, dict[str, Tensor]]:
     """A model directory in bfloat16, and adapters of its attention."""
     whole = tiny_model(path / "whole", family, tokenizer=False)
-    rounded = [(name, value.to(dtype_of(name, torch.bfloat16))) for name, value in iterate_weights(whole)]
+    rounded = [
+        (name, value.to(dtype_of(name, torch.bfloat16))) for name, value in iterate_weights(whole)
+    ]
     rounded.sort(key=lambda pair: pair[1].dtype is torch.bfloat16)  # as transformers writes them
     write_model(path / "base", rounded, whole)
     draw, factors = torch.Generator().manual_seed(0), {}
@@ -39,12 +41,26 @@ def made(path: Path, family: str) -> tuple[Path, dict[str, Tensor]]:
 
 def checkpoint(path: Path, base: Path, factors: dict[str, Tensor]) -> Path:
     """As a trainer with `trainer.lora` saves it."""
-    dcp.save({f"lora.{name}": value for name, value in factors.items()}, checkpoint_id=str(path), no_dist=True)
+    dcp.save(
+        {f"lora.{name}": value for name, value in factors.items()},
+        checkpoint_id=str(path),
+        no_dist=True,
+    )
     versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (path / "metadata.json").write_text(json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1}))
+    (path / "metadata.json").write_text(
+        json.dumps({**versions, "common_backend": "torch", "common_backend_version": 1})
+    )
     lora = {"rank": RANK, "alpha": ALPHA, "base": digest(iterate_weights(base))}
-    manifest = {"step": 3, "layout": {"tensor_parallel": 1}, "model": {}, "dtype": "bfloat16", "lora": lora}
-    write_manifest(path / TRAINER_MANIFEST, manifest, {file.name: fingerprint(file) for file in path.iterdir()})
+    manifest = {
+        "step": 3,
+        "layout": {"tensor_parallel": 1},
+        "model": {},
+        "dtype": "bfloat16",
+        "lora": lora,
+    }
+    write_manifest(
+        path / TRAINER_MANIFEST, manifest, {file.name: fingerprint(file) for file in path.iterdir()}
+    )
     return path
 
 
@@ -62,13 +78,32 @@ def logits(path: Path, factors: dict[str, Tensor] | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_a_merge_keeps_the_routers_biases_and_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
+def test_a_merge_keeps_the_routers_biases_and_computes_what_transformers_does(
+    family: str, tmp_path: Path
+) -> None:
     base, factors = made(tmp_path, family)
     targets = ["o_proj"]
-    write_adapter(tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=targets)
+    write_adapter(
+        tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=targets
+    )
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     saved, out = checkpoint(tmp_path / "saved", base, factors), tmp_path / "out"
-    assert main(["to-hf", str(saved), str(out), "--hf", str(base), "--num-layers", "2", "--shard-size", "20KB"]) == 0
+    assert (
+        main(
+            [
+                "to-hf",
+                str(saved),
+                str(out),
+                "--hf",
+                str(base),
+                "--num-layers",
+                "2",
+                "--shard-size",
+                "20KB",
+            ]
+        )
+        == 0
+    )
     assert len(list(out.glob("*.safetensors"))) > 2
     assert digest(iterate_weights(out)) == digest(iterate_weights(tmp_path / "merged"))
     before, after = WeightFiles(base), WeightFiles(out)
@@ -80,10 +115,14 @@ def test_a_merge_keeps_the_routers_biases_and_computes_what_transformers_does(fa
 
 def test_a_merge_keeps_the_dtypes_of_a_mixed_base(tmp_path: Path) -> None:
     base, factors = made(tmp_path, "qwen3")
-    kinds = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in WeightFiles(base)}
+    kinds = {
+        name: torch.float32 if "norm" in name else torch.bfloat16 for name in WeightFiles(base)
+    }
     mixed = {name: value.to(kinds[name]) for name, value in iterate_weights(base)}
     save_file(mixed, base / "model.safetensors", metadata={"format": "pt"})
-    write_adapter(tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=["o_proj"])
+    write_adapter(
+        tmp_path / "adapter", factors.items(), base=base, rank=RANK, alpha=ALPHA, targets=["o_proj"]
+    )
     manifest = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     found = dict(iterate_weights(tmp_path / "merged"))
     assert {name: value.dtype for name, value in found.items()} == kinds

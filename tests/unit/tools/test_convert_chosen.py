@@ -25,7 +25,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainer.save(root / "run" / "checkpoints" / f"step_{step:06d}" / "trainer", step)
         trainer.close()
         (root / "run" / "checkpoints" / f"step_{step:06d}" / "state.json").write_text("{}")
-        shutil.copytree(root / "run" / "checkpoints" / f"step_{step:06d}" / "trainer", root / "save" / f"iter_{step:07d}")
+        shutil.copytree(
+            root / "run" / "checkpoints" / f"step_{step:06d}" / "trainer",
+            root / "save" / f"iter_{step:07d}",
+        )
     (root / "run" / "config.yaml").write_text(f"model: {{path: {root / 'second'}}}\n")
     (root / "save" / "latest_checkpointed_iteration.txt").write_text("10")
     return root
@@ -38,17 +41,26 @@ def same(one: Path, other: Path) -> bool:
 def test_the_iteration_is_taken_whatever_the_tracker_file_says(made: Path, tmp_path: Path) -> None:
     call = ["--hf", str(made / "second")]
     assert main(["to-hf", str(made / "save"), str(tmp_path / "newest"), *call]) == 0
-    assert main(["to-hf", str(made / "save"), str(tmp_path / "fifth"), *call, "--iteration", "5"]) == 0
+    assert (
+        main(["to-hf", str(made / "save"), str(tmp_path / "fifth"), *call, "--iteration", "5"]) == 0
+    )
     assert same(tmp_path / "newest", made / "second") and same(tmp_path / "fifth", made / "first")
-    assert main(["to-hf", str(made / "save"), str(tmp_path / "none"), *call, "--iteration", "6"]) == 5
+    assert (
+        main(["to-hf", str(made / "save"), str(tmp_path / "none"), *call, "--iteration", "6"]) == 5
+    )
 
 
-def test_a_run_is_its_newest_checkpoint_with_the_model_that_it_began_from(made: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_is_its_newest_checkpoint_with_the_model_that_it_began_from(
+    made: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["to-hf", str(made / "run"), str(tmp_path / "newest")]) == 0
     assert same(tmp_path / "newest", made / "second")
     assert main(["to-hf", str(made / "run"), str(tmp_path / "fifth"), "--iteration", "5"]) == 0
     assert same(tmp_path / "fifth", made / "first")
-    assert main(["to-hf", str(made / "run" / "checkpoints" / "step_000005"), str(tmp_path / "step")]) == 0
+    assert (
+        main(["to-hf", str(made / "run" / "checkpoints" / "step_000005"), str(tmp_path / "step")])
+        == 0
+    )
     assert same(tmp_path / "step", made / "first")
     capsys.readouterr()
     assert main(["inspect", str(made / "run"), "--json"]) == 0

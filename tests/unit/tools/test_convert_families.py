@@ -26,7 +26,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3, head_dim, numbered keys": ("qwen3", {}, {"numbered": True}),
     "llama, TE names": ("llama", {}, {"fused": True}),
     "mixtral": ("mixtral", {}, {}),
-    "qwen2_moe, halves of fc1 apart": ("qwen2_moe", {}, {"options": {"metadata": {"singleton_local_shards": True}}}),
+    "qwen2_moe, halves of fc1 apart": (
+        "qwen2_moe",
+        {},
+        {"options": {"metadata": {"singleton_local_shards": True}}},
+    ),
     "qwen3_moe, TE names": ("qwen3_moe", {}, {"fused": True}),
     "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
@@ -47,9 +51,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Job]
     root = tmp_path_factory.mktemp("families")
     found = {}
     for number, (name, (family, sizes, options)) in enumerate(CASES.items()):
-        reference = tiny_model(root / str(number) / "hf", family, tokenizer=False, vocab_size=VOCAB, **sizes)
+        reference = tiny_model(
+            root / str(number) / "hf", family, tokenizer=False, vocab_size=VOCAB, **sizes
+        )
         place = root / str(number)
-        job = Job(read_config(reference), place / "result.pt", VOCAB, save_to=place / "saved", **options)
+        job = Job(
+            read_config(reference), place / "result.pt", VOCAB, save_to=place / "saved", **options
+        )
         found[name] = reference, job
     run_alone([job for _, job in found.values()])
     return found
@@ -63,13 +71,21 @@ def logits(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_export_computes_what_megatron_computes(name: str, made: dict[str, tuple[Path, Job]], tmp_path: Path) -> None:
+def test_export_computes_what_megatron_computes(
+    name: str, made: dict[str, tuple[Path, Job]], tmp_path: Path
+) -> None:
     reference, job = made[name]
     assert job.save_to is not None
     for saved in ("torch_dist", "torch"):
-        manifest = to_huggingface(job.save_to / saved, tmp_path / saved, reference, Options(verify="full"))
-        assert manifest["source"]["iteration"] == ITERATION and manifest["source"]["format"] == saved
-    content = {saved: digest(iterate_weights(tmp_path / saved)) for saved in ("torch_dist", "torch")}
+        manifest = to_huggingface(
+            job.save_to / saved, tmp_path / saved, reference, Options(verify="full")
+        )
+        assert (
+            manifest["source"]["iteration"] == ITERATION and manifest["source"]["format"] == saved
+        )
+    content = {
+        saved: digest(iterate_weights(tmp_path / saved)) for saved in ("torch_dist", "torch")
+    }
     assert content["torch_dist"] == content["torch"], "the formats give other weights"
     expected = torch.load(job.result)["logits"]
     bound = 1e-5 if job.dtype is torch.float32 else 0.05  # bfloat16: Megatron rounds every product
@@ -89,11 +105,15 @@ def test_import_loads_in_megatron_with_the_same_parameters(
         model, out = tmp_path / f"{number}-hf", tmp_path / f"{number}-megatron"
         to_huggingface(job.save_to / "torch", model, reference, Options(verify="none"))
         # torch_dist is cut for other ranks than those that load it; legacy files are for the ranks that they name.
-        layout = CheckpointLayout(tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False)
+        layout = CheckpointLayout(
+            tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False
+        )
         to_megatron(model, out, Options(layout=layout, format=saved, verify="full"))
         rows = {"vocab_multiple": layout.vocab_multiple}
         result, loads = tmp_path / f"{number}.pt", out / "release"
         jobs.append(Job(job.config, result, VOCAB, load_from=loads, dtype=job.dtype, options=rows))
     assert {job.config["model_type"] for job in jobs} == FAMILIES.keys(), "a family is not loaded"
     run_alone(jobs)
-    assert {job.load_from: torch.load(job.result)["wrong"] for job in jobs} == {job.load_from: [] for job in jobs}
+    assert {job.load_from: torch.load(job.result)["wrong"] for job in jobs} == {
+        job.load_from: [] for job in jobs
+    }

@@ -20,7 +20,12 @@ from tests.unit.tools.spoiled import when_finished
 from tools.ckpt_convert.command import main
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reference `hf` and a checkpoint `step` of it."""
@@ -88,7 +93,9 @@ def test_a_directory_of_somebody_else_is_left_alone(made: Path, tmp_path: Path) 
         (place / "chapter").write_text("mine")
     linked.symlink_to(theirs[0])
     to_huggingface(made / "step", tmp_path / "out", made / "hf")
-    assert all((place / "chapter").read_text() == "mine" for place in theirs) and linked.is_symlink()
+    assert (
+        all((place / "chapter").read_text() == "mine" for place in theirs) and linked.is_symlink()
+    )
 
 
 def test_another_directory_called_replaced_stays(made: Path, tmp_path: Path) -> None:
@@ -127,7 +134,16 @@ def test_an_output_that_was_moved_aside_comes_back(made: Path, tmp_path: Path) -
 
 
 def test_the_manifest_names_no_path_and_checks_out(made: Path, tmp_path: Path, capsys: Any) -> None:
-    call = ["to-hf", str(made / "step"), str(tmp_path / "out"), "--hf", str(made / "hf"), "--json", "--verify", "full"]
+    call = [
+        "to-hf",
+        str(made / "step"),
+        str(tmp_path / "out"),
+        "--hf",
+        str(made / "hf"),
+        "--json",
+        "--verify",
+        "full",
+    ]
     assert main(call) == 0
     report = json.loads(capsys.readouterr().out)
     text = (tmp_path / "out" / "manifest.json").read_text()
@@ -148,8 +164,17 @@ def test_the_manifest_names_no_path_and_checks_out(made: Path, tmp_path: Path, c
         ("--iteration", 7, 0),
     ],
 )
-def test_sizes_are_assertions(made: Path, tmp_path: Path, capsys: Any, option: str, value: int, code: int) -> None:
-    call = ["to-hf", str(made / "step"), str(tmp_path / "out"), "--hf", str(made / "hf"), "--dry-run"]
+def test_sizes_are_assertions(
+    made: Path, tmp_path: Path, capsys: Any, option: str, value: int, code: int
+) -> None:
+    call = [
+        "to-hf",
+        str(made / "step"),
+        str(tmp_path / "out"),
+        "--hf",
+        str(made / "hf"),
+        "--dry-run",
+    ]
     assert main([*call, option, str(value)]) == code
     message = capsys.readouterr().err
     assert message.count("\n") == (1 if code else 0)

@@ -33,7 +33,11 @@ DENSE = (
     CheckpointLayout(1, 2, 2, fused=False),
     CheckpointLayout(2, fused=False),
 )
-SPARSE = (CheckpointLayout(expert=2), CheckpointLayout(2, 2, 2, 2), CheckpointLayout(2, expert=4, fused=False))
+SPARSE = (
+    CheckpointLayout(expert=2),
+    CheckpointLayout(2, 2, 2, 2),
+    CheckpointLayout(2, expert=4, fused=False),
+)
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
 ROUND_TRIPS: list[Any] = [
     *(("qwen2", {"tied": True, "num_key_value_heads": 4}, layout) for layout in DENSE),
@@ -49,15 +53,21 @@ ROUND_TRIPS: list[Any] = [
 
 
 @pytest.mark.parametrize("saved", ("torch_dist", "torch"))
-@pytest.mark.parametrize(("family", "sizes", "layout"), ROUND_TRIPS, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("family", "sizes", "layout"), ROUND_TRIPS, ids=lambda value: str(value).replace(" ", "")
+)
 def test_there_and_back_is_bit_exact(
     family: str, sizes: dict[str, Any], layout: CheckpointLayout, saved: str, tmp_path: Path
 ) -> None:
-    model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes)
+    model = tiny_model(
+        tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes
+    )
     options = Options(layout=layout, format=saved, shard_bytes=50_000, verify="full")
     manifest = to_megatron(model, tmp_path / "megatron", options)
     assert manifest["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(model))
-    to_huggingface(tmp_path / "megatron", tmp_path / "back", model)  # full: test_convert_families.py
+    to_huggingface(
+        tmp_path / "megatron", tmp_path / "back", model
+    )  # full: test_convert_families.py
     assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(model))
 
 
@@ -84,7 +94,9 @@ def file_of(checkpoint: Path, rank: str) -> Path:
     return checkpoint / "release" / rank / "model_optim_rng.pt"
 
 
-def edit(change: Callable[[dict[str, Any]], Any], rank: str = "mp_rank_01_001") -> Callable[[Path], None]:
+def edit(
+    change: Callable[[dict[str, Any]], Any], rank: str = "mp_rank_01_001"
+) -> Callable[[Path], None]:
     def damage(checkpoint: Path) -> None:
         state = torch.load(file_of(checkpoint, rank), weights_only=False)
         change(state)
@@ -131,7 +143,9 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "missing stage": (
         3,
         "pipeline parallel 2",
-        lambda path: [shutil.rmtree(directory) for directory in path.glob("release/*_001")] and None,
+        lambda path: (
+            [shutil.rmtree(directory) for directory in path.glob("release/*_001")] and None
+        ),
     ),
     "truncated": (4, "damaged", truncate),
     "not an archive": (
@@ -141,7 +155,11 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     ),
     "two iterations": (5, "of iteration 9", edit(lambda state: state.update(iteration=9))),
     "replicas differ": (5, "is not what another rank has", edit(norms)),
-    "tensor ranks exchanged": (5, "tensor rank 1, and lies in", exchange("mp_rank_00_000", "mp_rank_01_000")),
+    "tensor ranks exchanged": (
+        5,
+        "tensor rank 1, and lies in",
+        exchange("mp_rank_00_000", "mp_rank_01_000"),
+    ),
     "all ranks exchanged": (5, "and lies in", exchange("mp_rank_01_000", "mp_rank_00_001")),
     "a rank twice": (5, "is a copy of the other", duplicate),
     "shapes differ": (
@@ -152,21 +170,35 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "tensor of one rank": (
         6,
         "mlp.extra.weight",
-        edit(lambda state: state["model"].update({"decoder.layers.0.mlp.extra.weight": torch.zeros(3)})),
+        edit(
+            lambda state: state["model"].update(
+                {"decoder.layers.0.mlp.extra.weight": torch.zeros(3)}
+            )
+        ),
     ),
     "no weights": (10, "holds no weights", edit(lambda state: state.pop("model"))),
-    "before megatron-core": (10, "language_model", edit(lambda state: state.update(model={"language_model": {}}))),
+    "before megatron-core": (
+        10,
+        "language_model",
+        edit(lambda state: state.update(model={"language_model": {}})),
+    ),
     "grouped GEMM": (
         10,
         "moe_use_legacy_grouped_gemm",
-        edit(lambda state: state["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.zeros(3)})),
+        edit(
+            lambda state: state["model"].update(
+                {"decoder.layers.0.mlp.experts.weight1": torch.zeros(3)}
+            )
+        ),
     ),
     "hostile": (11, "which has no place there; not loaded", hostile),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_with_its_code(
+    name: str, case: Any, capsys: Any, tmp_path: Path
+) -> None:
     checkpoint, reference, out = case
     code, text, damage = BAD[name]
     damage(checkpoint)
@@ -190,7 +222,8 @@ def test_stages_need_not_have_as_many_layers(case: Any) -> None:
     checkpoint, reference, out = case
     for tensor in ("00", "01"):
         states = [
-            torch.load(file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"), weights_only=False) for stage in (0, 1)
+            torch.load(file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"), weights_only=False)
+            for stage in (0, 1)
         ]
         first, last = (state["model"] for state in states)
         for name in [name for name in last if name.startswith("decoder.layers.0.")]:
@@ -201,7 +234,9 @@ def test_stages_need_not_have_as_many_layers(case: Any) -> None:
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
 
 
-def test_a_file_without_permission_is_one_line(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_permission_is_one_line(
+    case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint, reference, out = case
     opened = Path.open
 
@@ -213,13 +248,18 @@ def test_a_file_without_permission_is_one_line(case: Any, capsys: Any, monkeypat
     monkeypatch.setattr(Path, "open", refuse)
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 4
     message = capsys.readouterr().err
-    assert "model_optim_rng.pt: cannot be read (Permission denied)" in message and message.count("\n") == 1
+    assert (
+        "model_optim_rng.pt: cannot be read (Permission denied)" in message
+        and message.count("\n") == 1
+    )
 
 
 def test_files_that_say_which_rank_saved_them_convert(case: Any) -> None:
     """Numbered as Megatron-LM's processes are: tensor ranks in turn, per stage."""
     checkpoint, reference, out = case
-    said = [vars(torch.load(file_of(checkpoint, rank), weights_only=False)["args"]) for rank in RANKS]
+    said = [
+        vars(torch.load(file_of(checkpoint, rank), weights_only=False)["args"]) for rank in RANKS
+    ]
     assert [(args["rank"], args["world_size"]) for args in said] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     to_huggingface(checkpoint, out, reference)
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
@@ -252,7 +292,11 @@ ROUTED = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GROUPED = {"routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
 SINGLE = {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
-GROUPS = {"moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+GROUPS = {
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+}
 ORDINARY = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -285,7 +329,12 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("family", "config", "args", "expected"),
     [
-        ("llama", {"rope_scaling": LLAMA3}, {"use_rope_scaling": True, "rope_scaling_factor": 8}, []),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3},
+            {"use_rope_scaling": True, "rope_scaling_factor": 8},
+            [],
+        ),
         ("llama", {"rope_scaling": LLAMA3}, {"use_rope_scaling": False}, ["use_rope_scaling"]),
         (
             "llama",
@@ -296,18 +345,43 @@ OTHERS = {
         ("qwen2", WINDOW, {"window_size": [63, 0], "seq_length": 4096}, []),
         ("qwen2", WINDOW, {"window_size": None, "seq_length": 64}, []),
         ("qwen2", WINDOW, {"window_size": None, "seq_length": 65}, ["window_size"]),
-        ("qwen2", {**WINDOW, "use_sliding_window": False}, {"window_size": None, "seq_length": 65}, []),
+        (
+            "qwen2",
+            {**WINDOW, "use_sliding_window": False},
+            {"window_size": None, "seq_length": 65},
+            [],
+        ),
         ("qwen2", {}, {"vocab_size": 90, "seq_length": 65}, []),
         ("qwen3_moe", ROUTED, {"moe_router_topk": 2, "moe_router_pre_softmax": False}, []),
         ("qwen3_moe", ROUTED, {"moe_router_topk": 8}, ["moe_router_topk"]),
-        ("qwen3_moe", {**ROUTED, "norm_topk_prob": False}, {"moe_router_pre_softmax": False}, ["moe_router_pre_softmax"]),
-        ("deepseek_v3", ROUTED, {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, []),
-        ("deepseek_v3", ROUTED, {"moe_router_score_function": "softmax"}, ["moe_router_score_function"]),
+        (
+            "qwen3_moe",
+            {**ROUTED, "norm_topk_prob": False},
+            {"moe_router_pre_softmax": False},
+            ["moe_router_pre_softmax"],
+        ),
+        (
+            "deepseek_v3",
+            ROUTED,
+            {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
+            [],
+        ),
+        (
+            "deepseek_v3",
+            ROUTED,
+            {"moe_router_score_function": "softmax"},
+            ["moe_router_score_function"],
+        ),
         ("llama", {}, ORDINARY, []),
         *(("llama", {}, {name: value}, [name]) for name, value in OTHERS.items()),
         ("qwen3", {}, {"qk_layernorm": True, "softmax_scale": 32**-0.5}, []),
         ("qwen2", {"rope_parameters": YARN}, {"position_embedding_type": "yarn"}, []),
-        ("deepseek_v3", {"rope_parameters": YARN}, {**ORDINARY, "qk_layernorm": True, "rope_type": "yarn"}, []),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN},
+            {**ORDINARY, "qk_layernorm": True, "rope_type": "yarn"},
+            [],
+        ),
         ("deepseek_v3", {}, {"position_embedding_type": "none", "softmax_scale": 0.5}, []),
         ("deepseek_v3", GROUPED, GROUPS, []),
         ("deepseek_v3", GROUPED, dict.fromkeys(GROUPS), list(GROUPS)),
@@ -347,8 +421,12 @@ def test_training_state_beside_the_weights_is_read_and_ignored(case: Any) -> Non
     numpy = pytest.importorskip("numpy")
 
     def add(state: dict[str, Any]) -> None:
-        state["args"] = argparse.Namespace(**vars(state["args"]), exit_signal=signal.SIGTERM, save=Path("/somewhere"))
-        state["rng_state"] = [{"np_rng_state": numpy.random.RandomState(0).get_state(), "random": (3, (1, 2), None)}]
+        state["args"] = argparse.Namespace(
+            **vars(state["args"]), exit_signal=signal.SIGTERM, save=Path("/somewhere")
+        )
+        state["rng_state"] = [
+            {"np_rng_state": numpy.random.RandomState(0).get_state(), "random": (3, (1, 2), None)}
+        ]
         main = torch.ones(3)  # of the bf16 optimizer, which copies the parameter's attributes
         main.tensor_model_parallel, main.partition_dim = True, 0  # type: ignore[attr-defined]
         state["optimizer"] = {

@@ -38,7 +38,9 @@ def swap_gate_and_up(model: Path) -> None:
         ("qwen2_moe", CheckpointLayout(fused=False), "torch_dist"),
     ],
 )
-def test_both_directions_verify(family: str, layout: CheckpointLayout, saved: str, tmp_path: Path) -> None:
+def test_both_directions_verify(
+    family: str, layout: CheckpointLayout, saved: str, tmp_path: Path
+) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
     to_megatron(model, tmp_path / "megatron", Options(layout=layout, format=saved))
     rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
@@ -46,7 +48,12 @@ def test_both_directions_verify(family: str, layout: CheckpointLayout, saved: st
     assert check_logits(tmp_path / "megatron", model) <= 2 * bound
 
 
-STRETCHED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,9 @@ STRETCHED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
     ],
     ids=["yarn", "window", "window of some layers"],
 )
-def test_stretched_positions_and_windows_verify(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_stretched_positions_and_windows_verify(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, **changes)
     to_megatron(model, tmp_path / "megatron")
     rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
@@ -75,16 +84,34 @@ def test_a_swap_that_keeps_every_shape_is_seen(tmp_path: Path) -> None:
     assert caught.value.exit_code == 4
 
 
-def test_the_command_verifies_before_out_appears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_verifies_before_out_appears(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model(tmp_path / "hf", "llama", tokenizer=False, vocab_size=101)
-    call = ["to-megatron", str(model), str(tmp_path / "megatron"), "--verify", "logits", "--dtype", "bf16"]
+    call = [
+        "to-megatron",
+        str(model),
+        str(tmp_path / "megatron"),
+        "--verify",
+        "logits",
+        "--dtype",
+        "bf16",
+    ]
     assert main(call) == 0 and "verified: logits" in capsys.readouterr().out
     config = (
         model / "config.json"
     )  # another activation: shapes agree, and so does all that the checkpoint says of its model
     text = config.read_text()
     config.write_text(text.replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
-    back = ["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), "--hf", str(model), "--verify", "logits"]
+    back = [
+        "to-hf",
+        str(tmp_path / "megatron"),
+        str(tmp_path / "back"),
+        "--hf",
+        str(model),
+        "--verify",
+        "logits",
+    ]
     assert main(back) == 4
     assert not (tmp_path / "back").exists() and "do not compute the same" in capsys.readouterr().err
     config.write_text(text)

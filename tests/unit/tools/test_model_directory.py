@@ -25,7 +25,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = Trainer.from_pretrained(model)
     for step in (1, 2):
         trainer.save(root / "run" / "checkpoints" / f"step_{step:06d}" / "trainer", step)
-        (root / "run" / "checkpoints" / f"step_{step:06d}" / "state.json").write_text(json.dumps({"step": step}))
+        (root / "run" / "checkpoints" / f"step_{step:06d}" / "state.json").write_text(
+            json.dumps({"step": step})
+        )
     trainer.close()
     save_config(load_config(None, [f"model.path={model}"]), root / "run" / "config.yaml")
     mark_own(root / "run" / "config.yaml")
@@ -46,7 +48,9 @@ def resolve(given: Path, reference: Path | None = None) -> tuple[ModelDirectory,
 
 def test_a_run_is_its_newest_checkpoint_and_is_converted_once(made: Path, run: Path) -> None:
     model, said = resolve(run)
-    assert model.path == run / "checkpoints" / "step_000002.hf" and model.config == run / "config.yaml"
+    assert (
+        model.path == run / "checkpoints" / "step_000002.hf" and model.config == run / "config.yaml"
+    )
     assert model.name == "run-step_000002" and "converting to" in said[0]
     assert digest(iterate_weights(model.path)) == digest(iterate_weights(made / "start"))
     assert "already converted" in resolve(run / "checkpoints" / "step_000002" / "trainer")[1][0]
@@ -54,7 +58,9 @@ def test_a_run_is_its_newest_checkpoint_and_is_converted_once(made: Path, run: P
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "reference", "conversion"])
-def test_a_conversion_of_something_else_is_never_used(made: Path, run: Path, tmp_path: Path, what: str) -> None:
+def test_a_conversion_of_something_else_is_never_used(
+    made: Path, run: Path, tmp_path: Path, what: str
+) -> None:
     """A stale cache that returns old weights is the failure to prevent: whatever changed, it is converted again."""
     shutil.copytree(made / "start", tmp_path / "start")
     step = run / "checkpoints" / "step_000002"
@@ -81,7 +87,9 @@ def test_a_checkpoint_of_no_run_needs_a_reference(made: Path, run: Path, tmp_pat
 
 
 def test_what_is_no_model_is_named(made: Path, tmp_path: Path) -> None:
-    told = "no such directory; expected a model directory, a run, a checkpoint, or a name on the hub"
+    told = (
+        "no such directory; expected a model directory, a run, a checkpoint, or a name on the hub"
+    )
     with pytest.raises(ConfigError, match=told):
         resolve(tmp_path / "absent")
     with pytest.raises(ConversionError, match="no checkpoint"):

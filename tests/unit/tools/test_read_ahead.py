@@ -17,7 +17,9 @@ def test_it_opens_files_of_any_size_and_leaves_none_open(
     monkeypatch.setattr(read_ahead, "STEP_BYTES", 1024)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 1 << 16)
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append((start, length)))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, start, length, advice: asked.append((start, length))
+    )
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(bytes(size))
     before = set(os.listdir("/proc/self/fd"))

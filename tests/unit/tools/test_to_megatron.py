@@ -72,7 +72,12 @@ BAD: dict[str, tuple[int, str, Callable[[Path], Any], list[str]]] = {
         lambda path: None,
         ["--pp", "2", "--first-stage-layers", "2"],
     ),
-    "end of one": (5, "need several pipeline ranks", lambda path: None, ["--last-stage-layers", "1"]),
+    "end of one": (
+        5,
+        "need several pipeline ranks",
+        lambda path: None,
+        ["--last-stage-layers", "1"],
+    ),
     "groups": (
         5,
         "--tp 4 does not divide the model's 3 key-value heads",
@@ -97,19 +102,33 @@ BAD: dict[str, tuple[int, str, Callable[[Path], Any], list[str]]] = {
     "layers": (6, "have no place", lambda path: edit_config(path, num_hidden_layers=1), []),
     "shape": (7, "config.json implies", lambda path: edit_config(path, intermediate_size=64), []),
     "dtypes": (7, "of 2 dtypes", lambda path: edit_weights(path, mix_dtypes), []),
-    "other output": (7, "is not the embedding", lambda path: edit_config(path, tie_word_embeddings=True), []),
-    "nan": (4, "NaN", lambda path: edit_weights(path, lambda all: all[NORM].fill_(float("nan"))), []),
+    "other output": (
+        7,
+        "is not the embedding",
+        lambda path: edit_config(path, tie_word_embeddings=True),
+        [],
+    ),
+    "nan": (
+        4,
+        "NaN",
+        lambda path: edit_weights(path, lambda all: all[NORM].fill_(float("nan"))),
+        [],
+    ),
     "integers": (
         10,
         "dtype I64",
-        lambda path: edit_weights(path, lambda all: all.update({NORM: torch.ones(64, dtype=torch.int64)})),
+        lambda path: edit_weights(
+            path, lambda all: all.update({NORM: torch.ones(64, dtype=torch.int64)})
+        ),
         [],
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_with_its_code(name: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_bad_input_is_one_line_with_its_code(
+    name: str, model: Path, tmp_path: Path, capsys: Any
+) -> None:
     code, text, damage, options = BAD[name]
     damage(model)
     assert main(["to-megatron", str(model), str(tmp_path / "out"), *options]) == code
@@ -130,8 +149,14 @@ def test_missing_shard_is_named(tmp_path: Path, capsys: Any) -> None:
 
 def test_embedding_repeated_as_output_layer_of_a_tied_model_is_left_out(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen2", tied=True, tokenizer=False)
-    edit_weights(model, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"].clone()}))
-    to_megatron(model, tmp_path / "megatron", Options(layout=CheckpointLayout(1, 2), format="torch", verify="full"))
+    edit_weights(
+        model, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"].clone()})
+    )
+    to_megatron(
+        model,
+        tmp_path / "megatron",
+        Options(layout=CheckpointLayout(1, 2), format="torch", verify="full"),
+    )
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     assert "lm_head.weight" not in dict(iterate_weights(tmp_path / "back"))
 
@@ -166,7 +191,10 @@ def test_output_does_not_depend_on_workers_and_block_size(
         options = Options(layout=layout, format=saved, shard_bytes=50_000, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
     single, five = (
-        {file.relative_to(tmp_path / name): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        {
+            file.relative_to(tmp_path / name): file.read_bytes()
+            for file in (tmp_path / name).rglob("*.*")
+        }
         for name in ("1", "5")
     )
     assert single == five and len(single) >= 4
@@ -186,14 +214,18 @@ def test_large_tensors_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.M
     assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(model))
 
 
-def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_existing_output_is_replaced_only_when_asked(
+    model: Path, tmp_path: Path, capsys: Any
+) -> None:
     call = ["to-megatron", str(model), str(tmp_path / "out")]
     assert main([*call, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == 1 and not (tmp_path / "out").exists()
     assert main(call) == 0
     assert main(call) == 9
     assert main([*call, "--overwrite", "--format", "torch", "--json"]) == 0
-    assert not (tmp_path / "out" / "release" / ".metadata").exists(), "files of the first are still there"
+    assert not (tmp_path / "out" / "release" / ".metadata").exists(), (
+        "files of the first are still there"
+    )
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert main(["to-megatron", str(model), str(model), "--overwrite"]) == 9
 
@@ -212,16 +244,25 @@ def test_arguments_say_how_tokens_choose_experts(family: str, tmp_path: Path) ->
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, **sizes)
     to_megatron(model, tmp_path / "out")
     args = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
-    found = (args.moe_router_score_function, args.moe_router_pre_softmax, args.moe_router_enable_expert_bias)
+    found = (
+        args.moe_router_score_function,
+        args.moe_router_pre_softmax,
+        args.moe_router_enable_expert_bias,
+    )
     assert found == expected and args.moe_router_topk == 2
     assert args.layernorm_epsilon == args.norm_epsilon == read_config(model)["rms_norm_eps"]
 
 
-def test_what_a_checkpoint_cannot_carry_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_checkpoint_cannot_carry_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model(tmp_path / "hf", "llama", tokenizer=False, vocab_size=101)
     assert main(["to-megatron", str(model), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "--norm-epsilon 1e-06" in printed and "--use-rope-scaling --rope-scaling-factor 8" in printed
+    assert (
+        "--norm-epsilon 1e-06" in printed
+        and "--use-rope-scaling --rope-scaling-factor 8" in printed
+    )
     window = {"sliding_window": 4096, "use_sliding_window": True}
     config = tiny_config("qwen2", **window)
     assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))
@@ -241,19 +282,28 @@ def quantize(model: Path) -> dict[str, torch.Tensor]:
             values[name] = (weights[name].float() * wide).bfloat16()
 
     edit_weights(model, edit)
-    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    quantized = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     edit_config(model, quantization_config=quantized)
     return values
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_weights_in_8_bits_are_read_as_the_products_with_their_scales(tensor: int, tmp_path: Path) -> None:
+def test_weights_in_8_bits_are_read_as_the_products_with_their_scales(
+    tensor: int, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 200, "intermediate_size": 300, "num_hidden_layers": 1}
     model = tiny_model(tmp_path / "hf", "qwen3", tokenizer=False, **sizes)
     values = quantize(model)
     assert len(values) == 7
     others = {name: value for name, value in iterate_weights(model) if "_proj" not in name}
-    to_megatron(model, tmp_path / "megatron", Options(layout=CheckpointLayout(tensor), verify="full"))
+    to_megatron(
+        model, tmp_path / "megatron", Options(layout=CheckpointLayout(tensor), verify="full")
+    )
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     found = dict(iterate_weights(tmp_path / "back"))
     assert found.keys() == values.keys() | others.keys()
@@ -267,7 +317,10 @@ def test_weights_in_8_bits_without_scales_are_refused(tmp_path: Path, capsys: An
     edit_weights(model, lambda all: all.pop("model.layers.0.mlp.up_proj.weight_scale_inv"))
     assert main(["to-megatron", str(model), str(tmp_path / "out")]) == 10
     message = capsys.readouterr().err
-    assert "'model.layers.0.mlp.up_proj.weight' is in 8 bits; expected scales in float32 (1, 1)" in message
+    assert (
+        "'model.layers.0.mlp.up_proj.weight' is in 8 bits; expected scales in float32 (1, 1)"
+        in message
+    )
 
 
 @pytest.mark.parametrize("verify", ["fast", "none"])

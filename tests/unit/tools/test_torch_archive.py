@@ -17,7 +17,10 @@ def of(tensor: torch.Tensor) -> DType:
 def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
     """Megatron's distributed optimizer makes parameters views of one buffer, which torch saves once."""
     buffer = torch.arange(20.0)
-    torch.save({"first": buffer[2:8].view(2, 3), "second": torch.nn.Parameter(buffer[8:12])}, tmp_path / "file.pt")
+    torch.save(
+        {"first": buffer[2:8].view(2, 3), "second": torch.nn.Parameter(buffer[8:12])},
+        tmp_path / "file.pt",
+    )
     with (tmp_path / "file.pt").open("rb") as stream:
         archive = Archive(stream, "file.pt")
         first, second = (archive.window(archive.value[name]) for name in ("first", "second"))
@@ -26,7 +29,9 @@ def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
     assert first.shape == (2, 3)
     for window, expected in ((first, buffer[2:8]), (second, buffer[8:12])):
         data = content[window.start : window.start + window.nbytes]
-        assert torch.equal(torch.frombuffer(bytearray(data), dtype=getattr(torch, window.dtype.name)), expected)
+        assert torch.equal(
+            torch.frombuffer(bytearray(data), dtype=getattr(torch, window.dtype.name)), expected
+        )
 
 
 def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> None:
@@ -48,6 +53,9 @@ def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> 
 
 def test_reader_refuses_what_is_no_run_of_bytes(tmp_path: Path) -> None:
     torch.save(torch.arange(6.0).view(2, 3).t(), tmp_path / "file.pt")
-    with (tmp_path / "file.pt").open("rb") as stream, pytest.raises(ValueError, match="one after another"):
+    with (
+        (tmp_path / "file.pt").open("rb") as stream,
+        pytest.raises(ValueError, match="one after another"),
+    ):
         archive = Archive(stream, "file.pt")
         archive.window(archive.value)

@@ -18,7 +18,8 @@ def make_batch(rows: int = 6, width: int = 20, seed: int = 0) -> Batch:
     mask = (positions < lengths[:, None]) & (positions >= width // 3)
     return Batch(
         # Never 0 within a row: transformers gives the padding token's input embedding no gradient.
-        tokens=torch.randint(1, VOCAB, (rows, width), generator=draw) * (positions < lengths[:, None]),
+        tokens=torch.randint(1, VOCAB, (rows, width), generator=draw)
+        * (positions < lengths[:, None]),
         loss_mask=mask,
         logprobs=torch.zeros(rows, width),
         advantages=torch.randn(rows, width, generator=draw),

@@ -16,7 +16,15 @@ from tests.unit.trainer.batches import VOCAB
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+    return tiny_model(
+        path,
+        "qwen2",
+        tied=True,
+        tokenizer=False,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+    )
 
 
 @pytest.fixture

@@ -78,7 +78,9 @@ def exercise(path: Path, gpu: Gpu | None, options: dict[str, Any]) -> dict[str, 
         found["resumed"] = _gap(trainer, trainers[1], batch, loss, want)
         trainer.update(batch, loss)
         found["trained"] = digest(trainer.weights())
-        found["moved"] = float((trainer.score(batch, want=want)[want[0]] - before[want[0]]).abs().max())
+        found["moved"] = float(
+            (trainer.score(batch, want=want)[want[0]] - before[want[0]]).abs().max()
+        )
     finally:
         for trainer in reversed(trainers):
             trainer.close()
@@ -107,10 +109,14 @@ def _waits_per_microbatch(trainer: Any, batch: Batch, loss: Any, gpu: Gpu | None
             gpu.waits.clear()
         trainer.update(batch.select(list(range(rows))), loss)
         counts.append(Counter(gpu.waits) if gpu is not None else Counter())
-    return {f"{name} {place}": count // 3 for (name, place), count in (counts[1] - counts[0]).items()}
+    return {
+        f"{name} {place}": count // 3 for (name, place), count in (counts[1] - counts[0]).items()
+    }
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, **options: Any) -> Tensor:
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any, **options: Any
+) -> Tensor:
     """torch's attention for variable lengths, which CPUs lack."""
     from rlflow.trainer.megatron import layers
 

@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("biased"), "glm4_moe", tokenizer=False, num_hidden_layers=3, **SIZES)
+    return tiny_model(
+        tmp_path_factory.mktemp("biased"), "glm4_moe", tokenizer=False, num_hidden_layers=3, **SIZES
+    )
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def expected(path: Path, out: Path) -> tuple[dict[str, float], dict[str, Tensor]
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    )
     layers: list[Tensor] = []
     for layer in oracle.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, answer: layers.append(answer[0]))
@@ -50,27 +54,42 @@ def expected(path: Path, out: Path) -> tuple[dict[str, float], dict[str, Tensor]
     logits = oracle(batch.tokens).logits[:, :-1] / 0.8
     logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
-    aux = torch.stack([load_balancing_loss_func((layer,), 4, 2, real.long()) for layer in layers]).mean()
-    z = torch.stack([layer.logsumexp(-1).square()[real.flatten()].mean() for layer in layers]).mean()
+    aux = torch.stack(
+        [load_balancing_loss_func((layer,), 4, 2, real.long()) for layer in layers]
+    ).mean()
+    z = torch.stack(
+        [layer.logsumexp(-1).square()[real.flatten()].mean() for layer in layers]
+    ).mean()
     (loss + BOTH["aux_loss"] * aux + BOTH["z_loss"] * z).backward()
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.copy_(parameter.grad)
     oracle.save_pretrained(str(out))
-    return {"loss": loss.item(), "router_aux_loss": aux.item(), "router_z_loss": z.item()}, dict(iterate_weights(out))
+    return {"loss": loss.item(), "router_aux_loss": aux.item(), "router_z_loss": z.item()}, dict(
+        iterate_weights(out)
+    )
 
 
 @pytest.fixture(scope="module")
-def oracle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], dict[str, Tensor]]:
+def oracle(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     return expected(model, tmp_path_factory.mktemp("oracle"))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"tokens_per_microbatch": 1000}, {}, {"packing": True, "recompute": "full"}, {"recompute": "selective"}],
+    [
+        {"tokens_per_microbatch": 1000},
+        {},
+        {"packing": True, "recompute": "full"},
+        {"recompute": "selective"},
+    ],
     ids=str,
 )
-def test_losses_and_gradients_equal_transformers_however_rows_are_split(make: Any, oracle: Any, options: Any) -> None:
+def test_losses_and_gradients_equal_transformers_however_rows_are_split(
+    make: Any, oracle: Any, options: Any
+) -> None:
     losses, wanted = oracle
     trainer = make(balance=BOTH, **options)
     metrics = trainer.update(make_batch(), policy_gradient)
@@ -86,11 +105,18 @@ def biases(weights: Any) -> Tensor:
     return torch.stack([weight for name, weight in weights if name.endswith(BIAS)])
 
 
-@pytest.mark.parametrize("balance", [{"bias_rate": 0.01}, {"bias_rate": 0.01, "aux_loss": 0.1}], ids=str)
-def test_biases_move_by_the_load_of_an_update_and_a_snapshot_keeps_its_own(make: Any, biased: Path, balance: Any) -> None:
+@pytest.mark.parametrize(
+    "balance", [{"bias_rate": 0.01}, {"bias_rate": 0.01, "aux_loss": 0.1}], ids=str
+)
+def test_biases_move_by_the_load_of_an_update_and_a_snapshot_keeps_its_own(
+    make: Any, biased: Path, balance: Any
+) -> None:
     trainer, batch = make(biased, balance=balance, recompute="selective"), make_batch()
     trainer.snapshot("reference")
-    before, reference = biases(iterate_weights(biased)), trainer.score(batch, "reference")["logprobs"]
+    before, reference = (
+        biases(iterate_weights(biased)),
+        trainer.score(batch, "reference")["logprobs"],
+    )
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
     routes = trainer.score(batch, want=(ROUTES,))[ROUTES][real].long()
     counts = torch.nn.functional.one_hot(routes, 4).sum((0, 2)).double()
@@ -100,13 +126,17 @@ def test_biases_move_by_the_load_of_an_update_and_a_snapshot_keeps_its_own(make:
     for chunk in trainer._chunks:  # the weights of the start, and biases far from them
         for name, value in chunk.named_buffers():
             value += 10 * torch.arange(4) * name.endswith("expert_bias")
-    torch.testing.assert_close(trainer.score(batch, "reference")["logprobs"], reference, atol=0, rtol=0)
+    torch.testing.assert_close(
+        trainer.score(batch, "reference")["logprobs"], reference, atol=0, rtol=0
+    )
 
 
 def test_biases_stay_where_an_update_moves_no_weight(make: Any, biased: Path) -> None:
     trainer, batch = make(biased, balance={"bias_rate": 0.01}), make_batch()
     before = digest(trainer.weights())
-    assert trainer.update(batch.replace(advantages=0 * batch.advantages), policy_gradient)["updates_skipped"]
+    assert trainer.update(batch.replace(advantages=0 * batch.advantages), policy_gradient)[
+        "updates_skipped"
+    ]
     assert digest(trainer.weights()) == before
 
 
@@ -134,7 +164,9 @@ def test_a_checkpoint_keeps_moved_biases_of_policy_and_snapshots(
 
 
 @pytest.mark.slow
-def test_a_snapshot_without_biases_gets_those_that_had_not_moved(make: Any, biased: Path, tmp_path: Path) -> None:
+def test_a_snapshot_without_biases_gets_those_that_had_not_moved(
+    make: Any, biased: Path, tmp_path: Path
+) -> None:
     still, batch = make(biased), make_batch()
     still.snapshot("reference")
     still.save(tmp_path / "still", 0)
@@ -162,10 +194,15 @@ def test_the_model_s_loss_counts_where_transformers_would_add_it(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
     metrics = make(tmp_path, balance=balance).update(make_batch(), policy_gradient)
-    assert ("router_aux_loss" in metrics, "router_z_loss" in metrics) == (found, balance is not None)
+    assert ("router_aux_loss" in metrics, "router_z_loss" in metrics) == (
+        found,
+        balance is not None,
+    )
     if found:
         plain = make(balance={"aux_loss": 0.3}).update(make_batch(), policy_gradient)
-        assert metrics == plain and metrics["router_aux_loss"] == pytest.approx(oracle[0]["router_aux_loss"])
+        assert metrics == plain and metrics["router_aux_loss"] == pytest.approx(
+            oracle[0]["router_aux_loss"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +210,10 @@ def test_the_model_s_loss_counts_where_transformers_would_add_it(
     [
         ({"balance": {"bias_rate": 0.1}}, "routers of model family 'qwen3_moe' have no bias"),
         ({"balance": {"aux": 0.1}}, r"trainer\.balance: unknown keyword 'aux'"),
-        ({"balance": {"aux_loss": 0.1}, "backend": "reference"}, "'reference' adds no loss of the load of experts"),
+        (
+            {"balance": {"aux_loss": 0.1}, "backend": "reference"},
+            "'reference' adds no loss of the load of experts",
+        ),
     ],
     ids=str,
 )
@@ -182,7 +222,9 @@ def test_what_cannot_be_balanced_is_refused(make: Any, options: dict[str, Any], 
         make(**options)
 
 
-def test_biases_beside_adapters_and_dense_models_are_refused(make: Any, biased: Path, tmp_path: Path) -> None:
+def test_biases_beside_adapters_and_dense_models_are_refused(
+    make: Any, biased: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"with trainer\.lora the routers stay as they are"):
         make(biased, balance={"bias_rate": 0.1}, lora={"rank": 2, "targets": ["q_proj"]})
     dense = tiny_model(tmp_path, "qwen2", tokenizer=False, **SIZES)
@@ -191,5 +233,7 @@ def test_biases_beside_adapters_and_dense_models_are_refused(make: Any, biased: 
 
 
 def test_a_critic_is_another_model(make: Any) -> None:
-    metrics = make(balance=BOTH, values=True).update(make_batch(), lambda output, batch: (output.values, {}))
+    metrics = make(balance=BOTH, values=True).update(
+        make_batch(), lambda output, batch: (output.values, {})
+    )
     assert "router_aux_loss" not in metrics

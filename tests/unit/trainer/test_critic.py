@@ -60,7 +60,9 @@ def test_values_and_updates_are_those_of_a_plain_torch_model(make: Any, untied: 
         found = make(untied, **layout)
         for wanted in metrics:
             assert_same(found.update(batch, LOSS), wanted, "microbatches")
-        torch.testing.assert_close(values_of(found, batch), values_of(expected, batch), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            values_of(found, batch), values_of(expected, batch), atol=2e-5, rtol=0
+        )
         ours, theirs = dict(found.critic.weights()), dict(expected.critic.weights())
         assert set(ours) == set(theirs) and "lm_head.weight" not in ours
         for name, weight in theirs.items():
@@ -75,7 +77,9 @@ def test_a_value_is_of_what_stands_before_the_token(make: Any) -> None:
     tokens = batch.tokens.clone()
     tokens[0, 9] = tokens[0, 9] % (VOCAB - 1) + 1
     changed = values_of(trainer, batch.replace(tokens=tokens))
-    assert torch.equal(changed[0, :10], before[0, :10]) and not bool((changed[0, 10:] == before[0, 10:]).all())
+    assert torch.equal(changed[0, :10], before[0, :10]) and not bool(
+        (changed[0, 10:] == before[0, 10:]).all()
+    )
     longer = values_of(trainer, lengthened(batch))
     torch.testing.assert_close(longer[:, :-1][batch.loss_mask], before[batch.loss_mask])
     assert longer[0, batch.lengths[0]] != 0  # the value after the last token
@@ -100,14 +104,18 @@ def test_warm_up_is_the_critics_alone(make: Any) -> None:
         assert (metrics["lr"] == 0) == ("policy_loss" not in metrics) == (number < 2)
         assert (digest(trainer.weights()) == start) == (number < 2)
     assert not torch.equal(values_of(trainer, batch), values)
-    patient = make(critic={"warmup_updates": 2})  # waits for its critic, not for a loss that has no part for it
+    patient = make(
+        critic={"warmup_updates": 2}
+    )  # waits for its critic, not for a loss that has no part for it
     assert patient.update(batch, PPOClipLoss())["lr"] > 0 and digest(patient.weights()) != start
 
 
 def test_each_model_has_its_own_schedule_norm_and_clipping(make: Any) -> None:
     """The gradient of a far return is clipped; the policy's is not touched by it."""
     schedule = {"name": "linear", "decay_steps": 4}
-    trainer = make(backend="reference", critic={"lr": 1e-2, "schedule": schedule}, max_gradient_norm=1.0)
+    trainer = make(
+        backend="reference", critic={"lr": 1e-2, "schedule": schedule}, max_gradient_norm=1.0
+    )
     batch = make_targets()
     far = batch.replace(returns=1000 * batch.returns)
     alone = make(backend="reference", critic=None, max_gradient_norm=1.0)
@@ -122,11 +130,18 @@ def test_each_model_has_its_own_schedule_norm_and_clipping(make: Any) -> None:
     "options",
     [
         {"backend": "megatron"},
-        {"dtype": "bfloat16", "distributed_optimizer": True, "release_gradients": True, "packing": True},
+        {
+            "dtype": "bfloat16",
+            "distributed_optimizer": True,
+            "release_gradients": True,
+            "packing": True,
+        },
         {"backend": "reference"},
     ],
 )
-def test_a_checkpoint_holds_the_critic_and_its_warm_up(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_checkpoint_holds_the_critic_and_its_warm_up(
+    make: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
     batch, options = make_targets(), {**options, "critic": {"lr": 1e-2, "warmup_updates": 3}}
     trainer, resumed = make(**options), make(**options)
     for _ in range(2):
@@ -140,11 +155,15 @@ def test_a_checkpoint_holds_the_critic_and_its_warm_up(make: Any, tmp_path: Path
     assert torch.equal(values_of(resumed, batch), values_of(trainer, batch))
 
 
-def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_loads_without(make: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_loads_without(
+    make: Any, tmp_path: Path
+) -> None:
     plain, trainer = make(backend="reference", critic=None), make(backend="reference")
     plain.save(tmp_path / "plain", 1)
     trainer.save(tmp_path / "both", 2)
-    with pytest.raises(CheckpointError, match=r"expected a critic in it, found none.*algorithm\.critic"):
+    with pytest.raises(
+        CheckpointError, match=r"expected a critic in it, found none.*algorithm\.critic"
+    ):
         trainer.load(tmp_path / "plain")
     assert plain.load(tmp_path / "both") == 2
 
@@ -153,9 +172,13 @@ def test_no_critic_is_one_clear_error(make: Any) -> None:
     batch = make_targets()
     for backend in ("megatron", "reference"):
         trainer = make(backend=backend, critic=None)
-        with pytest.raises(ConfigError, match=r"values come from a critic, found none; set algorithm\.critic"):
+        with pytest.raises(
+            ConfigError, match=r"values come from a critic, found none; set algorithm\.critic"
+        ):
             values_of(trainer, batch)
-        with pytest.raises(RLFlowError, match=r"loss value: the trainer gave no values; set algorithm\.critic"):
+        with pytest.raises(
+            RLFlowError, match=r"loss value: the trainer gave no values; set algorithm\.critic"
+        ):
             trainer.update(batch, ValueLoss())
 
 

@@ -46,7 +46,9 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
     """The loss of `policy_gradient` and its gradients, from full logits; saved as weights, transformers names them."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    )
     batch = make_batch()
     logits = oracle(batch.tokens).logits[:, :-1] / 0.8
     logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
@@ -54,7 +56,9 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
     loss.backward()
     with torch.no_grad():
         for parameter in oracle.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         for name, bias in oracle.named_buffers():
             bias *= not name.endswith("correction_bias")
     oracle.save_pretrained(str(out))
@@ -84,10 +88,14 @@ def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tens
     ],
     ids=str,
 )
-def test_loss_and_gradients_equal_transformers(make: Any, family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_transformers(
+    make: Any, family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
     path = tiny_model(tmp_path / "model", family, tokenizer=False, **{**SIZES, **sizes})
     trainer = make(path, max_gradient_norm=0.0, tokens_per_microbatch=50)
-    assert digest(trainer.weights()) == digest(iterate_weights(path)), "HF -> Megatron -> HF is not bit-exact"
+    assert digest(trainer.weights()) == digest(iterate_weights(path)), (
+        "HF -> Megatron -> HF is not bit-exact"
+    )
     metrics = trainer.update(make_batch(), policy_gradient)
     loss, expected = transformers_gradients(path, tmp_path / "gradients")
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -97,22 +105,38 @@ def test_loss_and_gradients_equal_transformers(make: Any, family: str, sizes: di
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
-    routers = [gradient for name, gradient in found.items() if name.endswith(("mlp.gate.weight", "moe.gate.weight"))]
+    routers = [
+        gradient
+        for name, gradient in found.items()
+        if name.endswith(("mlp.gate.weight", "moe.gate.weight"))
+    ]
     assert routers and all(gradient.any() for gradient in routers)
     if sizes is MANY:
-        assert any(not gradient.any() for name, gradient in found.items() if ".experts." in name), "all had tokens"
+        assert any(not gradient.any() for name, gradient in found.items() if ".experts." in name), (
+            "all had tokens"
+        )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"packing": True, "recompute": "full"}, {"recompute": "selective", "distributed_optimizer": True}],
+    [
+        {"packing": True, "recompute": "full"},
+        {"recompute": "selective", "distributed_optimizer": True},
+    ],
     ids=str,
 )
-def test_packing_recomputation_and_a_split_optimizer_change_nothing(make: Any, options: dict[str, Any]) -> None:
-    adamw = {"name": "adamw", "eps": 1e-5}  # a smaller one makes rounding of gradients near 0 a step
+def test_packing_recomputation_and_a_split_optimizer_change_nothing(
+    make: Any, options: dict[str, Any]
+) -> None:
+    adamw = {
+        "name": "adamw",
+        "eps": 1e-5,
+    }  # a smaller one makes rounding of gradients near 0 a step
     plain, other = make(optimizer=adamw), make(optimizer=adamw, **options)
     for _ in range(2):
-        expected, found = (trainer.update(make_batch(), policy_gradient) for trainer in (plain, other))
+        expected, found = (
+            trainer.update(make_batch(), policy_gradient) for trainer in (plain, other)
+        )
     assert found["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-5)
     weights = dict(plain.weights())
     for name, weight in other.weights():
@@ -131,7 +155,9 @@ def test_packing_recomputation_and_a_split_optimizer_change_nothing(make: Any, o
         ),
     ],
 )
-def test_a_checkpoint_continues_bit_for_bit(make: Any, family: str, split: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_bit_for_bit(
+    make: Any, family: str, split: bool, tmp_path: Path
+) -> None:
     """Latent attention, shared experts, and where there are biases, moving ones. Another split: within 1e-6."""
     path = tiny_model(tmp_path / "model", family, tokenizer=False, **SIZES)
     moving = {"aux_loss": 0.1, "bias_rate": 0.01 if family in ("glm4_moe", "deepseek_v3") else 0.0}
@@ -148,7 +174,9 @@ def test_a_checkpoint_continues_bit_for_bit(make: Any, family: str, split: bool,
     assert same.load(tmp_path / "checkpoint") == other.load(tmp_path / "checkpoint") == 1
     assert same.update(make_batch(seed=1), policy_gradient) == metrics
     assert digest(same.weights()) == digest(trainer.weights())
-    references = [one.score(make_batch(), "reference")["logprobs"] for one in (trainer, same, other)]
+    references = [
+        one.score(make_batch(), "reference")["logprobs"] for one in (trainer, same, other)
+    ]
     assert torch.equal(references[0], references[1]) and torch.equal(references[0], references[2])
     assert other.update(make_batch(seed=1), policy_gradient) == pytest.approx(metrics, rel=1e-5)
     weights = dict(trainer.weights())
@@ -157,21 +185,33 @@ def test_a_checkpoint_continues_bit_for_bit(make: Any, family: str, split: bool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
-def test_bfloat16_is_as_exact_as_transformers_and_keeps_biases_whole(make: Any, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
+)
+def test_bfloat16_is_as_exact_as_transformers_and_keeps_biases_whole(
+    make: Any, family: str, tmp_path: Path
+) -> None:
     """Root mean square of log-probs against float32, on the routes of float32; the gradient norm within 3%."""
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(tmp_path / "model", family, tokenizer=False, **SIZES)
     exact, batch = make(path, router_replay="rollout", max_gradient_norm=0.0), make_batch()
-    batch = batch.replace(extras={ROUTES: exact.score(batch, want=(ROUTES,))[ROUTES], ROUTED: batch.lengths})
+    batch = batch.replace(
+        extras={ROUTES: exact.score(batch, want=(ROUTES,))[ROUTES], ROUTED: batch.lengths}
+    )
     balance = {"bias_rate": 0.001} if family in ("glm4_moe", "deepseek_v3") else None
-    rounded = make(path, router_replay="rollout", max_gradient_norm=0.0, dtype="bfloat16", balance=balance)
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="eager")
+    rounded = make(
+        path, router_replay="rollout", max_gradient_norm=0.0, dtype="bfloat16", balance=balance
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, experts_implementation="eager"
+    )
     with torch.no_grad():
         logits = oracle(batch.tokens).logits[:, :-1].float() / 0.8
     theirs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    expected, found = (one.score(batch)["logprobs"][:, 1:][batch.trained[:, 1:]] for one in (exact, rounded))
+    expected, found = (
+        one.score(batch)["logprobs"][:, 1:][batch.trained[:, 1:]] for one in (exact, rounded)
+    )
     error, other = (found - expected).norm(), (theirs[batch.trained[:, 1:]] - expected).norm()
     assert 0 < error <= 1.25 * other
     norms = [one.update(batch, policy_gradient)["gradient_norm"] for one in (exact, rounded)]
@@ -180,7 +220,9 @@ def test_bfloat16_is_as_exact_as_transformers_and_keeps_biases_whole(make: Any, 
     for name, weight in rounded.weights():
         if name.endswith("correction_bias"):
             assert weight.dtype is torch.float32
-            assert ((weight - start[name]).abs() <= 0.001 + 1e-7).all() and not torch.equal(weight, start[name])
+            assert ((weight - start[name]).abs() <= 0.001 + 1e-7).all() and not torch.equal(
+                weight, start[name]
+            )
 
 
 def test_clipping_counts_the_experts(make: Any) -> None:
@@ -193,13 +235,17 @@ def test_clipping_counts_the_experts(make: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"])
-def test_the_reference_trainer_names_experts_as_files_do(make: Any, family: str, tmp_path: Path) -> None:
+def test_the_reference_trainer_names_experts_as_files_do(
+    make: Any, family: str, tmp_path: Path
+) -> None:
     path = tiny_model(tmp_path, family, tokenizer=False, **SIZES)
     assert digest(make(path, backend="reference").weights()) == digest(iterate_weights(path))
 
 
 def test_experts_get_no_adapters(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: experts get no adapters; .*gate_proj"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora\.targets: experts get no adapters; .*gate_proj"
+    ):
         make(lora={"rank": 2})
 
 
@@ -216,4 +262,6 @@ def test_another_model_beside_one_with_experts_may_be_dense(make: Any, tmp_path:
     trainer, batch = make(), make_batch()
     trainer.load_frozen("teacher", dense)
     expected = make(dense).score(batch)["logprobs"]
-    torch.testing.assert_close(trainer.score(batch, "teacher")["logprobs"], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        trainer.score(batch, "teacher")["logprobs"], expected, atol=1e-6, rtol=0
+    )

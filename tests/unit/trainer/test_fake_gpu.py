@@ -66,7 +66,9 @@ def test_local_layers_compute_what_the_cpu_does(
     monkeypatch.setattr(layers, "varlen_attn", varlen)
     monkeypatch.setattr(offload, "PIECE", 256)  # so that many are on their way
     with fake_cuda() as gpu:
-        found = exercise(model, gpu, {**CASES[name], **(OFFLOADED if name == "off the GPU" else {})})
+        found = exercise(
+            model, gpu, {**CASES[name], **(OFFLOADED if name == "off the GPU" else {})}
+        )
     assert gpu.backends == ["cpu:gloo,cuda:nccl"]
     check(name, found, on_cpu(name))
     if name == "off the GPU":
@@ -75,7 +77,14 @@ def test_local_layers_compute_what_the_cpu_does(
 
 
 def test_experts_compute_what_the_cpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny_model(tmp_path, "qwen3_moe", tokenizer=False, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+    path = tiny_model(
+        tmp_path,
+        "qwen3_moe",
+        tokenizer=False,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=1,
+    )
 
     def updated() -> dict[str, float]:
         options = {"tokens_per_microbatch": 40, "packing": True, "dtype": "bfloat16"}
@@ -90,7 +99,10 @@ def test_experts_compute_what_the_cpu_does(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_snapshots_in_host_memory_are_loaded_past_the_gpu(model: Path, tmp_path: Path) -> None:
-    with fake_cuda() as gpu, closing(Trainer.from_pretrained(model, offload_snapshots=True)) as trainer:
+    with (
+        fake_cuda() as gpu,
+        closing(Trainer.from_pretrained(model, offload_snapshots=True)) as trainer,
+    ):
         assert isinstance(trainer, MegatronTrainer)
         trainer.snapshot("reference")
         kept = trainer._snapshots["reference"]
@@ -106,21 +118,39 @@ def test_snapshots_in_host_memory_are_loaded_past_the_gpu(model: Path, tmp_path:
 def engine(model: Path) -> dict[str, Any]:
     """{case: what came of it} with Transformer Engine's layers, in a process of its own: Megatron looks for them once."""
     if PACKAGES not in os.environ:
-        pytest.skip(f"no Python of Transformer Engine: tests/environments.sh fetches it for --full, and sets {PACKAGES}")
-    command = [sys.executable, "-m", "tests.unit.trainer.on_gpu", str(model), os.environ[PACKAGES], *ENGINE]
+        pytest.skip(
+            f"no Python of Transformer Engine: tests/environments.sh fetches it for --full, and sets {PACKAGES}"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.trainer.on_gpu",
+        str(model),
+        os.environ[PACKAGES],
+        *ENGINE,
+    ]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_transformer_engines_layers_compute_what_the_cpu_does(name: str, engine: dict[str, Any], on_cpu: Any) -> None:
+def test_transformer_engines_layers_compute_what_the_cpu_does(
+    name: str, engine: dict[str, Any], on_cpu: Any
+) -> None:
     found = engine[name]
     check(name, found, on_cpu(name))
-    assert found["layers"] == ("ColumnParallelLinear" if name == "LoRA" else "TELayerNormColumnParallelLinear")
+    assert found["layers"] == (
+        "ColumnParallelLinear" if name == "LoRA" else "TELayerNormColumnParallelLinear"
+    )
     assert found["optimizer"] == ("HostAdamW" if name == "off the GPU" else "FusedAdam")
     assert "rope" in found["calls"]
 
@@ -132,7 +162,9 @@ def test_devices_do_not_mix() -> None:
     with fake_cuda() as gpu:
         there, here = torch.ones(3, device="cuda"), torch.ones(3)
         assert there.device == torch.device("cuda:0") and there.is_cuda and not here.is_cuda
-        with pytest.raises(RuntimeError, match=r"same device, but add at .* got cuda \[\(3,\)\] and cpu \[\(3,\)\]"):
+        with pytest.raises(
+            RuntimeError, match=r"same device, but add at .* got cuda \[\(3,\)\] and cpu \[\(3,\)\]"
+        ):
             there + here
         with pytest.raises(TypeError, match="convert cuda:0 device type tensor to numpy"):
             there.numpy()
@@ -168,8 +200,12 @@ def test_copies_on_other_streams_are_late() -> None:
 class FusedAdam(torch.optim.Optimizer):
     """Counts as those of Transformer Engine (pytorch/optimizers/fused_adam.py) and Apex do: one number per group."""
 
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -179,15 +215,26 @@ class FusedAdam(torch.optim.Optimizer):
             for value in group["params"]:
                 state, gradient = self.state[value], value.grad
                 if not state:
-                    state |= {"exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
-                mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1) / (1 - beta1 ** group["step"])
-                square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                    state |= {
+                        "exp_avg": torch.zeros_like(value),
+                        "exp_avg_sq": torch.zeros_like(value),
+                    }
+                mean = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1) / (
+                    1 - beta1 ** group["step"]
+                )
+                square = (
+                    state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                )
                 spread = (square / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
                 value.sub_(group["lr"] * (mean / spread + group["weight_decay"] * value))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}], ids=str)
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "kind", [FusedAdam, torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__
+)
 def test_a_resumed_run_updates_as_the_uninterrupted_one(
     kind: Any, options: dict[str, Any], make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,15 @@ K = 5
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another family, larger, with rows of padding in its vocabulary."""
     path = tmp_path_factory.mktemp("teacher")
-    return tiny_model(path, "llama", tokenizer=False, seed=1, vocab_size=VOCAB + 11, hidden_size=48, num_hidden_layers=3)
+    return tiny_model(
+        path,
+        "llama",
+        tokenizer=False,
+        seed=1,
+        vocab_size=VOCAB + 11,
+        hidden_size=48,
+        num_hidden_layers=3,
+    )
 
 
 def taught(batch: Batch, scores: dict[str, Tensor]) -> Batch:
@@ -34,7 +42,9 @@ def taught(batch: Batch, scores: dict[str, Tensor]) -> Batch:
     return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
 
 
-@pytest.mark.parametrize(("backend", "tokens_per_microbatch"), [("reference", 4096), ("megatron", 20)])
+@pytest.mark.parametrize(
+    ("backend", "tokens_per_microbatch"), [("reference", 4096), ("megatron", 20)]
+)
 def test_scores_are_transformers_at_the_rows_temperature(
     make: Any, teacher: Path, backend: str, tokens_per_microbatch: int
 ) -> None:
@@ -46,13 +56,17 @@ def test_scores_are_transformers_at_the_rows_temperature(
     scores = trainer.score(batch, "teacher", top_k=K)
     oracle = AutoModelForCausalLM.from_pretrained(str(teacher), dtype=torch.float32).eval()
     for row, length in enumerate(batch.lengths.tolist()):
-        logits = oracle(batch.tokens[row : row + 1, :length]).logits[0, :-1].detach() / (float(batch.temperatures[row]) or 1.0)
+        logits = oracle(batch.tokens[row : row + 1, :length]).logits[0, :-1].detach() / (
+            float(batch.temperatures[row]) or 1.0
+        )
         logprobs = logits.log_softmax(-1)
         chosen = logprobs.gather(1, batch.tokens[row, 1:length, None])[:, 0]
         torch.testing.assert_close(scores["logprobs"][row, 1:length], chosen, atol=1e-5, rtol=0)
         top = logprobs[:, :VOCAB].topk(K, dim=1)  # what the policy can say
         assert torch.equal(scores["top_ids"][row, 1:length], top.indices)
-        torch.testing.assert_close(scores["top_logprobs"][row, 1:length], top.values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            scores["top_logprobs"][row, 1:length], top.values, atol=1e-5, rtol=0
+        )
         for name in ("logprobs", "top_ids", "top_logprobs"):
             assert not scores[name][row, 0].any() and not scores[name][row, length:].any()
 
@@ -65,7 +79,10 @@ def test_the_teacher_stays_while_the_policy_moves_and_is_not_in_the_checkpoint(
     before, start = trainer.score(batch, "teacher")["logprobs"], digest(trainer.weights())
     trainer.update(batch, SFTLoss())
     trainer.save(tmp_path / "checkpoint", 1)
-    assert torch.equal(trainer.score(batch, "teacher")["logprobs"], before) and digest(trainer.weights()) != start
+    assert (
+        torch.equal(trainer.score(batch, "teacher")["logprobs"], before)
+        and digest(trainer.weights()) != start
+    )
     other = make()
     other.load(tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="there is no model 'teacher'; known: policy"):
@@ -73,11 +90,15 @@ def test_the_teacher_stays_while_the_policy_moves_and_is_not_in_the_checkpoint(
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_a_snapshot_of_a_frozen_models_name_is_refused(make: Any, teacher: Path, backend: str) -> None:
+def test_a_snapshot_of_a_frozen_models_name_is_refused(
+    make: Any, teacher: Path, backend: str
+) -> None:
     """It would never be scored with: the frozen model would."""
     trainer = make(backend=backend)
     trainer.load_frozen("teacher", teacher)
-    with pytest.raises(ConfigError, match="snapshot: 'teacher' is taken; choose a name other than policy, teacher"):
+    with pytest.raises(
+        ConfigError, match="snapshot: 'teacher' is taken; choose a name other than policy, teacher"
+    ):
         trainer.snapshot("teacher")
 
 
@@ -85,7 +106,10 @@ def test_a_snapshot_of_a_frozen_models_name_is_refused(make: Any, teacher: Path,
 def test_the_forward_kl_moves_megatron_as_it_moves_the_reference_trainer(
     make: Any, teacher: Path, tokens_per_microbatch: int
 ) -> None:
-    loss, options = SumLoss((TeacherKLLoss(), SFTLoss())), {"optimizer": {"name": "adamw", "eps": 1e-3}}
+    loss, options = (
+        SumLoss((TeacherKLLoss(), SFTLoss())),
+        {"optimizer": {"name": "adamw", "eps": 1e-3}},
+    )
     reference = make(backend="reference", **options)
     reference.load_frozen("teacher", teacher)
     batch = taught(make_batch(), reference.score(make_batch(), "teacher", top_k=K))

@@ -18,7 +18,9 @@ from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.model import FP8_GRANULES, LAYERS, layers_name, uses_transformer_engine
 from tests.fixtures import tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what is claimed is the CPU's side")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what is claimed is the CPU's side"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +50,28 @@ def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(
     monkeypatch: pytest.MonkeyPatch, told_of_groups: bool
 ) -> None:
     """That of torch 2.13, and that of 2.11, which has no `enable_gqa`."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no attention for variable lengths")
+    varlen = pytest.importorskip(
+        "torch.nn.attention.varlen", reason="this torch has no attention for variable lengths"
+    )
     signature, seen = inspect.signature(varlen.varlen_attn), []
     options = set(signature.parameters) | {"enable_gqa"}
     if not told_of_groups:
         options.discard("enable_gqa")
-        signature = signature.replace(parameters=[signature.parameters[name] for name in signature.parameters if name in options])
+        signature = signature.replace(
+            parameters=[
+                signature.parameters[name] for name in signature.parameters if name in options
+            ]
+        )
     monkeypatch.setattr(layers, "varlen_options", frozenset(options))
 
     def row_by_row(*arguments: Any, **keywords: Any) -> torch.Tensor:
         given = signature.bind(*arguments, **keywords).arguments
         seen.append(given)
         lengths = given["cu_seq_q"].diff().tolist()
-        rows = zip(*(given[name].unsqueeze(1).split(lengths) for name in ("query", "key", "value")), strict=True)
+        rows = zip(
+            *(given[name].unsqueeze(1).split(lengths) for name in ("query", "key", "value")),
+            strict=True,
+        )
         return torch.cat([layers._attend(*row) for row in rows]).view(given["query"].shape)
 
     monkeypatch.setattr(layers, "varlen_attn", row_by_row)
@@ -68,14 +79,17 @@ def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(
     query, key, value = (torch.randn(7, heads, 8, generator=draw) for heads in (4, 2, 2))
     found = layers._attend_packed(query, key, value, torch.tensor([0, 3, 7], dtype=torch.int32), 4)
     expected = [
-        layers._attend(*(part[row].unsqueeze(1) for part in (query, key, value))).squeeze(1) for row in (slice(0, 3), slice(3, 7))
+        layers._attend(*(part[row].unsqueeze(1) for part in (query, key, value))).squeeze(1)
+        for row in (slice(0, 3), slice(3, 7))
     ]
     assert torch.equal(found, torch.cat(expected))
     assert (seen[0]["window_size"], seen[0]["max_q"]) == ((-1, 0), 4)  # causal, as torch says it
     assert seen[0].get("enable_gqa") == (True if told_of_groups else None)
 
 
-def test_the_local_layers_can_be_asked_for_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_layers_can_be_asked_for_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(LAYERS, "local")
     assert not uses_transformer_engine() and "local layers" in layers_name()
     monkeypatch.setenv(LAYERS, "flash")

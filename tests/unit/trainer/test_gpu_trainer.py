@@ -33,7 +33,9 @@ def local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_updates_on_a_gpu_are_those_of_the_plain_trainer_on_the_cpu(make: Any, options: dict[str, Any]) -> None:
+def test_updates_on_a_gpu_are_those_of_the_plain_trainer_on_the_cpu(
+    make: Any, options: dict[str, Any]
+) -> None:
     batch = make_batch()
     kind = {name: value for name, value in options.items() if name == "lora"}
     ours, plain = make(**options), make(backend="reference", device="cpu", **kind)

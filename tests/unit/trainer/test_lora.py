@@ -55,7 +55,10 @@ def updated(trainer: Any, updates: int = 2) -> Any:
         ("qwen2", {}),
         ("qwen3", {"packing": True, "recompute": "full"}),
         ("qwen2", {"recompute": "selective", "lora": {**LORA, "targets": ["v_proj", "up_proj"]}}),
-        ("qwen3", {"tokens_per_microbatch": 20, "lora": {**LORA, "targets": ["down_proj", "k_proj"]}}),
+        (
+            "qwen3",
+            {"tokens_per_microbatch": 20, "lora": {**LORA, "targets": ["down_proj", "k_proj"]}},
+        ),
     ],
     ids=str,
 )
@@ -116,25 +119,46 @@ def test_the_stream_is_the_base_with_the_adapters_added_and_the_base_stays(
 
 def frozen(trainer: Any) -> list[tuple[str, torch.Tensor]]:
     module = trainer.model if hasattr(trainer, "model") else trainer._chunks[0]
-    return [(name, value.detach()) for name, value in module.named_parameters() if not value.requires_grad]
+    return [
+        (name, value.detach())
+        for name, value in module.named_parameters()
+        if not value.requires_grad
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True}, {"dtype": "bfloat16"}], ids=str)
-def test_the_frozen_base_has_neither_gradients_nor_moments(make: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"distributed_optimizer": True}, {"dtype": "bfloat16"}], ids=str
+)
+def test_the_frozen_base_has_neither_gradients_nor_moments(
+    make: Any, options: dict[str, Any]
+) -> None:
     trainer = updated(make(**options))
     adapters = sum(value.numel() for _, value in trainer.adapter_weights())
     whole = sum(parameter.numel() for parameter in trainer._chunks[0].parameters())
     assert 0 < adapters < whole / 4
     buffers = sum(buffer.grad_data.numel() for buffer in trainer._model[0].buffers)
     inner = getattr(trainer._optimizer, "chained_optimizers", [trainer._optimizer])[0].optimizer
-    moments = sum(value.numel() for state in inner.state.values() for key, value in state.items() if key != "step")
-    assert adapters <= buffers <= adapters + 64 * len(PROJECTIONS) * 4  # Megatron fills up parts of a buffer
+    moments = sum(
+        value.numel()
+        for state in inner.state.values()
+        for key, value in state.items()
+        if key != "step"
+    )
+    assert (
+        adapters <= buffers <= adapters + 64 * len(PROJECTIONS) * 4
+    )  # Megatron fills up parts of a buffer
     assert moments == 2 * adapters
-    assert all(parameter.grad is None for parameter in trainer._chunks[0].parameters() if not parameter.requires_grad)
+    assert all(
+        parameter.grad is None
+        for parameter in trainer._chunks[0].parameters()
+        if not parameter.requires_grad
+    )
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(make: Any, backend: str) -> None:
+def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(
+    make: Any, backend: str
+) -> None:
     batch, trainer = make_batch(VOCAB), make(backend=backend)
     base = trainer.score(batch)["logprobs"]
     trainer.snapshot("reference")
@@ -147,10 +171,15 @@ def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(make: Any, 
     assert not torch.equal(trainer.score(batch)["logprobs"], proximal)
     adapters = sum(value.numel() for _, value in trainer.adapter_weights())
     snapshots = trainer.snapshots if backend == "reference" else trainer._snapshots
-    assert [sum(value.numel() for value in held.values()) for held in snapshots.values()] == [adapters, adapters]
+    assert [sum(value.numel() for value in held.values()) for held in snapshots.values()] == [
+        adapters,
+        adapters,
+    ]
 
 
-def test_the_reference_runs_without_its_adapters(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_runs_without_its_adapters(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a checkpoint too; one that is taken anew from a trained policy runs with them."""
     from rlflow.trainer.megatron.low_rank import LayerAdapter
 
@@ -172,7 +201,10 @@ def test_the_reference_runs_without_its_adapters(make: Any, monkeypatch: pytest.
 def tensors_of(checkpoint: Path) -> list[str]:
     """The names of everything with elements that a checkpoint holds."""
     if (checkpoint / "policy.safetensors").is_file():
-        return [*header(checkpoint / "policy.safetensors"), *header(checkpoint / "snapshots.safetensors")]
+        return [
+            *header(checkpoint / "policy.safetensors"),
+            *header(checkpoint / "snapshots.safetensors"),
+        ]
     with (checkpoint / ".metadata").open("rb") as file:
         return list(read_metadata(file).tensors)
 
@@ -182,7 +214,12 @@ def tensors_of(checkpoint: Path) -> list[str]:
     [
         {},
         {"backend": "reference"},
-        {"dtype": "bfloat16", "distributed_optimizer": True, "release_gradients": True, "packing": True},
+        {
+            "dtype": "bfloat16",
+            "distributed_optimizer": True,
+            "release_gradients": True,
+            "packing": True,
+        },
     ],
     ids=str,
 )
@@ -198,7 +235,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(
     assert resumed.load(tmp_path / "checkpoint") == 7
     for _ in range(2):
         assert trainer.update(batch, LOSS) == resumed.update(batch, LOSS)
-        assert torch.equal(*(one.score(batch, "reference")["logprobs"] for one in (trainer, resumed)))
+        assert torch.equal(
+            *(one.score(batch, "reference")["logprobs"] for one in (trainer, resumed))
+        )
     assert digest(resumed.adapter_weights()) == digest(trainer.adapter_weights())
     assert digest(resumed.weights()) == digest(trainer.weights())
 
@@ -229,7 +268,11 @@ def test_a_checkpoint_of_other_adapters_or_another_base_is_refused(
             "adapters",
             r"written with trainer\.lora\.targets=\['q_proj', 'k",
         ),
-        (trainer, "whole", r"holds whole weights, and trainer\.lora is set, .*leave trainer\.lora out"),
+        (
+            trainer,
+            "whole",
+            r"holds whole weights, and trainer\.lora is set, .*leave trainer\.lora out",
+        ),
         (
             whole,
             "adapters",
@@ -247,7 +290,13 @@ def test_the_same_base_in_other_files_is_the_same(make: Any, model: Path, tmp_pa
     from safetensors.torch import save_file
 
     copy = tiny_model(
-        tmp_path / "copy", "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48
+        tmp_path / "copy",
+        "qwen2",
+        tied=True,
+        tokenizer=False,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
     )
     weights = sorted(iterate_weights(copy), reverse=True)
     (copy / "model.safetensors").unlink()
@@ -265,10 +314,14 @@ def test_a_critic_learns_adapters_and_its_head(make: Any, untied: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     returns = torch.randn(batch.tokens.shape, generator=draw) * batch.loss_mask
     batch = batch.replace(values=torch.zeros_like(returns), returns=returns)
-    found, expected = (make(untied, backend=backend, critic={"lr": 1e-2}) for backend in ("megatron", "reference"))
+    found, expected = (
+        make(untied, backend=backend, critic={"lr": 1e-2}) for backend in ("megatron", "reference")
+    )
     for _ in range(3):
         got, wanted = found.update(batch, loss), expected.update(batch, loss)
-        assert got["critic_gradient_norm"] == pytest.approx(wanted["critic_gradient_norm"], rel=2e-5)
+        assert got["critic_gradient_norm"] == pytest.approx(
+            wanted["critic_gradient_norm"], rel=2e-5
+        )
     values = [one.score(batch, want=("values",))["values"] for one in (found, expected)]
     assert float(values[0].abs().max()) > 0.01
     torch.testing.assert_close(*values, atol=2e-5, rtol=0)
@@ -280,13 +333,21 @@ def test_a_critic_learns_adapters_and_its_head(make: Any, untied: Path) -> None:
     [
         ({"rank": 0}, r"trainer\.lora\.rank: expected a whole number above 0, found 0"),
         ({"alpha": -1}, r"trainer\.lora\.alpha: expected a number above 0, found -1"),
-        ({"targets": []}, r"trainer\.lora\.targets: expected at least one of q_proj, k_proj.*leave it out for all"),
-        ({"targets": ["qproj"]}, r"trainer\.lora\.targets\[0\]: expected one of q_proj.*Did you mean 'q_proj'"),
+        (
+            {"targets": []},
+            r"trainer\.lora\.targets: expected at least one of q_proj, k_proj.*leave it out for all",
+        ),
+        (
+            {"targets": ["qproj"]},
+            r"trainer\.lora\.targets\[0\]: expected one of q_proj.*Did you mean 'q_proj'",
+        ),
         ({"targets": ["lm_head"]}, r"trainer\.lora\.targets\[0\]: expected one of q_proj"),
         ({"dropout": 0.1}, r"trainer\.lora.*dropout.*: rank, alpha, targets"),
     ],
 )
-def test_options_are_checked_before_anything_starts(model: Path, lora: dict[str, Any], message: str) -> None:
+def test_options_are_checked_before_anything_starts(
+    model: Path, lora: dict[str, Any], message: str
+) -> None:
     from rlflow.config.checks import check_config
     from rlflow.config.schema import load_config
     from rlflow.trainer.base import Trainer
@@ -301,5 +362,7 @@ def test_one_option_on_the_command_line_turns_it_on() -> None:
     from rlflow.config.schema import load_config
 
     assert load_config().trainer.lora is None
-    made = load_config(overrides=["trainer.lora.rank=8", "trainer.lora.targets=[v_proj, q_proj]"]).trainer.lora
+    made = load_config(
+        overrides=["trainer.lora.rank=8", "trainer.lora.targets=[v_proj, q_proj]"]
+    ).trainer.lora
     assert made == LoraOptions(rank=8, alpha=32.0, targets=("q_proj", "v_proj"))

@@ -34,12 +34,19 @@ def folder(make: Any, model: Path, tmp_path: Path) -> tuple[Any, Path]:
     trainer = updated(make())
     options = LoraOptions(**LORA)
     write_adapter(
-        tmp_path / "adapter", trainer.adapter_weights(), base=model, rank=RANK, alpha=ALPHA, targets=options.targets
+        tmp_path / "adapter",
+        trainer.adapter_weights(),
+        base=model,
+        rank=RANK,
+        alpha=ALPHA,
+        targets=options.targets,
     )
     return trainer, tmp_path / "adapter"
 
 
-def test_an_adapter_merged_into_its_base_is_what_the_trainer_streams(folder: Any, tmp_path: Path) -> None:
+def test_an_adapter_merged_into_its_base_is_what_the_trainer_streams(
+    folder: Any, tmp_path: Path
+) -> None:
     trainer, adapter = folder
     merge_adapter(adapter, tmp_path / "merged")
     merged = dict(iterate_weights(tmp_path / "merged"))
@@ -47,10 +54,14 @@ def test_an_adapter_merged_into_its_base_is_what_the_trainer_streams(folder: Any
         torch.testing.assert_close(merged[name], value, atol=1e-6, rtol=1e-6)
 
 
-def test_a_run_exports_both_and_holds_one_against_the_other(make: Any, model: Path, tmp_path: Path) -> None:
+def test_a_run_exports_both_and_holds_one_against_the_other(
+    make: Any, model: Path, tmp_path: Path
+) -> None:
     trainer, options = updated(make()), LoraOptions(**LORA)
     assert export_policy(trainer, tmp_path / "export", str(model), "float32") < 1e-4
-    export_adapter(trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32")
+    export_adapter(
+        trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32"
+    )
     assert digest(trainer.adapter_weights()) == digest(
         (f"{layer}.lora_{kind}.weight", factor)
         for layer, pair in read_adapter(tmp_path / "adapter")[0].factors.items()
@@ -58,15 +69,21 @@ def test_a_run_exports_both_and_holds_one_against_the_other(make: Any, model: Pa
     )
     updated(trainer, 1)  # what was exported is no longer what is trained
     with pytest.raises(
-        ModelError, match=r"adapter: 'model\.layers\.0\..*' of .*export is not that of .* with the adapter added"
+        ModelError,
+        match=r"adapter: 'model\.layers\.0\..*' of .*export is not that of .* with the adapter added",
     ):
-        export_adapter(trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32")
+        export_adapter(
+            trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32"
+        )
 
 
-def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, tmp_path: Path) -> None:
+def test_what_is_no_plain_adapter_is_one_clear_error(
+    folder: Any, model: Path, tmp_path: Path
+) -> None:
     _, adapter = folder
     with pytest.raises(
-        ModelError, match=r"is a LoRA adapter \(adapter_config\.json\), not a whole model; .*rlflow merge"
+        ModelError,
+        match=r"is a LoRA adapter \(adapter_config\.json\), not a whole model; .*rlflow merge",
     ):
         read_config(adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -86,15 +103,25 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
             read_adapter(adapter)
     foreign = {"fine_tune_type": "lora", "r": 2, "lora_alpha": 4}  # another library's
     (adapter / "adapter_config.json").write_text(json.dumps(foreign))
-    with pytest.raises(ModelError, match=r"adapter_config\.json: peft_type is None, which is not supported"):
+    with pytest.raises(
+        ModelError, match=r"adapter_config\.json: peft_type is None, which is not supported"
+    ):
         read_adapter(adapter)
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "some/hub-id"}))
-    with pytest.raises(ModelError, match=r"names the base 'some/hub-id', and there is no model directory.*--base DIR"):
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "some/hub-id"})
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"names the base 'some/hub-id', and there is no model directory.*--base DIR",
+    ):
         merge_adapter(adapter, tmp_path / "merged")
     other = tiny_model(tmp_path / "other", "qwen2", tokenizer=False, hidden_size=48)
     with pytest.raises(ModelError, match=r"it belongs to another base"):
         merge_adapter(adapter, tmp_path / "merged", other)
-    head = {"lm_head.lora_A.weight": torch.ones(1, 32), "lm_head.lora_B.weight": torch.ones(VOCAB, 1)}
+    head = {
+        "lm_head.lora_A.weight": torch.ones(1, 32),
+        "lm_head.lora_B.weight": torch.ones(VOCAB, 1),
+    }
     write_adapter(tmp_path / "head", head.items(), base=model, rank=1, alpha=1, targets=["lm_head"])
     repeated = shutil.copytree(model, tmp_path / "repeated")
     weights = load_file(repeated / "model.safetensors")
@@ -119,7 +146,9 @@ def test_peft_loads_the_adapter_and_trains_it_alike(make: Any, model: Path, tmp_
 
     def loaded(name: str, **options: Any) -> Any:
         adapters, targets = trainer.adapter_weights(), LoraOptions(**LORA).targets
-        write_adapter(tmp_path / name, adapters, base=model, rank=RANK, alpha=ALPHA, targets=targets)
+        write_adapter(
+            tmp_path / name, adapters, base=model, rank=RANK, alpha=ALPHA, targets=targets
+        )
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         return peft.PeftModel.from_pretrained(base, tmp_path / name, **options).eval()
 
@@ -130,14 +159,18 @@ def test_peft_loads_the_adapter_and_trains_it_alike(make: Any, model: Path, tmp_
         for name, value in theirs.named_parameters()
         if value.requires_grad
     }
-    adam = torch.optim.AdamW(list(factors.values()), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+    adam = torch.optim.AdamW(
+        list(factors.values()), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1
+    )
     for _ in range(3):
         adam.zero_grad()
         logits = theirs(batch.tokens).logits[:, :-1] / batch.temperatures[:, None, None]
         chosen = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
         (batch.weights * -batch.advantages)[:, 1:].mul(chosen).sum().backward()
         norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
-        assert trainer.update(batch, policy_gradient)["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert trainer.update(batch, policy_gradient)["gradient_norm"] == pytest.approx(
+            float(norm), rel=1e-5
+        )
         whole = torch.cat([value.grad.flatten() for value in factors.values()]).norm()
         for name, value in gathered_gradients(trainer).items():
             assert (value - factors[name].grad).norm() <= 1e-5 * whole, name
@@ -148,4 +181,6 @@ def test_peft_loads_the_adapter_and_trains_it_alike(make: Any, model: Path, tmp_
     with torch.no_grad():
         logits = loaded("trained")(batch.tokens).logits
     valid = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-    torch.testing.assert_close(gathered_logits(trainer, batch)[valid], logits[valid], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        gathered_logits(trainer, batch)[valid], logits[valid], atol=1e-5, rtol=1e-5
+    )

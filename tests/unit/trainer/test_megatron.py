@@ -39,8 +39,12 @@ def test_collectives_of_some_ranks_wait_as_long_as_those_of_all(make: Any) -> No
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("chunk_mib", [512.0, 1e308, 0.005], ids=["one-chunk", "any-size", "12-positions-per-chunk"])
-def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chunk_mib: float) -> None:
+@pytest.mark.parametrize(
+    "chunk_mib", [512.0, 1e308, 0.005], ids=["one-chunk", "any-size", "12-positions-per-chunk"]
+)
+def test_three_updates_equal_transformers_with_adamw(
+    make: Any, model: Path, chunk_mib: float
+) -> None:
     """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +89,11 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chu
 def test_weights_are_copies_on_a_device_or_what_the_trainer_has(make: Any) -> None:
     trainer = make()
     copies, own = dict(trainer.weights()), dict(trainer.weights(None))
-    memory = {parameter.untyped_storage().data_ptr() for chunk in trainer._chunks for parameter in chunk.parameters()}
+    memory = {
+        parameter.untyped_storage().data_ptr()
+        for chunk in trainer._chunks
+        for parameter in chunk.parameters()
+    }
     assert list(copies) == list(own) and all(torch.equal(copies[name], own[name]) for name in own)
     assert not {value.untyped_storage().data_ptr() for value in copies.values()} & memory
     assert own["model.norm.weight"].untyped_storage().data_ptr() in memory
@@ -99,7 +107,9 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
     }
     results = []
     adamw = {"name": "adamw", "eps": 1e-5}
-    exact = rounding.Updates(lambda: make(backend="reference", optimizer=adamw), batch, policy_gradient, updates=1)
+    exact = rounding.Updates(
+        lambda: make(backend="reference", optimizer=adamw), batch, policy_gradient, updates=1
+    )
     for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
         trainer = make(tokens_per_microbatch=limit, optimizer=adamw)
         results.append((trainer.update(rows, policy_gradient), dict(trainer.weights())))
@@ -136,7 +146,9 @@ def test_an_own_loop_that_forgets_the_weights_is_told_so(make: Any, backend: str
     batch, trainer = batch.replace(weights=torch.zeros(batch.tokens.shape)), make(backend=backend)
     with pytest.raises(RLFlowError, match="weights is 0 everywhere"):
         trainer.update(batch, policy_gradient)
-    with pytest.raises(RLFlowError, match=r"Batch\.advantages: expected \(rows, tokens\) = \(6, 20\), found \(6,\)"):
+    with pytest.raises(
+        RLFlowError, match=r"Batch\.advantages: expected \(rows, tokens\) = \(6, 20\), found \(6,\)"
+    ):
         trainer.update(batch.replace(advantages=torch.ones(6)), policy_gradient)
     for wrong in ("ppo_clip", PPOClipLoss):
         with pytest.raises(ConfigError, match="expected a loss, as PPOClipLoss"):
@@ -156,13 +168,17 @@ def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(ma
     first, second = make(), make()
     assert (
         first.update(batch.replace(weights=weights), policy_gradient)["gradient_norm"]
-        == second.update(batch.replace(weights=weights, tokens=other), policy_gradient)["gradient_norm"]
+        == second.update(batch.replace(weights=weights, tokens=other), policy_gradient)[
+            "gradient_norm"
+        ]
     )
     assert digest(first.weights()) == digest(second.weights())
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, model: Path, backend: str) -> None:
+def test_an_update_describes_trained_tokens_only_and_a_score_all(
+    make: Any, model: Path, backend: str
+) -> None:
     batch, seen = make_batch(), []
 
     def watch(output: PolicyOutput, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -178,7 +194,9 @@ def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, mode
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_score_of_wanted_tokens_equals_that_of_all_and_computes_no_other(make: Any, packing: bool) -> None:
+def test_a_score_of_wanted_tokens_equals_that_of_all_and_computes_no_other(
+    make: Any, packing: bool
+) -> None:
     trainer, batch = make(packing=packing, tokens_per_microbatch=40), make_batch()
     want = ("logprobs", "entropy")
     whole = trainer.score(batch, want=want, top_k=3)
@@ -211,7 +229,10 @@ def test_weights_are_copies(make: Any) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_process_group(model: Path, tmp_path: Path) -> None:
-    wrong = [(name, tensor[:-1] if "down_proj" in name else tensor) for name, tensor in iterate_weights(model)]
+    wrong = [
+        (name, tensor[:-1] if "down_proj" in name else tensor)
+        for name, tensor in iterate_weights(model)
+    ]
     save_file({name: tensor.contiguous() for name, tensor in wrong}, tmp_path / "model.safetensors")
     shutil.copy(model / "config.json", tmp_path)
     with pytest.raises(ModelError, match="has shape"):
@@ -228,7 +249,9 @@ def test_export_gives_the_trainers_logits(make: Any, model: Path, tmp_path: Path
         check_export(trainer, model)
 
 
-def test_a_bfloat16_export_passes_at_its_own_tolerance_only(make: Any, model: Path, tmp_path: Path) -> None:
+def test_a_bfloat16_export_passes_at_its_own_tolerance_only(
+    make: Any, model: Path, tmp_path: Path
+) -> None:
     trainer = make(dtype="bfloat16")
     write_model(tmp_path / "out", trainer.weights(), model)
     with pytest.raises(ModelError, match="does not compute what the trainer does"):
@@ -250,7 +273,9 @@ def test_bfloat16_trains_close_to_float32(make: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_non_finite_gradients_stop_before_the_weights_change(make: Any, model: Path, value: float) -> None:
+def test_non_finite_gradients_stop_before_the_weights_change(
+    make: Any, model: Path, value: float
+) -> None:
     trainer, batch = make(), make_batch()
     advantages = batch.advantages.clone()
     advantages[0, -1] = value
@@ -260,7 +285,9 @@ def test_non_finite_gradients_stop_before_the_weights_change(make: Any, model: P
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(make: Any, backend: str) -> None:
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(
+    make: Any, backend: str
+) -> None:
     def endless(output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         return output.logprobs + torch.inf, {}
 
@@ -272,11 +299,18 @@ def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(make: Any
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_an_update_without_gradient_moves_nothing_not_even_by_momentum(make: Any, backend: str) -> None:
-    trainer, batch = make(backend=backend, optimizer={"name": "adamw", "weight_decay": 0.1}), make_batch()
+def test_an_update_without_gradient_moves_nothing_not_even_by_momentum(
+    make: Any, backend: str
+) -> None:
+    trainer, batch = (
+        make(backend=backend, optimizer={"name": "adamw", "weight_decay": 0.1}),
+        make_batch(),
+    )
     assert "updates_skipped" not in trainer.update(batch, policy_gradient)
     before = digest(trainer.weights())
-    metrics = trainer.update(batch.replace(advantages=torch.zeros_like(batch.advantages)), policy_gradient)
+    metrics = trainer.update(
+        batch.replace(advantages=torch.zeros_like(batch.advantages)), policy_gradient
+    )
     assert (metrics["gradient_norm"], metrics["updates_skipped"]) == (0.0, 1.0)
     assert digest(trainer.weights()) == before
     trainer.update(batch, policy_gradient)
@@ -292,22 +326,34 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
     batch = make_batch()
     with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide"):
         make(tensor_parallel=3)
-    with pytest.raises(ConfigError, match=r"context_parallel = 2 x 1 x 1 = 2, found 1; set cluster\.ranks=2"):
+    with pytest.raises(
+        ConfigError, match=r"context_parallel = 2 x 1 x 1 = 2, found 1; set cluster\.ranks=2"
+    ):
         make(tensor_parallel=2)
     with pytest.raises(ConfigError, match="found 'float16'"):
         make(dtype="float16")
-    with pytest.raises(ConfigError, match=r"trainer\.recompute: .* found 'selectiv' \(text\)\. Did you mean 'selective'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.recompute: .* found 'selectiv' \(text\)\. Did you mean 'selective'",
+    ):
         make(recompute="selectiv")
-    with pytest.raises(ConfigError, match=r"trainer\.schedule: unknown name 'cosinus'\. Did you mean 'cosine'"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.schedule: unknown name 'cosinus'\. Did you mean 'cosine'"
+    ):
         make(schedule="cosinus")
-    with pytest.raises(ConfigError, match=r"trainer: unknown keyword 'tensor_paralel'\. Did you mean 'tensor_parallel'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer: unknown keyword 'tensor_paralel'\. Did you mean 'tensor_parallel'",
+    ):
         make(tensor_paralel=2)
     trainer = make()
     with pytest.raises(ConfigError, match="no model 'referense'; known: policy"):
         trainer.score(batch, model="referense")
     with pytest.raises(ConfigError, match=r"found 'logprob'\. Did you mean 'logprobs'"):
         trainer.score(batch, want=("logprob",))
-    with pytest.raises(ConfigError, match="snapshot: 'policy' is taken; choose a name other than policy"):
+    with pytest.raises(
+        ConfigError, match="snapshot: 'policy' is taken; choose a name other than policy"
+    ):
         trainer.snapshot("policy")
     with pytest.raises(DataError, match=f"token ids must be 0 to {VOCAB - 1}"):
         trainer.score(batch.replace(tokens=batch.tokens + VOCAB))
@@ -335,7 +381,12 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
 
     fusions = (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
     create = parallel_state.create_group
-    patched = [torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state]
+    patched = [
+        torch.cuda.current_device,
+        torch.cuda.synchronize,
+        torch.cuda.manual_seed,
+        torch.cuda.get_rng_state,
+    ]
     state = torch.get_rng_state()
     make().update(make_batch(), policy_gradient)
     assert [
@@ -344,12 +395,17 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
         torch.cuda.manual_seed,
         torch.cuda.get_rng_state,
     ] == patched
-    assert fusions == (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
+    assert fusions == (
+        rope_utils.fused_apply_rotary_pos_emb,
+        rope_utils.fused_apply_rotary_pos_emb_thd,
+    )
     assert parallel_state.create_group is create
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_megatron_core_that_lacks_what_is_replaced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_megatron_core_that_lacks_what_is_replaced_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron.core.tensor_parallel import random
 
     from rlflow.trainer.megatron.cpu import adapted
@@ -361,7 +417,9 @@ def test_a_megatron_core_that_lacks_what_is_replaced_is_named(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("first_closed", [0, 1], ids=["its maker first", "its maker last"])
-def test_trainers_of_one_process_share_the_groups_until_the_last_is_closed(make: Any, first_closed: int) -> None:
+def test_trainers_of_one_process_share_the_groups_until_the_last_is_closed(
+    make: Any, first_closed: int
+) -> None:
     trainers = [make(), make()]
     for trainer in (trainers[first_closed],) * 2:  # twice: a second call must not count again
         trainer.close()

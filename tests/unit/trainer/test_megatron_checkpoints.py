@@ -23,7 +23,11 @@ from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resume_continues_bit_for_bit(make: Any, tmp_path: Path, dtype: str) -> None:
-    options = {"schedule": {"name": "cosine", "decay_steps": 6}, "tokens_per_microbatch": 40, "dtype": dtype}
+    options = {
+        "schedule": {"name": "cosine", "decay_steps": 6},
+        "tokens_per_microbatch": 40,
+        "dtype": dtype,
+    }
     whole, resumed = make(**options), make(**options)
     whole.snapshot("reference")
     for number in range(2):
@@ -33,7 +37,10 @@ def test_resume_continues_bit_for_bit(make: Any, tmp_path: Path, dtype: str) -> 
     for number in range(2, 5):
         batch = make_batch(seed=number)
         assert whole.update(batch, policy_gradient) == resumed.update(batch, policy_gradient)
-        assert torch.equal(whole.score(batch, "reference")["logprobs"], resumed.score(batch, "reference")["logprobs"])
+        assert torch.equal(
+            whole.score(batch, "reference")["logprobs"],
+            resumed.score(batch, "reference")["logprobs"],
+        )
     assert digest(whole.weights()) == digest(resumed.weights())
 
 
@@ -43,7 +50,9 @@ def test_resume_before_the_first_update(make: Any, tmp_path: Path, dtype: str) -
     whole.save(tmp_path, 0)
     resumed.load(tmp_path)
     for _ in range(2):
-        assert whole.update(make_batch(), policy_gradient) == resumed.update(make_batch(), policy_gradient)
+        assert whole.update(make_batch(), policy_gradient) == resumed.update(
+            make_batch(), policy_gradient
+        )
 
 
 def test_optimizer_options_are_those_of_the_resumed_run(make: Any, tmp_path: Path) -> None:
@@ -80,7 +89,11 @@ def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
     trainer, place, witness = make(), tmp_path / "checkpoint", tmp_path / "witness"
     for name in (".metadata", "common.pt"):
         trainer.save(place, 1)
-        write = torch.save if name == "common.pt" else lambda value, file: file.write_bytes(pickle.dumps(value))
+        write = (
+            torch.save
+            if name == "common.pt"
+            else lambda value, file: file.write_bytes(pickle.dumps(value))
+        )
         write(Payload(witness), place / name)
         manifest = read_sealed(place / "trainer.json")
         files = {**read_fingerprints(manifest, place), name: fingerprint(place / name)}
@@ -90,14 +103,18 @@ def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
         assert not witness.exists()
 
 
-def test_objects_between_tensors_cannot_run_code(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_between_tensors_cannot_run_code(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch.distributed reads them with weights_only=False."""
     from rlflow.trainer.megatron import checkpoint
 
     trainer, witness = make(), tmp_path / "witness"
     sharded = checkpoint._sharded_rng
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_sharded_rng", lambda world: replace(sharded(world), data=Payload(witness)))
+        patched.setattr(
+            checkpoint, "_sharded_rng", lambda world: replace(sharded(world), data=Payload(witness))
+        )
         trainer.save(tmp_path / "checkpoint", 1)
     with pytest.raises(CheckpointError, match=r"weights_only|Weights only"):
         trainer.load(tmp_path / "checkpoint")
@@ -105,7 +122,9 @@ def test_objects_between_tensors_cannot_run_code(make: Any, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(make: Any, backend: str, tmp_path: Path) -> None:
+def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(
+    make: Any, backend: str, tmp_path: Path
+) -> None:
     """So that a run can be resumed with a KL term that it began without: the reference is the starting policy."""
     batch, first = make_batch(), make(backend=backend)
     start = first.score(batch)["logprobs"]
@@ -121,7 +140,11 @@ def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(make: Any, backen
 class Copies(TorchDispatchMode):
     """`most`: copies of a tensor of this shape and type that were there at the same time, of those made inside."""
 
-    MAKING = (torch.ops.aten.clone.default, torch.ops.aten.empty_like.default, torch.ops.aten.cat.default)
+    MAKING = (
+        torch.ops.aten.clone.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.cat.default,
+    )
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
@@ -169,7 +192,9 @@ def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> No
     make().save(tmp_path / "checkpoint", 1)
     sizes = {"vocab_size": VOCAB + 7, "hidden_size": 32, "intermediate_size": 48}
     other = make(tiny_model(tmp_path / "other", "qwen2", tied=True, tokenizer=False, **sizes))
-    with pytest.raises(CheckpointError, match=f"vocab is {VOCAB}, that of model.path is {VOCAB + 7}"):
+    with pytest.raises(
+        CheckpointError, match=f"vocab is {VOCAB}, that of model.path is {VOCAB + 7}"
+    ):
         other.load(tmp_path / "checkpoint")
 
 

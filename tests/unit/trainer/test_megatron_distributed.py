@@ -66,7 +66,10 @@ def test_split_adam_trains_as_whole_adam_does_up_to_rounding(make: Any) -> None:
     exact = rounding.Updates(reference, batch, loss, updates=3)
     for number in range(3):
         expected = whole.update(batch, loss)["gradient_norm"]
-        assert abs(split.update(batch, loss)["gradient_norm"] - expected) <= 2 * exact.norm_bounds[number]
+        assert (
+            abs(split.update(batch, loss)["gradient_norm"] - expected)
+            <= 2 * exact.norm_bounds[number]
+        )
     for (name, tensor), (_, other) in zip(whole.weights(), split.weights(), strict=True):
         assert ((tensor - other).abs() <= exact.most_apart(name, tensor)).all(), name
 
@@ -98,7 +101,9 @@ def test_checkpoints_of_split_and_whole_adam_load_into_each_other(
     assert digest(reader.weights()) == digest(writer.weights())
     # The two keep parameters in other places in memory, and BLAS rounds by that (gradients differ by up to 7e-9).
     for _ in range(2):
-        assert reader.update(batch, loss)["loss"] == pytest.approx(writer.update(batch, loss)["loss"], rel=1e-6)
+        assert reader.update(batch, loss)["loss"] == pytest.approx(
+            writer.update(batch, loss)["loss"], rel=1e-6
+        )
     reference = functools.partial(make, backend="reference", distributed_optimizer=False)
     exact = rounding.Updates(reference, batch, loss, updates=4)
     for (name, tensor), (_, other) in zip(writer.weights(), reader.weights(), strict=True):
@@ -106,9 +111,13 @@ def test_checkpoints_of_split_and_whole_adam_load_into_each_other(
             assert ((tensor - other).abs() <= exact.most_apart(name, tensor)).all(), name
         else:  # by one value of the type that neighbours, at the most
             resolution = torch.finfo(torch.bfloat16).eps
-            assert (tensor.float() - other.float()).norm() <= resolution * tensor.float().norm(), name
+            assert (tensor.float() - other.float()).norm() <= resolution * tensor.float().norm(), (
+                name
+            )
 
 
 def test_the_reference_backend_has_no_split_adam(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.distributed_optimizer: 'reference' runs on one device"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.distributed_optimizer: 'reference' runs on one device"
+    ):
         make(backend="reference")

@@ -29,7 +29,10 @@ def test_swiglu_and_its_gradient(draw: torch.Generator) -> None:
 @pytest.mark.parametrize("library", products.LIBRARIES)
 @pytest.mark.parametrize("buffered", [False, True])
 def test_a_linear_layer_and_its_gradients(
-    draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, library: products.Library, buffered: bool
+    draw: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    library: products.Library,
+    buffered: bool,
 ) -> None:
     """Against double precision; the weight's gradient is added to Megatron's buffer where there is one."""
     monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", 0)
@@ -59,11 +62,15 @@ def angles(positions: int, dimensions: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
-def test_rotation_equals_megatrons_and_its_gradient_turns_back(draw: torch.Generator, rotated: int) -> None:
+def test_rotation_equals_megatrons_and_its_gradient_turns_back(
+    draw: torch.Generator, rotated: int
+) -> None:
     """With all dimensions rotated, and with the last half of them passed through."""
     values = torch.randn(6, 2, 3, 8, generator=draw, dtype=torch.float64, requires_grad=True)
     turned = layers.rotate(values, angles(6, rotated))
-    torch.testing.assert_close(turned, rope_utils._apply_rotary_pos_emb_bshd(values, angles(6, rotated)))
+    torch.testing.assert_close(
+        turned, rope_utils._apply_rotary_pos_emb_bshd(values, angles(6, rotated))
+    )
     assert torch.autograd.gradcheck(lambda given: layers.rotate(given, angles(6, rotated)), values)
     (back,) = torch.autograd.grad(turned, values, turned.detach())
     torch.testing.assert_close(back, values.detach())  # a rotation's transpose is its inverse
@@ -71,6 +78,8 @@ def test_rotation_equals_megatrons_and_its_gradient_turns_back(draw: torch.Gener
 
 def test_packed_rows_each_begin_at_position_0(draw: torch.Generator) -> None:
     first, second = torch.randn(4, 1, 3, 8, generator=draw), torch.randn(2, 1, 3, 8, generator=draw)
-    turned = layers.rotate_packed(torch.cat([first, second]).squeeze(1), torch.tensor([0, 4, 6]), angles(4, 8).float())
+    turned = layers.rotate_packed(
+        torch.cat([first, second]).squeeze(1), torch.tensor([0, 4, 6]), angles(4, 8).float()
+    )
     alone = [layers.rotate(row, angles(len(row), 8).float()).squeeze(1) for row in (first, second)]
     torch.testing.assert_close(turned, torch.cat(alone))

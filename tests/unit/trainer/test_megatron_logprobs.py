@@ -27,14 +27,23 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def from_logits(
-    logits: Tensor, tokens: Tensor, lengths: Tensor, temperatures: Tensor, group: dist.ProcessGroup, **options: Any
+    logits: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    temperatures: Tensor,
+    group: dist.ProcessGroup,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs` where the hidden states are the logits (B, T, V): the output layer is the identity."""
     vocab, chunk_bytes = options.pop("vocab", logits.shape[-1]), options.pop("chunk_bytes", 1 << 20)
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
-    layer = OutputLayer(weight, vocab, group, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
+    layer = OutputLayer(
+        weight, vocab, group, group, sequence_parallel=False, chunk_bytes=chunk_bytes
+    )
     options |= {"places": places_of(tokens)}
-    return token_logprobs(logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options)[:2]
+    return token_logprobs(
+        logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options
+    )[:2]
 
 
 def places_of(tokens: Tensor) -> Tensor:
@@ -46,14 +55,21 @@ def places_of(tokens: Tensor) -> Tensor:
 def test_hidden_states_of_another_rank_count_as_zero(group: dist.ProcessGroup) -> None:
     """Each context-parallel rank gives the log-probs that its hidden states predict, and the sum over ranks is all."""
     logits, tokens, lengths, temperatures = make_case()
-    layer = OutputLayer(torch.eye(13), 13, group, group, sequence_parallel=False, chunk_bytes=1 << 20)
+    layer = OutputLayer(
+        torch.eye(13), 13, group, group, sequence_parallel=False, chunk_bytes=1 << 20
+    )
     whole, _ = from_logits(logits, tokens, lengths, temperatures, group)
     total = torch.zeros_like(whole)
     for columns in ([0, 5], [1, 2, 3, 4]):
         places = torch.full(tokens.shape, -1)
         places[:, columns] = torch.arange(len(columns)) * 3 + torch.arange(3).unsqueeze(1)
         part, *_ = token_logprobs(
-            logits.transpose(0, 1)[columns], tokens, lengths, temperatures, layer=layer, places=places
+            logits.transpose(0, 1)[columns],
+            tokens,
+            lengths,
+            temperatures,
+            layer=layer,
+            places=places,
         )
         assert not part[:, [column for column in range(1, 6) if column - 1 not in columns]].any()
         total += part
@@ -67,7 +83,9 @@ def make_case(vocab: int = 13) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, tokens, torch.tensor([6, 4, 1]), torch.tensor([0.5, 1.0, 1.7])
 
 
-def oracle(logits: Tensor, tokens: Tensor, lengths: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def oracle(
+    logits: Tensor, tokens: Tensor, lengths: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
     logp = (logits / temperatures[:, None, None]).log_softmax(-1)[:, :-1]
     chosen = logp.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     entropy = -(logp.exp() * logp).sum(-1)
@@ -84,7 +102,9 @@ def test_two_words_by_hand(group: dist.ProcessGroup) -> None:
     )
     assert entropy is not None
     assert got.tolist() == [[0.0, pytest.approx(math.log(1 / 4))]]
-    assert entropy.tolist() == [[0.0, pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))]]
+    assert entropy.tolist() == [
+        [0.0, pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))]
+    ]
 
 
 @pytest.mark.parametrize("cache", [1, 40, 1 << 18])
@@ -99,7 +119,9 @@ def test_values_and_gradients_equal_torch(
     of_logprobs, of_entropy = torch.randn(2, 3, 6, generator=draw)
 
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    got, entropy = from_logits(ours, tokens, lengths, temperatures, group, want_entropy=True, chunk_bytes=chunk_bytes)
+    got, entropy = from_logits(
+        ours, tokens, lengths, temperatures, group, want_entropy=True, chunk_bytes=chunk_bytes
+    )
     expected, expected_entropy = oracle(theirs, tokens, lengths, temperatures.double())
     assert entropy is not None
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=0)
@@ -108,11 +130,15 @@ def test_values_and_gradients_equal_torch(
     (expected * of_logprobs + expected_entropy * of_entropy).sum().backward()
     torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=2e-6, rtol=0)
     ours.grad = None
-    (got * of_logprobs + entropy * of_entropy).sum().backward()  # the kept chunk was overwritten: it is made again
+    (
+        got * of_logprobs + entropy * of_entropy
+    ).sum().backward()  # the kept chunk was overwritten: it is made again
     torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=2e-6, rtol=0)
 
 
-def project(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, chunk_bytes: int, want_entropy: bool) -> Tensor:
+def project(
+    hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, chunk_bytes: int, want_entropy: bool
+) -> Tensor:
     """The sum of what `token_logprobs` gives for the hidden states (T, B, H), weighed by position."""
     _, tokens, lengths, temperatures = make_case(vocab=29)
     layer = OutputLayer(weight, 29, group, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
@@ -139,7 +165,9 @@ def test_chunks_change_no_gradient_of_hidden_states_or_weight(
             learned.main_grad = torch.ones_like(weight)  # what an earlier micro-batch left there
         value = project(given, learned, group, size, want_entropy)
         value.backward()
-        results.append((value.detach(), given.grad, learned.main_grad - 1 if buffered else learned.grad))
+        results.append(
+            (value.detach(), given.grad, learned.main_grad - 1 if buffered else learned.grad)
+        )
         assert not buffered or learned.grad is None
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
@@ -152,13 +180,18 @@ def test_no_more_logits_than_a_chunk_exist_at_once(group: dist.ProcessGroup) -> 
     longest = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] == 32:
                 longest.append(len(result))
             return result
 
-    hidden, weight = torch.randn(6, 3, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(6, 3, 4, requires_grad=True),
+        torch.randn(32, 4, requires_grad=True),
+    )
     with Watch():
         project(hidden, weight, group, 4 * 32 * 4, True).backward()
     assert longest
@@ -176,7 +209,9 @@ def test_scoring_equals_training(group: dist.ProcessGroup) -> None:
 def test_padded_vocabulary_has_no_probability_and_no_gradient(group: dist.ProcessGroup) -> None:
     logits, tokens, lengths, temperatures = make_case()
     padded = torch.cat([logits, torch.full((3, 6, 3), 50.0)], dim=-1).requires_grad_()
-    got, entropy = from_logits(padded, tokens, lengths, temperatures, group, vocab=13, want_entropy=True)
+    got, entropy = from_logits(
+        padded, tokens, lengths, temperatures, group, vocab=13, want_entropy=True
+    )
     expected, expected_entropy = oracle(logits, tokens, lengths, temperatures)
     assert entropy is not None
     torch.testing.assert_close(got.detach(), expected, atol=2e-6, rtol=0)
@@ -191,7 +226,11 @@ def test_padding_and_the_last_position_get_no_gradient(group: dist.ProcessGroup)
     got, _ = from_logits(logits, tokens, lengths, temperatures, group)
     got.sum().backward()
     moved = logits.grad.abs().sum(-1) > 0
-    assert moved.sum(dim=1).tolist() == [5, 3, 0]  # one less than each length: position t is predicted at t - 1
+    assert moved.sum(dim=1).tolist() == [
+        5,
+        3,
+        0,
+    ]  # one less than each length: position t is predicted at t - 1
 
 
 def test_greedy_temperature_counts_as_one(group: dist.ProcessGroup) -> None:
@@ -228,7 +267,9 @@ def test_no_position_wanted_gives_zeros_and_no_gradient(group: dist.ProcessGroup
     """A data-parallel rank without rows runs such a micro-batch."""
     logits, tokens, _, temperatures = make_case()
     logits.requires_grad_()
-    got, entropy = from_logits(logits, tokens, torch.ones(3, dtype=torch.int64), temperatures, group, want_entropy=True)
+    got, entropy = from_logits(
+        logits, tokens, torch.ones(3, dtype=torch.int64), temperatures, group, want_entropy=True
+    )
     assert entropy is not None
     (got.sum() + entropy.sum()).backward()
     assert not got.any()
@@ -238,13 +279,17 @@ def test_no_position_wanted_gives_zeros_and_no_gradient(group: dist.ProcessGroup
 def test_an_entropy_that_is_only_reported_changes_no_gradient(group: dist.ProcessGroup) -> None:
     logits, tokens, lengths, temperatures = make_case()
     with_entropy, without = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    from_logits(with_entropy, tokens, lengths, temperatures, group, want_entropy=True)[0].sum().backward()
+    from_logits(with_entropy, tokens, lengths, temperatures, group, want_entropy=True)[
+        0
+    ].sum().backward()
     from_logits(without, tokens, lengths, temperatures, group)[0].sum().backward()
     assert torch.equal(with_entropy.grad, without.grad)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs"
+)
 @pytest.mark.parametrize("columns", [0, 990])
 def test_compiled_passes_compute_what_the_operations_do(columns: int) -> None:
     """What GPUs run, by the compiler's CPU backend."""
@@ -258,8 +303,12 @@ def test_compiled_passes_compute_what_the_operations_do(columns: int) -> None:
         results = []
         for change in (lambda function: function, module._compiled):
             values = logits.clone()
-            found = change(module._exponentiate)(values, index, scale, values.amax(1, keepdim=True) / scale, columns)
+            found = change(module._exponentiate)(
+                values, index, scale, values.amax(1, keepdim=True) / scale, columns
+            )
             steps = [*found, values.clone()]
-            change(module._slope)(values, index, share, share.expand(-1, 2), of_surprise if columns else None)
+            change(module._slope)(
+                values, index, share, share.expand(-1, 2), of_surprise if columns else None
+            )
             results.append([*steps, values])
         torch.testing.assert_close(*results)

@@ -31,13 +31,20 @@ def defaults() -> dict[str, Any]:
 def on_host(trainer: Any) -> Trainer:
     """The trainer with the optimizer that `optimizer.offload` gives it on a GPU."""
     with adapted():
-        trainer._optimizer = make_optimizer(trainer._model, AdamW(weight_decay=0.1, offload=True), 1e-3, 1.0)
+        trainer._optimizer = make_optimizer(
+            trainer._model, AdamW(weight_decay=0.1, offload=True), 1e-3, 1.0
+        )
     return trainer
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}, {"dtype": "bfloat16", "distributed_optimizer": True}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"distributed_optimizer": True},
+        {"dtype": "bfloat16", "distributed_optimizer": True},
+    ],
     ids=str,
 )
 def test_adam_in_host_memory_equals_adam(
@@ -58,14 +65,28 @@ def test_adam_in_host_memory_equals_adam(
     assert digest(plain.weights()) == digest(resumed.weights())
     inner = getattr(host._optimizer, "chained_optimizers", [host._optimizer])[0].optimizer
     assert isinstance(inner, HostAdamW)
-    held = sum(parameter.untyped_storage().size() for group in inner.param_groups for parameter in group["params"])
-    assert (held == 0) == ("dtype" in options)  # float32 weights of a bfloat16 model are on the host alone
+    held = sum(
+        parameter.untyped_storage().size()
+        for group in inner.param_groups
+        for parameter in group["params"]
+    )
+    assert (held == 0) == (
+        "dtype" in options
+    )  # float32 weights of a bfloat16 model are on the host alone
 
 
 def test_page_locked_buffers_waste_little_by_powers_of_two() -> None:
     """A third of Qwen2.5-3B's weights, one buffer per tensor."""
-    layer = {"qkv": 2 * 2560 * 2048, "proj": 2 * 2048**2, "fc1": 2 * 22016 * 2048, "fc2": 2 * 11008 * 2048, "norm": 4096}
-    sizes = {"embedding": 2 * 151936 * 2048} | {f"{number} {name}": size for number in range(36) for name, size in layer.items()}
+    layer = {
+        "qkv": 2 * 2560 * 2048,
+        "proj": 2 * 2048**2,
+        "fc1": 2 * 22016 * 2048,
+        "fc2": 2 * 11008 * 2048,
+        "norm": 4096,
+    }
+    sizes = {"embedding": 2 * 151936 * 2048} | {
+        f"{number} {name}": size for number in range(36) for name, size in layer.items()
+    }
     buffers = list(offload.shared_buffers(sizes))
     assert [name for _, names in buffers for name in names] == list(sizes)
     for size, names in buffers:
@@ -75,7 +96,9 @@ def test_page_locked_buffers_waste_little_by_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True}], ids=str)
-def test_releasing_gradients_changes_nothing_and_frees_them(make: Any, options: dict[str, Any]) -> None:
+def test_releasing_gradients_changes_nothing_and_frees_them(
+    make: Any, options: dict[str, Any]
+) -> None:
     batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
     plain, released = make(**options), make(release_gradients=True, **options)
 
@@ -89,7 +112,11 @@ def test_releasing_gradients_changes_nothing_and_frees_them(make: Any, options: 
         elif step:
             assert plain.update(batch, loss) == released.update(batch, loss)
         sizes = [
-            sum(buffer.grad_data.untyped_storage().size() for chunk in trainer._model for buffer in chunk.buffers)
+            sum(
+                buffer.grad_data.untyped_storage().size()
+                for chunk in trainer._model
+                for buffer in chunk.buffers
+            )
             for trainer in (plain, released)
         ]
         assert sizes[0] > 0
@@ -115,11 +142,17 @@ def test_a_snapshot_in_host_memory_scores_as_the_policy_did(make: Any) -> None:
         ("offload_snapshots", {"offload_snapshots": True}),
     ],
 )
-def test_offloading_is_refused_by_name_without_a_gpu(make: Any, key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.{key}: found true, but the trainer has no GPU"):
+def test_offloading_is_refused_by_name_without_a_gpu(
+    make: Any, key: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.{key}: found true, but the trainer has no GPU"
+    ):
         make(**options)
 
 
 def test_the_reference_backend_refuses_by_name(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.release_gradients: 'reference' runs on one device"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.release_gradients: 'reference' runs on one device"
+    ):
         make(backend="reference", release_gradients=True)

@@ -26,9 +26,14 @@ def make_batch(seed: int = 0, lengths: list[int] = LENGTHS) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     rows, width = len(lengths), max(lengths)
     positions, sizes = torch.arange(width), torch.tensor(lengths)
-    mask = (positions < sizes[:, None]) & (positions >= 1) & (torch.rand(rows, width, generator=draw) < 0.7)
+    mask = (
+        (positions < sizes[:, None])
+        & (positions >= 1)
+        & (torch.rand(rows, width, generator=draw) < 0.7)
+    )
     return Batch(
-        tokens=torch.randint(0, VOCAB, (rows, width), generator=draw) * (positions < sizes[:, None]),
+        tokens=torch.randint(0, VOCAB, (rows, width), generator=draw)
+        * (positions < sizes[:, None]),
         loss_mask=mask,
         logprobs=torch.zeros(rows, width),
         advantages=torch.randn(rows, width, generator=draw),
@@ -78,7 +83,10 @@ def test_padded_rows_lie_side_by_side() -> None:
     batch = make_batch(lengths=[3, 2])
     feed = pad(batch, Share(slices=2))
     assert feed.tokens.shape == (2, 4) and feed.segments is None
-    assert feed.places.tolist() == [[0, 2, 4], [1, 3, 5]]  # hidden states are (tokens, rows, hidden)
+    assert feed.places.tolist() == [
+        [0, 2, 4],
+        [1, 3, 5],
+    ]  # hidden states are (tokens, rows, hidden)
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_each_row() -> None:
@@ -103,7 +111,10 @@ def test_every_token_lies_on_exactly_one_rank(lay: Any, share: Share, seed: int)
     found = torch.zeros(batch.tokens.shape, dtype=torch.int64)
     for rank in range(share.ranks):
         feed = lay(batch, replace(share, rank=rank))
-        assert feed.tokens.shape[1] * share.ranks == feed.width and feed.tokens.shape[1] % share.slices == 0
+        assert (
+            feed.tokens.shape[1] * share.ranks == feed.width
+            and feed.tokens.shape[1] % share.slices == 0
+        )
         here = feed.places >= 0
         places = feed.places[here]
         assert torch.equal(feed.tokens.t().flatten()[places], batch.tokens[here])
@@ -117,14 +128,23 @@ def test_chunks_attend_as_the_whole_row_does(ranks: int) -> None:
     """Each rank's queries against all keys, put back in order, are causal attention of every segment."""
     lengths = [4 * ranks, 2 * ranks]
     draw = torch.Generator().manual_seed(0)
-    query = torch.randn(sum(lengths), 2, 4, 8, generator=draw, dtype=torch.float64)  # whose rounding is no question here
+    query = torch.randn(
+        sum(lengths), 2, 4, 8, generator=draw, dtype=torch.float64
+    )  # whose rounding is no question here
     key, value = torch.randn(2, sum(lengths), 2, 2, 8, generator=draw, dtype=torch.float64)
-    whole = torch.cat([_attend(*part) for part in zip(*(one.split(lengths) for one in (query, key, value)), strict=True)])
+    whole = torch.cat(
+        [
+            _attend(*part)
+            for part in zip(*(one.split(lengths) for one in (query, key, value)), strict=True)
+        ]
+    )
     for rank in range(ranks):
         held = held_positions(lengths, ranks, rank)
         mine = query[held]
         mixed = [
-            _attend(mine[piece.here], key[piece.start : piece.stop], value[piece.start : piece.stop])
+            _attend(
+                mine[piece.here], key[piece.start : piece.stop], value[piece.start : piece.stop]
+            )
             for piece in held_chunks(lengths, ranks, rank)
         ]
         torch.testing.assert_close(torch.cat(mixed), whole[held], atol=1e-12, rtol=0)
@@ -169,7 +189,9 @@ def test_another_row_changes_no_gradient_of_this_row(make: Any, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_observation_token_after_the_last_trained_one_changes_no_gradient(make: Any, seed: int) -> None:
+def test_an_observation_token_after_the_last_trained_one_changes_no_gradient(
+    make: Any, seed: int
+) -> None:
     batch = make_batch(seed)
     weights, tokens = batch.weights.clone(), batch.tokens.clone()
     for row, length in enumerate(LENGTHS):

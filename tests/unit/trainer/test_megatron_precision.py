@@ -18,7 +18,10 @@ from tests.unit.trainer.batches import VOCAB
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, sizes = tmp_path_factory.mktemp("model"), {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4}
+    path, sizes = (
+        tmp_path_factory.mktemp("model"),
+        {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4},
+    )
     return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, **sizes)
 
 
@@ -26,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_updates_below_the_resolution_of_bfloat16_add_up(make: Any, distributed: bool) -> None:
     """Weights of 0.25 to 0.5 are 2^-9 apart in bfloat16. Steps of 2^-12 would each be rounded away; 16 of them are not."""
     adamw = {"name": "adamw", "weight_decay": 0.0}
-    trainer = make(dtype="bfloat16", lr=2.0**-12, optimizer=adamw, distributed_optimizer=distributed)
+    trainer = make(
+        dtype="bfloat16", lr=2.0**-12, optimizer=adamw, distributed_optimizer=distributed
+    )
     start, batch = dict(trainer.weights()), make_batch(VOCAB)
     trainer.update(batch, PolicyGradientWithEntropy())
     once = dict(trainer.weights())
@@ -49,7 +54,11 @@ def kept_bytes(trainer: Any) -> int:
     """What the forward pass of one micro-batch keeps for the backward pass, weights aside."""
     sizes: dict[int, int] = {}
     alive, answer = [], []
-    weights = {parameter.untyped_storage().data_ptr() for chunk in trainer._chunks for parameter in chunk.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr()
+        for chunk in trainer._chunks
+        for parameter in chunk.parameters()
+    }
 
     def note(tensor: Tensor) -> Tensor:
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -25,11 +25,19 @@ def make_batch(seed: int) -> Batch:
     lengths = torch.randint(2, WIDTH + 1, (ROWS,), generator=draw)
     lengths[0] = WIDTH
     positions = torch.arange(WIDTH)
-    sampled = (positions >= 1) & (positions < lengths[:, None]) & (torch.rand(ROWS, WIDTH, generator=draw) < 0.5)
+    sampled = (
+        (positions >= 1)
+        & (positions < lengths[:, None])
+        & (torch.rand(ROWS, WIDTH, generator=draw) < 0.5)
+    )
     return Batch(
-        tokens=torch.randint(1, VOCAB, (ROWS, WIDTH), generator=draw) * (positions < lengths[:, None]),
+        tokens=torch.randint(1, VOCAB, (ROWS, WIDTH), generator=draw)
+        * (positions < lengths[:, None]),
         loss_mask=sampled,
-        logprobs=-4 - torch.rand(ROWS, WIDTH, generator=draw),  # what padding and observations hold must not matter
+        logprobs=-4
+        - torch.rand(
+            ROWS, WIDTH, generator=draw
+        ),  # what padding and observations hold must not matter
         advantages=torch.randn(ROWS, WIDTH, generator=draw),
         weights=sampled / sampled.sum(),
         lengths=lengths,
@@ -49,14 +57,18 @@ class Watched(Loss):
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         for name in ("logprobs", "entropy"):
-            getattr(output, name).register_hook(lambda gradient, name=name: self.gradients.update({name: gradient}))
+            getattr(output, name).register_hook(
+                lambda gradient, name=name: self.gradients.update({name: gradient})
+            )
         return self.loss(output, batch)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return tiny_model(path, "qwen2", tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+    return tiny_model(
+        path, "qwen2", tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48
+    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["padded", "packed"])
@@ -72,12 +84,16 @@ def test_no_observations_logprob_or_entropy_enters_the_loss(trainer: Any, seed: 
     trainer.update(batch, loss)
     assert loss.gradients.keys() == {"logprobs", "entropy"}
     for name, gradient in loss.gradients.items():
-        assert not gradient[~batch.loss_mask].any(), f"{name} of an observation or of padding is trained"
+        assert not gradient[~batch.loss_mask].any(), (
+            f"{name} of an observation or of padding is trained"
+        )
     assert loss.gradients["entropy"][batch.loss_mask].all(), "a sampled token is not trained"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_the_engine_recorded_for_observations_changes_nothing(model: Path, trainer: Any, seed: int) -> None:
+def test_what_the_engine_recorded_for_observations_changes_nothing(
+    model: Path, trainer: Any, seed: int
+) -> None:
     """Their log-probs, advantages and reference log-probs: whatever stands there, the update is the same bit for bit."""
     batch, draw = make_batch(seed), torch.Generator().manual_seed(100 + seed)
 

@@ -26,7 +26,9 @@ LENGTHS = (7, 12, 3, 9)
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32, intermediate_size=48, tokenizer=False)
+    return tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=32, intermediate_size=48, tokenizer=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,14 @@ def batch() -> Batch:
     for index, length in enumerate(LENGTHS):
         tokens = torch.randint(0, 384, (length,), generator=generator)
         mask = torch.arange(length) >= 2
-        segment = Segment(tokens, mask, -torch.rand(length, generator=generator), torch.where(mask, 0, -1))
-        owners.append(Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.5 + 0.25 * index))
+        segment = Segment(
+            tokens, mask, -torch.rand(length, generator=generator), torch.where(mask, 0, -1)
+        )
+        owners.append(
+            Trajectory(
+                "t", "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.5 + 0.25 * index
+            )
+        )
     whole = make_batch(owners)
     advantages = torch.randn(len(owners), 1, generator=generator).expand(whole.tokens.shape)
     return whole.replace(weights=token_weights(whole), advantages=advantages)
@@ -47,13 +55,17 @@ def test_the_padding_token_learns_where_it_was_sampled(model_path):
     """transformers gives the embedding of config.pad_token_id (0 here) no gradient; the probability of what follows it depends
     on that embedding all the same."""
     tokens = torch.tensor([5, 0, 9])
-    segment = Segment(tokens, torch.tensor([False, False, True]), torch.zeros(3), torch.full((3,), -1))
+    segment = Segment(
+        tokens, torch.tensor([False, False, True]), torch.zeros(3), torch.full((3,), -1)
+    )
     batch = make_batch([Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED)])
     batch = batch.replace(weights=token_weights(batch))
     changed = {}
     for backend in ("reference", "megatron"):
         trainer = Trainer.from_pretrained(model_path, backend, lr=1.0, optimizer=PLAIN)
-        before = dict(huggingface(model_path).named_parameters())["model.embed_tokens.weight"].detach()
+        before = dict(huggingface(model_path).named_parameters())[
+            "model.embed_tokens.weight"
+        ].detach()
         trainer.update(batch, SFTLoss())
         changed[backend] = dict(trainer.weights())["model.embed_tokens.weight"] - before
         trainer.close()
@@ -67,12 +79,16 @@ def huggingface(path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
 
 
-def trained(path: Path, batch: Batch, updates: int = 3, loss=None, **options) -> tuple[ReferenceTrainer, list[dict]]:
+def trained(
+    path: Path, batch: Batch, updates: int = 3, loss=None, **options
+) -> tuple[ReferenceTrainer, list[dict]]:
     trainer = ReferenceTrainer(path, **{"lr": 1e-2, **options})
     return trainer, [trainer.update(batch, loss or SFTLoss()) for _ in range(updates)]
 
 
-def assert_up_to_rounding(path: Path, batch: Batch, loss, updates: int, one: Trainer, other: Trainer, **options) -> None:
+def assert_up_to_rounding(
+    path: Path, batch: Batch, loss, updates: int, one: Trainer, other: Trainer, **options
+) -> None:
     """The weights of two trainers of the model after these updates differ by no more than rounding explains."""
     exact = rounding.Updates(lambda: ReferenceTrainer(path, **options), batch, loss, updates)
     for (name, ours), (_, theirs) in zip(one.weights(), other.weights(), strict=True):
@@ -80,7 +96,9 @@ def assert_up_to_rounding(path: Path, batch: Batch, loss, updates: int, one: Tra
 
 
 def equal(one: Trainer, other: Trainer) -> bool:
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.weights(), other.weights(), strict=True))
+    return all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one.weights(), other.weights(), strict=True)
+    )
 
 
 @torch.no_grad()
@@ -89,7 +107,9 @@ def test_scores_are_transformers_log_probs_and_entropies_row_by_row(model_path, 
     model = huggingface(model_path)
     for row, length in enumerate(LENGTHS):
         tokens = batch.tokens[row : row + 1, :length]
-        distribution = torch.distributions.Categorical(logits=model(tokens).logits[0, :-1] / batch.temperatures[row])
+        distribution = torch.distributions.Categorical(
+            logits=model(tokens).logits[0, :-1] / batch.temperatures[row]
+        )
         expected = torch.zeros(batch.tokens.shape[1])
         expected[1:length] = distribution.log_prob(tokens[0, 1:])
         torch.testing.assert_close(scores["logprobs"][row], expected, atol=1e-5, rtol=0)
@@ -100,7 +120,9 @@ def test_scores_are_transformers_log_probs_and_entropies_row_by_row(model_path, 
 def test_a_greedy_row_is_scored_at_temperature_one(model_path, batch):
     trainer = ReferenceTrainer(model_path)
     greedy = trainer.score(batch.replace(temperatures=torch.zeros(len(batch))))["logprobs"]
-    assert torch.equal(greedy, trainer.score(batch.replace(temperatures=torch.ones(len(batch))))["logprobs"])
+    assert torch.equal(
+        greedy, trainer.score(batch.replace(temperatures=torch.ones(len(batch))))["logprobs"]
+    )
 
 
 def test_supervised_updates_are_transformers_loss_and_torchs_adamw(model_path, batch):
@@ -123,20 +145,29 @@ def test_supervised_updates_are_transformers_loss_and_torchs_adamw(model_path, b
         optimizer.step()
         assert report["loss"] == pytest.approx(loss.item(), rel=1e-5) == report["nll"]
         assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    exact = rounding.Updates(lambda: ReferenceTrainer(model_path, lr=1e-2, **options), warm, SFTLoss(), len(reports))
+    exact = rounding.Updates(
+        lambda: ReferenceTrainer(model_path, lr=1e-2, **options), warm, SFTLoss(), len(reports)
+    )
     for name, value in trainer.weights():
-        assert ((value - model.get_parameter(name)).abs() <= exact.most_apart(name, value)).all(), name
+        assert ((value - model.get_parameter(name)).abs() <= exact.most_apart(name, value)).all(), (
+            name
+        )
 
 
 def test_updates_are_invariant_to_micro_batches_and_padding(model_path, batch):
     loss = SumLoss((PPOClipLoss(), EntropyLoss(0.01)))
-    adamw = {"name": "adamw", "eps": 1e-3}  # a small eps would make Adam's first step the sign of rounding
+    adamw = {
+        "name": "adamw",
+        "eps": 1e-3,
+    }  # a small eps would make Adam's first step the sign of rounding
     options = {"updates": 1, "loss": loss, "optimizer": adamw}
     whole, [report] = trained(model_path, batch, **options)
     assert report["microbatches"] == 1 and report["tokens"] == sum(LENGTHS)
     wide = make_wider(batch, 30)
     for tokens_per_microbatch, data in ((1, batch), (20, batch), (16384, wide)):
-        other, [again] = trained(model_path, data, tokens_per_microbatch=tokens_per_microbatch, **options)
+        other, [again] = trained(
+            model_path, data, tokens_per_microbatch=tokens_per_microbatch, **options
+        )
         for name in set(report) - {"microbatches"}:
             assert again[name] == pytest.approx(report[name], rel=1e-5, abs=1e-7), name
         assert_up_to_rounding(model_path, batch, loss, 1, whole, other, lr=1e-2, optimizer=adamw)
@@ -153,10 +184,14 @@ class Reduced(Loss):
 
 
 @pytest.mark.parametrize("tokens_per_microbatch", [8, 4096])
-def test_metrics_are_means_maxima_or_counts_whatever_the_micro_batches(model_path, batch, tokens_per_microbatch):
+def test_metrics_are_means_maxima_or_counts_whatever_the_micro_batches(
+    model_path, batch, tokens_per_microbatch
+):
     """Against arithmetic over the whole batch; a token without weight counts in none of them."""
     trainer = ReferenceTrainer(model_path, tokens_per_microbatch=tokens_per_microbatch)
-    weights = batch.weights * (torch.arange(batch.weights.numel()).view(batch.weights.shape) % 3 > 0)
+    weights = batch.weights * (
+        torch.arange(batch.weights.numel()).view(batch.weights.shape) % 3 > 0
+    )
     part = batch.replace(weights=weights)
     size, trained = trainer.score(part)["logprobs"].abs(), weights != 0
     report = trainer.update(part, Reduced())
@@ -167,7 +202,11 @@ def test_metrics_are_means_maxima_or_counts_whatever_the_micro_batches(model_pat
 
 def make_wider(batch: Batch, width: int) -> Batch:
     def widen(value: Tensor) -> Tensor:
-        return torch.nn.functional.pad(value, (0, width - value.shape[1])) if value.dim() == 2 else value
+        return (
+            torch.nn.functional.pad(value, (0, width - value.shape[1]))
+            if value.dim() == 2
+            else value
+        )
 
     return batch.map(widen)
 
@@ -188,12 +227,19 @@ def test_leaving_out_rows_without_advantage_leaves_the_gradient_as_it_was(model_
     advantages[[0, 2]] = 0.0
     whole = batch.replace(advantages=advantages)
     options = {"loss": PPOClipLoss(clip_high=0.3), "updates": 1, "lr": 1.0, "optimizer": PLAIN}
-    one, [full] = trained(model_path, whole, **options)  # eps 1: a step proportional to the gradient
+    one, [full] = trained(
+        model_path, whole, **options
+    )  # eps 1: a step proportional to the gradient
     other, [less] = trained(model_path, rows_with_advantage(whole), **options)
     assert (full["tokens"], less["tokens"]) == (sum(LENGTHS), LENGTHS[1] + LENGTHS[3])
     assert less["loss"] == pytest.approx(full["loss"], rel=1e-6)
-    assert less["gradient_norm"] == pytest.approx(full["gradient_norm"], rel=1e-6) and full["gradient_norm"] > 0
-    assert_up_to_rounding(model_path, whole, options.pop("loss"), options.pop("updates"), one, other, **options)
+    assert (
+        less["gradient_norm"] == pytest.approx(full["gradient_norm"], rel=1e-6)
+        and full["gradient_norm"] > 0
+    )
+    assert_up_to_rounding(
+        model_path, whole, options.pop("loss"), options.pop("updates"), one, other, **options
+    )
 
 
 def test_without_any_advantage_one_row_makes_an_update_of_gradient_zero(model_path, batch):
@@ -220,11 +266,15 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(model_path, batch, tmp_
     assert resumed.load(tmp_path / "checkpoint") == 17
     assert [resumed.update(batch, PPOClipLoss()) for _ in range(2)] == expected
     assert equal(straight, resumed)
-    frozen = [trainer.score(batch, model="reference")["logprobs"] for trainer in (straight, resumed)]
+    frozen = [
+        trainer.score(batch, model="reference")["logprobs"] for trainer in (straight, resumed)
+    ]
     assert torch.equal(*frozen)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated weights", "truncated optimizer", "other model"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "truncated weights", "truncated optimizer", "other model"]
+)
 def test_a_wrong_checkpoint_is_a_checkpoint_error(model_path, batch, tmp_path, damage):
     trainer, _ = trained(model_path, batch, updates=1)
     path = tmp_path / "checkpoint"
@@ -267,8 +317,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(model_path, batc
     broken = batch.replace(advantages=torch.full_like(batch.advantages, float("inf")))
     with pytest.raises(RLFlowError, match="update 0: the loss is"):
         trainer.update(broken, PPOClipLoss())
-    with pytest.raises(RLFlowError, match="update 0: the gradient norm is"):  # of a root at 0, where the loss is 0
-        trainer.update(batch, lambda output, _: ((output.logprobs - output.logprobs.detach()).abs().sqrt(), {}))
+    with pytest.raises(
+        RLFlowError, match="update 0: the gradient norm is"
+    ):  # of a root at 0, where the loss is 0
+        trainer.update(
+            batch, lambda output, _: ((output.logprobs - output.logprobs.detach()).abs().sqrt(), {})
+        )
     assert equal(trainer, ReferenceTrainer(model_path))
 
 
@@ -308,7 +362,9 @@ def test_a_directory_without_all_weights_is_a_model_error(tmp_path):
     weights = load_file(path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lack 1 parameters, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ModelError, match=r"lack 1 parameters, the first is model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         ReferenceTrainer(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))

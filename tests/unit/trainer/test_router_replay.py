@@ -16,7 +16,13 @@ from rlflow.types import Batch, Segment, StopReason, Trajectory
 from tests.unit.trainer import batches
 from tests.unit.trainer.batches import VOCAB, policy_gradient
 
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,9 @@ def defaults() -> dict[str, Any]:
 
 def routed(batch: Batch, seed: int = 0) -> Batch:
     """With random experts, two of four, in both layers that have some; the last token of a row has none."""
-    order = torch.rand(*batch.tokens.shape, 2, 4, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    order = torch.rand(
+        *batch.tokens.shape, 2, 4, generator=torch.Generator().manual_seed(seed)
+    ).argsort(-1)
     return batch.replace(extras={ROUTES: order[..., :2].to(torch.uint8), ROUTED: batch.lengths - 1})
 
 
@@ -39,7 +47,9 @@ def chosen(path: Path, batch: Batch) -> torch.Tensor:
     """(B, T, layers with experts, k) of transformers, in the order of the experts."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         logits = oracle(batch.tokens, output_router_logits=True).router_logits
     found = torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1)
@@ -51,7 +61,11 @@ def save_weights(weights: Any, model: Path, path: Path) -> None:
 
     path.mkdir()
     (path / "config.json").write_bytes((model / "config.json").read_bytes())
-    save_file({name: weight.clone() for name, weight in weights}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.clone() for name, weight in weights},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def overruled(path: Path, batch: Batch, aux: float = 0.0) -> tuple[float, float]:
@@ -61,7 +75,9 @@ def overruled(path: Path, batch: Batch, aux: float = 0.0) -> tuple[float, float]
 
     known = (torch.arange(batch.tokens.shape[1]) < batch.extras[ROUTED][:, None]).flatten()
     balance: list[torch.Tensor] = []
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    )
     for place, layer in enumerate((0, 2)):
         named = batch.extras[ROUTES][:, :, place].flatten(0, 1).long()
 
@@ -77,7 +93,9 @@ def overruled(path: Path, batch: Batch, aux: float = 0.0) -> tuple[float, float]
     logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
     (loss + aux * torch.stack(balance).mean()).backward()
-    norms = [parameter.grad.norm() for parameter in oracle.parameters() if parameter.grad is not None]
+    norms = [
+        parameter.grad.norm() for parameter in oracle.parameters() if parameter.grad is not None
+    ]
     return loss.item(), torch.stack(norms).norm().item()
 
 
@@ -85,9 +103,13 @@ AUX = {"balance": {"aux_loss": 0.3}}
 
 
 @pytest.mark.parametrize(
-    "options", [{"recompute": "selective"}, {"packing": True, "recompute": "full"}, {"packing": True, **AUX}], ids=str
+    "options",
+    [{"recompute": "selective"}, {"packing": True, "recompute": "full"}, {"packing": True, **AUX}],
+    ids=str,
 )
-def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, options: dict[str, Any]) -> None:
+def test_named_experts_are_taken_as_in_transformers(
+    make: Any, model: Path, options: dict[str, Any]
+) -> None:
     batch = routed(batches.make_batch())
     trainer = make(tokens_per_microbatch=50, **options)
     free = trainer.score(batches.make_batch())["logprobs"]
@@ -100,12 +122,16 @@ def test_named_experts_are_taken_as_in_transformers(make: Any, model: Path, opti
 
 
 @pytest.mark.parametrize(
-    "options", [{"packing": True, "recompute": "full"}, pytest.param({}, marks=pytest.mark.slow)], ids=str
+    "options",
+    [{"packing": True, "recompute": "full"}, pytest.param({}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_recorded_experts_are_those_of_transformers_and_replayed_after_the_weights_changed(
     make: Any, model: Path, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    trainer = make(tokens_per_microbatch=50, **{**options, "router_replay": "recompute", "lr": 0.05})
+    trainer = make(
+        tokens_per_microbatch=50, **{**options, "router_replay": "recompute", "lr": 0.05}
+    )
     batch = batches.make_batch()
     scores = trainer.score(batch, want=("logprobs", ROUTES))
     assert torch.equal(scores["logprobs"], trainer.score(batch)["logprobs"])
@@ -115,7 +141,9 @@ def test_recorded_experts_are_those_of_transformers_and_replayed_after_the_weigh
     batch = batch.replace(extras={ROUTES: scores[ROUTES], ROUTED: batch.lengths})
     trainer.update(batch, policy_gradient)
     save_weights(trainer.weights(), model, tmp_path / "changed")
-    assert not torch.equal(chosen(tmp_path / "changed", batch)[real], expected[real]), "the step changed no route"
+    assert not torch.equal(chosen(tmp_path / "changed", batch)[real], expected[real]), (
+        "the step changed no route"
+    )
     metrics = trainer.update(batch, policy_gradient)
     loss, norm = overruled(tmp_path / "changed", batch)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -166,12 +194,17 @@ def test_afterwards_routers_choose_again(make: Any) -> None:
     ("change", "words"),
     [
         (lambda extras: {}, "found none; sample with an engine that says them"),
-        (lambda extras: {**extras, ROUTED: extras[ROUTED] - 1}, r"row 0: expected routes of 19 tokens, .* found 18"),
+        (
+            lambda extras: {**extras, ROUTED: extras[ROUTED] - 1},
+            r"row 0: expected routes of 19 tokens, .* found 18",
+        ),
         (lambda extras: {**extras, ROUTES: extras[ROUTES][..., :1]}, r"\(2, 2\), found \(2, 1\)"),
         (lambda extras: {**extras, ROUTES: extras[ROUTES] + 1}, "expected routes of 0 to 3"),
     ],
 )
-def test_routes_that_are_missing_short_or_of_another_model_are_refused(make: Any, change: Any, words: str) -> None:
+def test_routes_that_are_missing_short_or_of_another_model_are_refused(
+    make: Any, change: Any, words: str
+) -> None:
     batch = routed(batches.make_batch())
     changed = change(batch.extras)
     batch.extras.clear()

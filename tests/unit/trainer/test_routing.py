@@ -17,7 +17,9 @@ from tests.unit.trainer.batches import make_batch
 EXPERTS = 8
 
 
-def some_routes(rows: int = 4, width: int = 40, layers: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+def some_routes(
+    rows: int = 4, width: int = 40, layers: int = 3, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """(routes, known): two of eight experts by chance; rows of different lengths."""
     draw = torch.Generator().manual_seed(seed)
     routes = torch.rand(rows, width, layers, EXPERTS, generator=draw).argsort(-1)[..., :2]
@@ -50,11 +52,23 @@ def of_one_row(routes: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda routes: routes.roll(1, 1), "shifted by one token: each has those of the token before it"),
-        (lambda routes: routes.roll(-1, 1), "shifted by one token: each has those of the token behind it"),
+        (
+            lambda routes: routes.roll(1, 1),
+            "shifted by one token: each has those of the token before it",
+        ),
+        (
+            lambda routes: routes.roll(-1, 1),
+            "shifted by one token: each has those of the token behind it",
+        ),
         (lambda routes: routes.roll(1, 2), "Layer 0 has those of another layer, 2"),
-        (lambda routes: routes[:, :, [0, 2, 1]], "layer 1 .*: .* Layer 1 has those of another layer, 2"),
-        (lambda routes: some_routes(seed=9)[0], "They may be of older weights, of another model, or of other tokens"),
+        (
+            lambda routes: routes[:, :, [0, 2, 1]],
+            "layer 1 .*: .* Layer 1 has those of another layer, 2",
+        ),
+        (
+            lambda routes: some_routes(seed=9)[0],
+            "They may be of older weights, of another model, or of other tokens",
+        ),
         (of_one_row, "batch: row 12: .*They may be of older weights"),
         (torch.zeros_like, "row 10, token 0: its routes name an expert twice, as zeros do"),
     ],
@@ -82,21 +96,34 @@ def test_routes_of_older_weights_than_sampled_the_row_are_refused() -> None:
     batch = make_batch()
     routes, _ = some_routes(*batch.tokens.shape)
     versions = torch.where(batch.loss_mask, 4, -1)
-    extras = {ROUTES: routes, ROUTED: batch.lengths, ROUTES_VERSION: torch.tensor([4, -1, 5, 4, 4, 4])}
+    extras = {
+        ROUTES: routes,
+        ROUTED: batch.lengths,
+        ROUTES_VERSION: torch.tensor([4, -1, 5, 4, 4, 4]),
+    }
     check_routes(batch.replace(versions=versions, extras=extras), (3, 2), EXPERTS)
     old = {**extras, ROUTES_VERSION: torch.tensor([4, 4, 3, 4, 4, 4])}
-    with pytest.raises(DataError, match="row 2: its routes are of weight version 3, though version 4 or later sampled it"):
+    with pytest.raises(
+        DataError,
+        match="row 2: its routes are of weight version 3, though version 4 or later sampled it",
+    ):
         check_routes(batch.replace(versions=versions, extras=old), (3, 2), EXPERTS)
 
 
 def test_load_and_spread_by_hand() -> None:
     even = torch.arange(8).view(1, 4, 1, 2)
     known = torch.ones(1, 4, dtype=torch.bool)
-    assert _loads(even, known, 8) == pytest.approx({"train/expert_load_max": 1.0, "train/expert_spread": 1.0})
+    assert _loads(even, known, 8) == pytest.approx(
+        {"train/expert_load_max": 1.0, "train/expert_spread": 1.0}
+    )
     collapsed = torch.tensor([2, 6]).expand(1, 4, 1, 2)
     found = _loads(torch.cat([even, collapsed], 2), known, 8)
-    assert found == pytest.approx({"train/expert_load_max": 4.0, "train/expert_spread": 0.0}, abs=1e-6)
-    uneven = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 3]]).view(1, 4, 1, 2)  # shares 1/2, 1/4, 1/8, 1/8
+    assert found == pytest.approx(
+        {"train/expert_load_max": 4.0, "train/expert_spread": 0.0}, abs=1e-6
+    )
+    uneven = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 3]]).view(
+        1, 4, 1, 2
+    )  # shares 1/2, 1/4, 1/8, 1/8
     used = math.exp(1.75 * math.log(2))
     assert _loads(uneven, known, 8)["train/expert_spread"] == pytest.approx((used - 2) / 6)
 

@@ -19,7 +19,9 @@ def test_constant_after_a_linear_warm_up():
 
 def test_linear_decay_reaches_the_minimum_at_decay_steps_and_stays():
     expected = [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1]
-    assert rates(8, name="linear", warmup_steps=2, decay_steps=6, min_lr=0.1) == pytest.approx(expected)
+    assert rates(8, name="linear", warmup_steps=2, decay_steps=6, min_lr=0.1) == pytest.approx(
+        expected
+    )
 
 
 def test_cosine_decay_is_half_way_at_half_time():
@@ -29,7 +31,9 @@ def test_cosine_decay_is_half_way_at_half_time():
 
 def test_a_warm_up_longer_than_the_decay_ends_at_the_minimum():
     expected = [1 / 3, 2 / 3, 1, 0.2, 0.2]
-    assert rates(5, name="cosine", warmup_steps=3, decay_steps=2, min_lr=0.2) == pytest.approx(expected)
+    assert rates(5, name="cosine", warmup_steps=3, decay_steps=2, min_lr=0.2) == pytest.approx(
+        expected
+    )
 
 
 def test_the_rate_never_rises_after_the_warm_up():
@@ -49,8 +53,14 @@ def test_a_decay_without_an_end_ends_with_the_run():
     [
         ({"name": "cosin"}, r"trainer\.schedule: unknown name 'cosin'\. Did you mean 'cosine'"),
         ({"name": "linear"}, r"trainer\.schedule 'linear': missing keyword decay_steps"),
-        ({"name": "linear", "decay_steps": 5, "min_lr": 2}, r"trainer\.schedule\.min_lr: expected at most trainer\.lr = 1"),
-        ({"name": "constant", "warmup_steps": -1}, r"trainer\.schedule\.warmup_steps: expected a whole number from 0, found -1"),
+        (
+            {"name": "linear", "decay_steps": 5, "min_lr": 2},
+            r"trainer\.schedule\.min_lr: expected at most trainer\.lr = 1",
+        ),
+        (
+            {"name": "constant", "warmup_steps": -1},
+            r"trainer\.schedule\.warmup_steps: expected a whole number from 0, found -1",
+        ),
     ],
 )
 def test_a_wrong_schedule_or_an_endless_decay_is_a_config_error(schedule, message):
@@ -59,5 +69,7 @@ def test_a_wrong_schedule_or_an_endless_decay_is_a_config_error(schedule, messag
 
 
 def test_a_schedule_of_others_is_found_by_its_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def halving(step, lr, every: int = 1):\n    return lr / 2 ** (step // every)\n")
+    (tmp_path / "mine.py").write_text(
+        "def halving(step, lr, every: int = 1):\n    return lr / 2 ** (step // every)\n"
+    )
     assert rates(3, name=f"{tmp_path / 'mine.py'}:halving") == [1.0, 0.5, 0.25]

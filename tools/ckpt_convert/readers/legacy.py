@@ -75,10 +75,7 @@ def rank_files(path: Path) -> list[RankFile]:
 
 def _layout(ranks: Sequence[RankFile]) -> dict[str, int]:
     """Ranks by kind, from the files that there are."""
-    found = {
-        f"{kind}_parallel": 1 + max(getattr(rank, kind) for rank in ranks)
-        for kind in KINDS
-    }
+    found = {f"{kind}_parallel": 1 + max(getattr(rank, kind) for rank in ranks) for kind in KINDS}
     if len(ranks[0].chunks) > 1:
         found["virtual_pipeline_parallel"] = len(ranks[0].chunks)
     claimed = described_layout(ranks[0].args)

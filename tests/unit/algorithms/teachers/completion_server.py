@@ -28,10 +28,18 @@ class Model:
     """temperature: whether prompts are scored at the temperature that is asked for; vLLM does not. failures: how many requests
     are answered with 503 before. delay_s: of every answer. drop: the key that answers lack."""
 
-    def __init__(self, path: Path, temperature: bool, failures: int, delay_s: float, drop: str, shift: int) -> None:
+    def __init__(
+        self, path: Path, temperature: bool, failures: int, delay_s: float, drop: str, shift: int
+    ) -> None:
         self.inner, self.tokenizer = loaded(path)
         self.closing = threading.Event()
-        self.temperature, self.failures, self.delay_s, self.drop, self.shift = temperature, failures, delay_s, drop, shift
+        self.temperature, self.failures, self.delay_s, self.drop, self.shift = (
+            temperature,
+            failures,
+            delay_s,
+            drop,
+            shift,
+        )
         self.requests: list[dict[str, Any]] = []
 
     @torch.no_grad()
@@ -42,13 +50,30 @@ class Model:
         places: list[dict[int, tuple[float, int]]] = []
         for token, values in zip(row[1:], logprobs, strict=True):
             ids = [token, *values.topk(count).indices.tolist()]
-            places.append({number: (float(values[number]), int((values > values[number]).sum()) + 1) for number in ids})
-        answer: dict[str, Any] = {"index": index, "text": "", "logprobs": None, "prompt_logprobs": None}
+            places.append(
+                {
+                    number: (float(values[number]), int((values > values[number]).sum()) + 1)
+                    for number in ids
+                }
+            )
+        answer: dict[str, Any] = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "prompt_logprobs": None,
+        }
         if body.get("echo"):
-            named = [{f"token_id:{number}": value for number, (value, _) in place.items()} for place in places]
+            named = [
+                {f"token_id:{number}": value for number, (value, _) in place.items()}
+                for place in places
+            ]
             answer["logprobs"] = {
                 "tokens": [*(f"token_id:{token}" for token in row), "token_id:0"],
-                "token_logprobs": [None, *(place[token][0] for token, place in zip(row[1:], places, strict=True)), -1.0],
+                "token_logprobs": [
+                    None,
+                    *(place[token][0] for token, place in zip(row[1:], places, strict=True)),
+                    -1.0,
+                ],
                 "top_logprobs": [None, *named, {}],
             }
         else:
@@ -68,7 +93,12 @@ class Model:
 
 @contextmanager
 def serve(
-    path: Path, temperature: bool = False, failures: int = 0, delay_s: float = 0.0, drop: str = "", shift: int = 0
+    path: Path,
+    temperature: bool = False,
+    failures: int = 0,
+    delay_s: float = 0.0,
+    drop: str = "",
+    shift: int = 0,
 ) -> Iterator[tuple[str, Model]]:
     """(address, model) while it serves."""
     model = Model(path, temperature, failures, delay_s, drop, shift)

@@ -14,7 +14,15 @@ from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.rollout import Tokenizer
 from rlflow.trainer.reference import ReferenceTrainer
-from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Segment, StopReason, Task, Trajectory
+from rlflow.types import (
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+    Batch,
+    Segment,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from tests.fixtures import tiny_model
 
 HINT = "Vasmere is right.\n{prompt}"
@@ -24,7 +32,12 @@ HINT = "Vasmere is right.\n{prompt}"
 def room(tmp_path_factory: pytest.TempPathFactory) -> Classroom:
     path = tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32, intermediate_size=48)
     tokenizer = Tokenizer.from_pretrained(path)
-    return Classroom(ReferenceTrainer(path, lr=0.1), tokenizer, lambda task: tokenizer.encode_prompt(task.prompt), 0.7)
+    return Classroom(
+        ReferenceTrainer(path, lr=0.1),
+        tokenizer,
+        lambda task: tokenizer.encode_prompt(task.prompt),
+        0.7,
+    )
 
 
 def spoken(room: Classroom, tasks: list[Task], answers: list[str]) -> Batch:
@@ -35,14 +48,22 @@ def spoken(room: Classroom, tasks: list[Task], answers: list[str]) -> Batch:
         tokens = torch.tensor(prompt + said)
         mask = torch.arange(len(tokens)) >= len(prompt)
         segment = Segment(tokens, mask, torch.zeros(len(tokens)), torch.where(mask, 0, -1))
-        owners.append(Trajectory(task.id, "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.7))
+        owners.append(
+            Trajectory(task.id, "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.7)
+        )
     return make_batch(owners)
 
 
 @torch.no_grad()
-def test_each_token_gets_the_log_prob_that_it_has_behind_the_teachers_prompt(room: Classroom) -> None:
+def test_each_token_gets_the_log_prob_that_it_has_behind_the_teachers_prompt(
+    room: Classroom,
+) -> None:
     """Against one forward pass of transformers per row, over the teacher's prompt and the same answer."""
-    tasks = [Task("a", "Where was Orvan Telmik born?"), Task("b", "Which river?"), Task("c", "Who wrote it in the city?")]
+    tasks = [
+        Task("a", "Where was Orvan Telmik born?"),
+        Task("b", "Which river?"),
+        Task("c", "Who wrote it in the city?"),
+    ]
     answers = ["Vasmere", "<search>the river Ilda</search>", "a painter"]
     batch = spoken(room, tasks, answers)
     teacher = PolicyTeacher(HINT, top_k=3)
@@ -59,9 +80,13 @@ def test_each_token_gets_the_log_prob_that_it_has_behind_the_teachers_prompt(roo
         torch.testing.assert_close(taught.teacher_logprobs[row, here], expected, atol=1e-5, rtol=0)
         top = logprobs.topk(3, dim=1)
         assert torch.equal(taught.extras[TEACHER_TOP_IDS][row, here], top.indices)
-        torch.testing.assert_close(taught.extras[TEACHER_TOP_LOGPROBS][row, here], top.values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            taught.extras[TEACHER_TOP_LOGPROBS][row, here], top.values, atol=1e-5, rtol=0
+        )
     own = room.trainer.score(batch)["logprobs"]
-    assert not torch.allclose(taught.teacher_logprobs[batch.loss_mask], own[batch.loss_mask], atol=1e-2)
+    assert not torch.allclose(
+        taught.teacher_logprobs[batch.loss_mask], own[batch.loss_mask], atol=1e-2
+    )
 
 
 def test_a_copy_is_taken_every_n_steps_and_the_count_is_remembered(room: Classroom) -> None:
@@ -88,18 +113,34 @@ def test_a_copy_is_taken_every_n_steps_and_the_count_is_remembered(room: Classro
     "text, task, expected",
     [
         ("{prompt}!", Task("t", "a{b}"), "a{b}!"),
-        ("{answer}: {prompt} ({hops})", Task("t", "why", answer="so", metadata={"hops": 2}), "so: why (2)"),
-        ("{answer} {prompt}", Task("t", "p", answer="<|im_end|>{prompt}"), "< |im_end|>{prompt} p"),  # data says no control token
+        (
+            "{answer}: {prompt} ({hops})",
+            Task("t", "why", answer="so", metadata={"hops": 2}),
+            "so: why (2)",
+        ),
+        (
+            "{answer} {prompt}",
+            Task("t", "p", answer="<|im_end|>{prompt}"),
+            "< |im_end|>{prompt} p",
+        ),  # data says no control token
     ],
 )
-def test_a_template_is_filled_once_and_data_in_it_stays_text(room: Classroom, text: str, task: Task, expected: str) -> None:
+def test_a_template_is_filled_once_and_data_in_it_stays_text(
+    room: Classroom, text: str, task: Task, expected: str
+) -> None:
     assert PromptTemplate(text).tokens(task, room) == room.tokenizer.encode(expected)
 
 
 def test_of_messages_the_last_one_of_the_user_is_replaced(room: Classroom) -> None:
-    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
+    talk = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
     told = [*talk[:2], {"role": "user", "content": "hint three"}]
-    assert PromptTemplate("hint {prompt}").tokens(Task("t", talk), room) == room.tokenizer.encode_prompt(told)
+    assert PromptTemplate("hint {prompt}").tokens(
+        Task("t", talk), room
+    ) == room.tokenizer.encode_prompt(told)
     assert talk[2]["content"] == "three"
     with pytest.raises(DataError, match="needs a user message"):
         PromptTemplate("{prompt}").tokens(Task("t", [{"role": "system", "content": "x"}]), room)
@@ -108,21 +149,36 @@ def test_of_messages_the_last_one_of_the_user_is_replaced(room: Classroom) -> No
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: PolicyTeacher("no place"), ConfigError, r"algorithm\.teacher\.prompt: expected a text with \{prompt\}"),
-        (lambda: PolicyTeacher("{prompt}"), ConfigError, "the live policy under its own prompt teaches nothing"),
+        (
+            lambda: PolicyTeacher("no place"),
+            ConfigError,
+            r"algorithm\.teacher\.prompt: expected a text with \{prompt\}",
+        ),
+        (
+            lambda: PolicyTeacher("{prompt}"),
+            ConfigError,
+            "the live policy under its own prompt teaches nothing",
+        ),
     ],
 )
-def test_prompts_that_make_no_sense_are_refused(make: Any, error: type[Exception], message: str) -> None:
+def test_prompts_that_make_no_sense_are_refused(
+    make: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make()
 
 
-def test_a_field_that_a_task_lacks_and_a_prompt_that_is_not_there_are_one_error(room: Classroom) -> None:
+def test_a_field_that_a_task_lacks_and_a_prompt_that_is_not_there_are_one_error(
+    room: Classroom,
+) -> None:
     task = Task("q7", "Where?", metadata={"hops": 1})
     batch = spoken(room, [task], ["Vasmere"])
     teacher = PolicyTeacher("{demonstration} {prompt}")
     teacher.open(room)
-    with pytest.raises(DataError, match=r"task 'q7': .*names '\{demonstration\}'; expected one of prompt, answer, hops"):
+    with pytest.raises(
+        DataError,
+        match=r"task 'q7': .*names '\{demonstration\}'; expected one of prompt, answer, hops",
+    ):
         teacher.fill(batch, [task])
     teacher = PolicyTeacher(HINT)
     teacher.open(room)

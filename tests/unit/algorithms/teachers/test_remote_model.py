@@ -54,7 +54,9 @@ def rows(temperatures: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Batch:
     return token_batch(tokens).replace(temperatures=torch.tensor(temperatures))
 
 
-@pytest.mark.parametrize(("wire", "top_k"), [("prompt_logprobs", 3), ("prompt_logprobs", 0), ("echo", 3)])
+@pytest.mark.parametrize(
+    ("wire", "top_k"), [("prompt_logprobs", 3), ("prompt_logprobs", 0), ("echo", 3)]
+)
 def test_scores_are_those_of_a_forward_pass_and_the_ids_are_sent_as_they_are(
     make: Any, path: Path, wire: str, top_k: int
 ) -> None:
@@ -80,16 +82,26 @@ def test_a_server_that_has_the_temperature_is_asked_for_it(make: Any, path: Path
     torch.testing.assert_close(found["logprobs"], expected, atol=1e-5, rtol=0)
 
 
-def test_a_server_that_ignores_the_temperature_is_refused_at_another_one(make: Any, path: Path) -> None:
-    with serve(path) as (url, _), pytest.raises(ConfigError, match=r"at temperature 1, .*rollout\.temperature = 0\.7"):
+def test_a_server_that_ignores_the_temperature_is_refused_at_another_one(
+    make: Any, path: Path
+) -> None:
+    with (
+        serve(path) as (url, _),
+        pytest.raises(ConfigError, match=r"at temperature 1, .*rollout\.temperature = 0\.7"),
+    ):
         make(url, temperature=0.7)
 
 
-def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_given_up(make: Any, path: Path) -> None:
+def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_given_up(
+    make: Any, path: Path
+) -> None:
     with serve(path, failures=3) as (url, model):
         make(url, tries=9)
         assert len(model.requests) > 3
-    with serve(path, failures=99) as (url, _), pytest.raises(RLFlowError, match="no answer after 2 attempts; last: status 503"):
+    with (
+        serve(path, failures=99) as (url, _),
+        pytest.raises(RLFlowError, match="no answer after 2 attempts; last: status 503"),
+    ):
         make(url, tries=2)
     with pytest.raises(RLFlowError, match=r"attempts; last: no connection to .* refused"):
         make("http://127.0.0.1:9/v1", tries=2)
@@ -98,7 +110,9 @@ def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_given_u
 def test_a_server_that_hangs_ends_at_the_deadline(make: Any, path: Path) -> None:
     with serve(path, delay_s=300.0) as (url, _):
         started = time.monotonic()
-        with pytest.raises(RLFlowError, match=r"not answered after 0.3 s; raise algorithm\.teacher\.deadline_s"):
+        with pytest.raises(
+            RLFlowError, match=r"not answered after 0.3 s; raise algorithm\.teacher\.deadline_s"
+        ):
             make(url, deadline_s=0.3)
         assert time.monotonic() - started < 60
 
@@ -109,7 +123,11 @@ def test_a_server_that_hangs_ends_at_the_deadline(make: Any, path: Path) -> None
         ({"drop": "prompt_logprobs"}, {}, "no prompt_logprobs, so it cannot be a teacher.*vLLM"),
         ({"drop": "logprobs"}, {"wire": "echo"}, "no logprobs of the echoed prompt"),
         ({"shift": 1}, {}, r"token \d+ is .* to the server and .* to the policy"),
-        ({}, {"top_k": 3, "api_key_variable": "NO_SUCH_VARIABLE"}, "environment variable NO_SUCH_VARIABLE is not set"),
+        (
+            {},
+            {"top_k": 3, "api_key_variable": "NO_SUCH_VARIABLE"},
+            "environment variable NO_SUCH_VARIABLE is not set",
+        ),
     ],
 )
 def test_what_a_server_cannot_do_is_one_error(
@@ -119,10 +137,14 @@ def test_what_a_server_cannot_do_is_one_error(
         make(url, **options)
 
 
-def test_a_model_that_it_does_not_have_and_an_address_that_is_none(path: Path, tokenizer: Tokenizer) -> None:
+def test_a_model_that_it_does_not_have_and_an_address_that_is_none(
+    path: Path, tokenizer: Tokenizer
+) -> None:
     with serve(path) as (url, _):
         teacher = ServerTeacher(url, "another")
-        with pytest.raises(RLFlowError, match=r"status 404.*check algorithm.teacher.url, model, wire"):
+        with pytest.raises(
+            RLFlowError, match=r"status 404.*check algorithm.teacher.url, model, wire"
+        ):
             teacher.open(Classroom(None, tokenizer, lambda task: [], 1.0))  # type: ignore[arg-type]
         teacher.close()
     with pytest.raises(ConfigError, match="expected an address such as http"):

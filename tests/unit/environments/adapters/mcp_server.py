@@ -74,4 +74,6 @@ if __name__ == "__main__":
     else:
         listener = socket.create_server(("127.0.0.1", 0))
         print(listener.getsockname()[1], flush=True)
-        uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="warning")).run(sockets=[listener])
+        uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="warning")).run(
+            sockets=[listener]
+        )

@@ -80,7 +80,9 @@ def test_a_gymnasium_game_keeps_the_contract_and_trains(tmp_path: Path) -> None:
 
 
 def test_actions_and_rewards_are_the_games_own() -> None:
-    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    gymnasium = pytest.importorskip(
+        "gymnasium", reason="gymnasium is not installed: pip install gymnasium"
+    )
     environment = made("gymnasium", id="CliffWalking-v1", tasks_per_split=1)
     (task,) = environment.tasks("train")
     assert "Actions: 0 to 3." in task.prompt
@@ -123,7 +125,9 @@ def shown(observation):
 
 
 def test_a_text_space_and_a_formatter(tmp_path: Path) -> None:
-    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    gymnasium = pytest.importorskip(
+        "gymnasium", reason="gymnasium is not installed: pip install gymnasium"
+    )
     (tmp_path / "talk.py").write_text(TALK)
     formatter = f"{tmp_path / 'talk.py'}:shown"
     parrot = ENVIRONMENT.resolve(f"{tmp_path / 'talk.py'}:Parrot")  # any Kind finds a file's class
@@ -134,7 +138,11 @@ def test_a_text_space_and_a_formatter(tmp_path: Path) -> None:
     word = episode.task.prompt.split()[-1]
     assert episode.task.prompt.endswith(f"round 0: say {word}\n")
     first, second = environment.step(episode, f"{word}\n"), environment.step(episode, "no\n")
-    assert (first.observation, first.reward, first.terminated) == (f"round 1: say {word}\n", 1.0, False)
+    assert (first.observation, first.reward, first.terminated) == (
+        f"round 1: say {word}\n",
+        1.0,
+        False,
+    )
     assert (second.reward, second.terminated, second.metrics["finished"]) == (0.0, True, 1.0)
 
 
@@ -168,7 +176,9 @@ def pair(said):
 
 @pytest.fixture
 def echo(tmp_path: Path) -> str:
-    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    gymnasium = pytest.importorskip(
+        "gymnasium", reason="gymnasium is not installed: pip install gymnasium"
+    )
     (tmp_path / "echo_game.py").write_text(SPACES)
     gymnasium.register("rlflow/Echo-v0", ENVIRONMENT.resolve(f"{tmp_path / 'echo_game.py'}:Echo"), max_episode_steps=99,
                        disable_env_checker=True)  # fmt: skip
@@ -188,7 +198,9 @@ def echo(tmp_path: Path) -> str:
          f'[{10**20}, "a"]')),
     ],
 )  # fmt: skip
-def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, wrong: tuple[str, ...], echo: str) -> None:
+def test_actions_of_several_parts_are_json(
+    kind: str, actions: str, right: str, wrong: tuple[str, ...], echo: str
+) -> None:
     environment = made(echo, options={"kind": kind}, tasks_per_split=2)
     episode = environment.reset(environment.tasks("train")[0])
     assert f"Actions: {actions}." in episode.task.prompt
@@ -200,7 +212,9 @@ def test_actions_of_several_parts_are_json(kind: str, actions: str, right: str, 
 
 
 def test_numbers_beyond_a_spaces_type_do_not_wrap() -> None:
-    spaces = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium").spaces
+    spaces = pytest.importorskip(
+        "gymnasium", reason="gymnasium is not installed: pip install gymnasium"
+    ).spaces
     pixels, free = spaces.Box(0, 255, (2,), "uint8"), spaces.Box(-np.inf, np.inf, (2,))
     for space, said in ((spaces.MultiBinary(2), "[256, 257]"), (spaces.MultiDiscrete([3, 3], "int8"), "[257, 2]"),
                         (pixels, "[256, 3]"), (pixels, "[3.9, 3]"), (pixels, '["1", 3]'),
@@ -221,15 +235,22 @@ def test_a_game_whose_reset_fails_is_closed(echo: str, monkeypatch: pytest.Monke
 
 
 def test_a_reader_makes_the_actions_of_any_space(echo: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has actions of Sequence\(Discrete\(2\), stack=False\).*environment\.reader"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has actions of Sequence\(Discrete\(2\), stack=False\).*environment\.reader",
+    ):
         made(echo, options={"kind": "Sequence"})
     environment = made(echo, options={"kind": "Sequence"}, reader=f"{tmp_path}/echo_game.py:pair")
     episode = environment.reset(environment.tasks("train")[0])
     assert environment.step(episode, "1+0+1\n").observation == "(1, 0, 1)\n"
-    assert environment.step(episode, "1+2\n").reward == environment.step(episode, "one").reward == 0.0
+    assert (
+        environment.step(episode, "1+2\n").reward == environment.step(episode, "one").reward == 0.0
+    )
 
 
-def test_a_game_whose_seeds_do_not_repeat_is_told_of(echo: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_game_whose_seeds_do_not_repeat_is_told_of(
+    echo: str, caplog: pytest.LogCaptureFixture
+) -> None:
     made(echo)
     assert "same seed" not in caplog.text
     made(echo, options={"repeats": False})
@@ -239,15 +260,21 @@ def test_a_game_whose_seeds_do_not_repeat_is_told_of(echo: str, caplog: pytest.L
 # --------------------------------------------------------------------------------------------------------- reasoning_gym
 
 
-def test_problems_of_reasoning_gym_keep_the_contract_are_scored_by_its_rule_and_train(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
+def test_problems_of_reasoning_gym_keep_the_contract_are_scored_by_its_rule_and_train(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym"
+    )
     environment = made("reasoning_gym:basic_arithmetic", tasks_per_split=6)
     keeps_the_contract(environment)
     for split in ("train", "val"):
         for task in environment.tasks(split):
             assert environment.step(Episode(task), f"{task.answer}\n").reward == 1.0
             assert environment.step(Episode(task), "neither\n").reward < 1.0
-    assert {task.prompt for task in environment.tasks("train")} != {task.prompt for task in environment.tasks("val")}
+    assert {task.prompt for task in environment.tasks("train")} != {
+        task.prompt for task in environment.tasks("val")
+    }
     with pytest.raises(ConfigError, match="Did you mean 'basic_arithmetic'"):
         made("reasoning_gym:basic_arithmetics")
     assert one_step(tmp_path, "{name: 'reasoning_gym:basic_arithmetic', tasks_per_split: 6}") == 4.0
@@ -274,8 +301,12 @@ def test_problems_of_reasoning_gym_keep_the_contract_are_scored_by_its_rule_and_
         ("game_of_life", "{}", 0.0),
     ],
 )
-def test_an_answer_is_neither_run_as_code_nor_an_error(dataset: str, answer: str, score: float, tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
+def test_an_answer_is_neither_run_as_code_nor_an_error(
+    dataset: str, answer: str, score: float, tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym"
+    )
     environment = made(f"reasoning_gym:{dataset}", tasks_per_split=1)
     episode = Episode(environment.tasks("train")[0])
     assert environment.step(episode, answer.replace("{}", str(tmp_path / "made"))).reward == score
@@ -283,7 +314,9 @@ def test_an_answer_is_neither_run_as_code_nor_an_error(dataset: str, answer: str
 
 
 def test_lists_that_a_rule_reads_and_options_that_it_refuses() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
+    pytest.importorskip(
+        "reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym"
+    )
     environment = made("reasoning_gym:binary_matrix", tasks_per_split=1)
     task = environment.tasks("train")[0]
     listed = [[int(number) for number in line.split()] for line in task.answer.splitlines()]
@@ -321,8 +354,12 @@ def test_a_server_of_openenv_keeps_the_contract_and_trains(tmp_path: Path) -> No
         keeps_the_contract(environment)
         for number, task in enumerate(environment.tasks("val")[:3]):
             right = random.Random(task.answer).randrange(10)  # as the server draws it
-            episode, steps = played(environment, "x\n", f"{(right + 1) % 10}\n", f"{right}\n", task=number, split="val")
-            assert episode.task.prompt.endswith("Which number?\n") and "integer" in episode.task.prompt
+            episode, steps = played(
+                environment, "x\n", f"{(right + 1) % 10}\n", f"{right}\n", task=number, split="val"
+            )
+            assert (
+                episode.task.prompt.endswith("Which number?\n") and "integer" in episode.task.prompt
+            )
             assert steps[0].observation.startswith("Not an action: Invalid message")
             hint = "lower" if (right + 1) % 10 > right else "higher"
             assert [(step.observation, step.reward, step.terminated) for step in steps[1:]] == [
@@ -336,7 +373,11 @@ def test_a_server_of_openenv_keeps_the_contract_and_trains(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_openenvs_own_echo_answers_what_it_is_told() -> None:
     """packages/openenv_echo: unchanged from github.com/meta-pytorch/OpenEnv at 685de411, envs/echo_env/server."""
-    action = {"type": "call_tool", "tool_name": "echo_message", "arguments": {"message": "{response}"}}
+    action = {
+        "type": "call_tool",
+        "tool_name": "echo_message",
+        "arguments": {"message": "{response}"},
+    }
     with served(4, "echo") as (url, _):
         environment = made(f"openenv:{url}", action=action)
         _, steps = played(environment, 'a "b"\n', "ü\n")
@@ -351,12 +392,16 @@ def test_sessions_that_a_server_does_not_have_are_waited_for_and_given_back() ->
     from rlflow_environments.adapters.openenv import OpenEnvError
 
     with served(1) as (url, _):
-        keeps_the_contract(made(f"openenv:{url}"), episodes=2)  # two episodes at a time, one session
+        keeps_the_contract(
+            made(f"openenv:{url}"), episodes=2
+        )  # two episodes at a time, one session
         environment = made(f"openenv:{url}", wait_s=0.5)
 
         async def two() -> None:
             first = await environment.reset(environment.tasks("train")[0])
-            with pytest.raises(OpenEnvError, match=r"no session within 0.5 s .*max_concurrent_envs"):
+            with pytest.raises(
+                OpenEnvError, match=r"no session within 0.5 s .*max_concurrent_envs"
+            ):
                 await environment.reset(environment.tasks("train")[1])
             await environment.close(first)
             await environment.close(await environment.reset(environment.tasks("train")[1]))
@@ -369,7 +414,9 @@ def test_a_server_that_fails_hangs_or_dies_aborts_the_episode_in_time() -> None:
     from rlflow_environments.adapters.openenv import OpenEnvError
 
     with served(8) as (url, process):
-        environment = made(f"openenv:{url}", action={"number": "{response}"}, timeout_s=1.0, options={"numbers": 1})
+        environment = made(
+            f"openenv:{url}", action={"number": "{response}"}, timeout_s=1.0, options={"numbers": 1}
+        )
         assert played(environment, "0\n")[1][0].reward == 1.0  # `options` reach the server's reset
         with pytest.raises(OpenEnvError, match="'step' failed on the server: out of luck"):
             played(environment, "13\n")
@@ -387,7 +434,9 @@ def test_a_server_that_fails_hangs_or_dies_aborts_the_episode_in_time() -> None:
                 await environment.reset(environment.tasks("train")[0])
 
         asyncio.run(killed())
-        with pytest.raises(ConfigError, match=r"environment.url: expected an OpenEnv server, found none"):
+        with pytest.raises(
+            ConfigError, match=r"environment.url: expected an OpenEnv server, found none"
+        ):
             made(f"openenv:{url}")
 
 
@@ -397,18 +446,31 @@ def test_a_server_that_fails_hangs_or_dies_aborts_the_episode_in_time() -> None:
 @pytest.fixture
 def classic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package verifiers, where it has environments with `env_response`; those of packages/ can be imported."""
-    library = pytest.importorskip("verifiers", reason="verifiers is not installed: pip install 'verifiers<0.4'")
+    library = pytest.importorskip(
+        "verifiers", reason="verifiers is not installed: pip install 'verifiers<0.4'"
+    )
     if not hasattr(library, "load_environment"):
-        pytest.skip(f"verifiers {library.__version__} has tasksets only: pip install 'verifiers<0.4'")
+        pytest.skip(
+            f"verifiers {library.__version__} has tasksets only: pip install 'verifiers<0.4'"
+        )
     monkeypatch.syspath_prepend(HERE / "packages")
     return library
 
 
 @pytest.mark.slow
-def test_environments_of_verifiers_keep_the_contract_and_train(classic: Any, tmp_path: Path) -> None:
+def test_environments_of_verifiers_keep_the_contract_and_train(
+    classic: Any, tmp_path: Path
+) -> None:
     for kind in ("single", "multi", "tools"):
         keeps_the_contract(made("verifiers:classic_games", options={"kind": kind}))
-    assert one_step(tmp_path, "{name: 'verifiers:classic_games', options: {kind: multi}}", "rollout.max_turns=3") == 4.0
+    assert (
+        one_step(
+            tmp_path,
+            "{name: 'verifiers:classic_games', options: {kind: multi}}",
+            "rollout.max_turns=3",
+        )
+        == 4.0
+    )
 
 
 @pytest.mark.slow
@@ -432,7 +494,9 @@ def test_rewards_metrics_and_messages_are_those_of_verifiers_own_rollout(
     said = iter(replies)
 
     async def reply(self: Any, prompt: Any, *_: Any, **__: Any) -> Any:
-        message = types.ResponseMessage(content=next(said), finish_reason="stop", is_truncated=False)
+        message = types.ResponseMessage(
+            content=next(said), finish_reason="stop", is_truncated=False
+        )
         return types.Response(id="1", created=0, model="policy", message=message)
 
     methods = {**dict.fromkeys(Client.__abstractmethods__, reply), "get_response": reply}
@@ -452,7 +516,10 @@ def test_rewards_metrics_and_messages_are_those_of_verifiers_own_rollout(
     assert [step.terminated for step in steps] == [False] * (len(replies) - 1) + [True]
     assert steps[-1].reward == pytest.approx(state["reward"])
     assert steps[-1].metrics == pytest.approx({**state["metrics"], "rubric": state["reward"]})
-    prompt = [{"role": message.role, "content": message.content} for message in state["trajectory"][-1]["prompt"]]
+    prompt = [
+        {"role": message.role, "content": message.content}
+        for message in state["trajectory"][-1]["prompt"]
+    ]
     ours = list(episode.task.prompt)
     for response, step in zip(replies[:-1], steps[:-1], strict=True):
         ours += [{"role": "assistant", "content": response}, *step.observation]
@@ -502,16 +569,22 @@ def test_a_rollout_that_is_cut_is_scored_and_cleaned_up_once(classic: Any) -> No
         return step
 
     step = asyncio.run(cut())
-    assert not step.terminated and step.reward == pytest.approx(-0.1) and step.metrics["hints"] == 1.0
+    assert (
+        not step.terminated and step.reward == pytest.approx(-0.1) and step.metrics["hints"] == 1.0
+    )
     assert environment._environment.cleaned == 1
 
 
 @pytest.fixture
 def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package verifiers from 0.4 on."""
-    library = pytest.importorskip("verifiers", reason="verifiers is not installed: pip install verifiers")
+    library = pytest.importorskip(
+        "verifiers", reason="verifiers is not installed: pip install verifiers"
+    )
     if hasattr(library, "load_environment"):
-        pytest.skip(f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'")
+        pytest.skip(
+            f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'"
+        )
     monkeypatch.syspath_prepend(HERE / "packages")
 
 
@@ -523,7 +596,10 @@ def test_tasksets_of_verifiers_keep_the_contract_are_scored_by_their_rewards_and
     keeps_the_contract(environment)
     assert [len(environment.tasks(split)) for split in ("train", "val")] == [22, 3]
     system, question = environment.tasks("val")[1].prompt
-    assert system == {"role": "system", "content": "Only the number."} and question["content"] == "2 + 0 ="
+    assert (
+        system == {"role": "system", "content": "Only the number."}
+        and question["content"] == "2 + 0 ="
+    )
     for response, right in (("2", 1.0), (" 2\n", 1.0), ("3", 0.0)):
         _, (step,) = played(environment, response, task=1, split="val")
         assert step.terminated and step.reward == 2 * right  # the reward's weight

@@ -37,7 +37,9 @@ def data(tmp_path: Path) -> str:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with subprocess.Popen([sys.executable, str(SERVER), "http"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(SERVER), "http"], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}/mcp"
@@ -46,7 +48,9 @@ def address() -> Iterator[str]:
 
 
 def made(server: str, data: str, **options: Any) -> Environment:
-    environment: Environment = ENVIRONMENT.build({"name": "mcp", "server": server, "data": data, **options})
+    environment: Environment = ENVIRONMENT.build(
+        {"name": "mcp", "server": server, "data": data, **options}
+    )
     return environment
 
 
@@ -75,15 +79,25 @@ def plays_whole(environment: Environment) -> None:
     assert schema["parameters"]["properties"].keys() == {"a", "b"}
 
     async def two() -> None:
-        adds, remembers = called("add", a=2, b=3), called("remember", number=4) + called("remember", number=5)
+        adds, remembers = (
+            called("add", a=2, b=3),
+            called("remember", number=4) + called("remember", number=5),
+        )
         steps = await play(environment, adds, remembers, "<answer>3</answer>")
         assert texts(steps[0]) == ["5.0"] and texts(steps[1])[1].endswith("4, 5")
-        assert (steps[2].reward, steps[2].terminated, steps[2].metrics["tool_calls"]) == (1.0, True, 3.0)
+        assert (steps[2].reward, steps[2].terminated, steps[2].metrics["tool_calls"]) == (
+            1.0,
+            True,
+            3.0,
+        )
         calls = (called("add", a="x", b=3), called("nope"), called("fail", how="raise"), called("fail", how="long"),
                  called("structure"))  # fmt: skip
         wrong = await play(environment, *calls, "no")
         assert "valid number" in texts(wrong[0])[0] and "the tools are add" in texts(wrong[1])[0]
-        assert "Error executing tool fail" in texts(wrong[2])[0] and "characters left out" in texts(wrong[3])[0]
+        assert (
+            "Error executing tool fail" in texts(wrong[2])[0]
+            and "characters left out" in texts(wrong[3])[0]
+        )
         assert texts(wrong[4]) == ['{"né": 3}']
         assert (wrong[5].reward, wrong[5].metrics["tool_errors"]) == (0.0, 3.0)
 
@@ -109,7 +123,9 @@ def test_a_server_over_http_has_a_session_for_each_of_64_episodes(data: str, add
 
     async def many() -> None:
         responses = (called("wait", seconds=1.0), called("add", a=1, b=3), "<answer>4</answer>")
-        plays = await asyncio.gather(*(play(environment, *responses, task=number % 4) for number in range(64)))
+        plays = await asyncio.gather(
+            *(play(environment, *responses, task=number % 4) for number in range(64))
+        )
         assert all(texts(steps[1]) == ["4.0"] for steps in plays)
         assert [steps[-1].reward for steps in plays] == [0.0, 1.0, 0.0, 0.0] * 16
 
@@ -123,7 +139,11 @@ def test_a_program_that_fails_aborts_the_episode_and_is_gone(data: str, how: str
     from rlflow_environments.adapters.mcp.session import McpError
 
     environment = made(STDIO, data, timeout_s=5.0)
-    told = {"die": "Connection closed; it said: the last words", "hang": "within 5 s", "flood": "Connection closed"}[how]
+    told = {
+        "die": "Connection closed; it said: the last words",
+        "hang": "within 5 s",
+        "flood": "Connection closed",
+    }[how]
 
     async def fails() -> int:
         episode = await environment.reset(environment.tasks("train")[0])
@@ -137,7 +157,9 @@ def test_a_program_that_fails_aborts_the_episode_and_is_gone(data: str, how: str
     until(lambda: not Path(f"/proc/{child}").exists(), within_s=10)
 
 
-def test_a_server_over_http_that_hangs_or_is_gone_aborts_the_episode(data: str, address: str) -> None:
+def test_a_server_over_http_that_hangs_or_is_gone_aborts_the_episode(
+    data: str, address: str
+) -> None:
     from rlflow_environments.adapters.mcp.session import McpError
 
     environment = made(address, data, timeout_s=2.0, start_s=5.0)
@@ -170,9 +192,11 @@ def test_what_is_no_server_is_said_in_one_line_before_the_run(data: str) -> None
         made(STDIO, data, only=["ad"])
 
 
-def test_a_program_gets_no_variable_that_is_not_named(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_gets_no_variable_that_is_not_named(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RLFLOW_TEST_SECRET", "x")
-    script = "import os, sys; sys.exit(str(os.environ.get(\"RLFLOW_TEST_SECRET\")))"
+    script = 'import os, sys; sys.exit(str(os.environ.get("RLFLOW_TEST_SECRET")))'
     for variables, told in (([], "it said: None"), (["RLFLOW_TEST_SECRET"], "it said: x")):
         with pytest.raises(ConfigError, match=told):
             made(f"{sys.executable} -c '{script}'", data, variables=variables)

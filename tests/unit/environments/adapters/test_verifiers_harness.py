@@ -23,9 +23,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("verifiers", reason="verifiers is not installed: pip install verifiers")
+    library = pytest.importorskip(
+        "verifiers", reason="verifiers is not installed: pip install verifiers"
+    )
     if hasattr(library, "load_environment"):
-        pytest.skip(f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'")
+        pytest.skip(
+            f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'"
+        )
     pytest.importorskip("uv", reason="uv is not installed: pip install uv")
     monkeypatch.syspath_prepend(PACKAGES)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGES))  # of the tools' servers
@@ -66,11 +70,18 @@ def test_a_limit_of_the_rollout_truncates_and_what_is_wrong_is_said(tmp_path: Pa
         make("adding_taskset", harness="no_such")
 
 
-def test_a_harness_plays_what_needs_one_and_what_nobody_can_play_is_refused_with_one_or_without() -> None:
+def test_a_harness_plays_what_needs_one_and_what_nobody_can_play_is_refused_with_one_or_without() -> (
+    None
+):
     assert isinstance(make("sums_taskset"), VerifiersTaskset)
-    assert isinstance(make("sums_taskset", {"boxed": True}), VerifiersHarness)  # scores in a runtime
+    assert isinstance(
+        make("sums_taskset", {"boxed": True}), VerifiersHarness
+    )  # scores in a runtime
     assert isinstance(make("sums_taskset", harness="null"), VerifiersHarness)
-    for options, told in (({"image": "debian"}, "needs a container"), ({"silent": True}, "has no prompt")):
+    for options, told in (
+        ({"image": "debian"}, "needs a container"),
+        ({"silent": True}, "has no prompt"),
+    ):
         for harness in (None, "null"):
             with pytest.raises(ConfigError, match=f"'sums_taskset': a task {told}"):
                 make("sums_taskset", options, harness)

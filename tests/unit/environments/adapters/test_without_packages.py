@@ -23,7 +23,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_package_is_one_line_with_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line_with_the_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package, command = NAMES[name]
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(MissingPackageError) as caught:
@@ -43,7 +45,10 @@ class Server:
         from aiohttp import web
 
         number = {"type": "integer", "title": "Number", "description": "what comes next"}
-        action = {"properties": {"metadata": {"type": "object"}, "number": number}, "required": ["number"]}
+        action = {
+            "properties": {"metadata": {"type": "object"}, "number": number},
+            "required": ["number"],
+        }
         return web.json_response({"action": action, "observation": {}})
 
     async def socket(self, request: Any) -> Any:
@@ -67,7 +72,11 @@ class Server:
                 self.resets.append(asked["data"])
                 answer = {"observation": {"seen": 0, "metadata": {}}, "reward": None, "done": False}
             elif not str(asked["data"]["number"]).lstrip("-").isdecimal():
-                told = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": ["no number"]}
+                told = {
+                    "message": "Invalid message",
+                    "code": "VALIDATION_ERROR",
+                    "errors": ["no number"],
+                }
                 await socket.send_json({"type": "error", "data": told})
                 continue
             elif asked["data"]["number"] == "666":
@@ -76,7 +85,11 @@ class Server:
             else:
                 count += 1
                 right = int(asked["data"]["number"]) == count
-                answer = {"observation": {"seen": count, "metadata": {}}, "reward": right, "done": count == 2}
+                answer = {
+                    "observation": {"seen": count, "metadata": {}},
+                    "reward": right,
+                    "done": count == 2,
+                }
             await socket.send_json({"type": "observation", "data": answer})
         self.open -= 1
         return socket
@@ -111,7 +124,9 @@ def server() -> Iterator[Server]:
     thread.join(10)
 
 
-def test_every_episode_has_a_session_of_its_own_waits_for_it_and_gives_it_back(server: Server) -> None:
+def test_every_episode_has_a_session_of_its_own_waits_for_it_and_gives_it_back(
+    server: Server,
+) -> None:
     environment = ENVIRONMENT.build({"name": f"openenv:{server.url}", "options": {"level": 2}})
     report = check_environment(environment, episodes=4)
     assert report.passed, str(report)
@@ -135,13 +150,18 @@ def test_actions_rewards_and_ends_are_the_servers(server: Server) -> None:
 
     first, invalid, last = asyncio.run(play())
     assert (first.observation, first.reward, first.terminated) == ('{"seen": 1}\n', 1.0, False)
-    assert invalid.observation == "Not an action: Invalid message ['no number']\n" and not invalid.terminated
+    assert (
+        invalid.observation == "Not an action: Invalid message ['no number']\n"
+        and not invalid.terminated
+    )
     assert (last.reward, last.terminated) == (0.0, True)
     assert last.metrics == {"finished": 1.0, "invalid_actions": 1.0}
 
 
 def test_what_no_server_of_openenv_says_aborts_the_episode(server: Server) -> None:
-    environment = ENVIRONMENT.build({"name": f"openenv:{server.url}", "action": {"number": "{response}"}})
+    environment = ENVIRONMENT.build(
+        {"name": f"openenv:{server.url}", "action": {"number": "{response}"}}
+    )
 
     async def play() -> None:
         episode = await environment.reset(environment.tasks("train")[0])

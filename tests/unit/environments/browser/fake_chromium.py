@@ -31,7 +31,9 @@ async def answer(request: web.Request) -> web.WebSocketResponse:
             made += 1
             result = {"targetId": f"target-{made}"}
         elif method == "Target.attachToTarget":
-            result = {"sessionId": said["params"]["targetId"].replace("target", f"session-{os.getpid()}")}
+            result = {
+                "sessionId": said["params"]["targetId"].replace("target", f"session-{os.getpid()}")
+            }
         elif method == "Page.captureScreenshot":
             result = {"data": "YQ=="}
         elif "loop" in asked:
@@ -41,11 +43,18 @@ async def answer(request: web.Request) -> web.WebSocketResponse:
         elif "stop" in asked:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif "alert" in asked:
-            event = {"method": "Page.javascriptDialogOpening", "sessionId": session, "params": {"message": "boo"}}
+            event = {
+                "method": "Page.javascriptDialogOpening",
+                "sessionId": session,
+                "params": {"message": "boo"},
+            }
             await socket.send_json(event)
             continue
         elif "throw" in asked:
-            result = {"result": {}, "exceptionDetails": {"exception": {"description": "Error: thrown"}}}
+            result = {
+                "result": {},
+                "exceptionDetails": {"exception": {"description": "Error: thrown"}},
+            }
         elif method == "Runtime.evaluate":
             result = {"result": {"value": f"{session} {asked}"}}
         await socket.send_json({"id": said["id"], "result": result})
@@ -53,7 +62,9 @@ async def answer(request: web.Request) -> web.WebSocketResponse:
 
 
 async def main() -> None:
-    folder = Path(next(word for word in sys.argv if word.startswith("--user-data-dir=")).split("=", 1)[1])
+    folder = Path(
+        next(word for word in sys.argv if word.startswith("--user-data-dir=")).split("=", 1)[1]
+    )
     app = web.Application()
     app.router.add_get("/devtools/browser/fake", answer)
     runner = web.AppRunner(app)

@@ -36,7 +36,11 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
 
 def arguments(script: str | None) -> list[Any] | None:
     """What a script calls `rlflow.act` with."""
-    return None if script is None else json.loads(f"[{script.removeprefix('rlflow.act(').removesuffix(')')}]")
+    return (
+        None
+        if script is None
+        else json.loads(f"[{script.removeprefix('rlflow.act(').removesuffix(')')}]")
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,18 +80,27 @@ def test_tasks_are_pages_and_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [task.metadata["page"] for task in train] == [*PAGES, *PAGES]
     assert len({task.answer for task in (*train, *val)}) == 12 and made.tasks("test") == []
     assert environment(tmp_path, monkeypatch, tasks_per_split=6).tasks("train") == train
-    assert environment(tmp_path, monkeypatch, tasks_per_split=6, seed=1).tasks("train")[0].answer != train[0].answer
+    assert (
+        environment(tmp_path, monkeypatch, tasks_per_split=6, seed=1).tasks("train")[0].answer
+        != train[0].answer
+    )
 
 
-def test_what_is_missing_or_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no page 'enter-txt' among the 3 of miniwob\. Did you mean 'enter-text'"):
+def test_what_is_missing_or_wrong_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no page 'enter-txt' among the 3 of miniwob\. Did you mean 'enter-text'"
+    ):
         environment(tmp_path, monkeypatch, pages=["enter-txt"])
     with pytest.raises(ConfigError, match="found none"):
         environment(tmp_path, monkeypatch, pages=[])
     with pytest.raises(MissingPackageError, match="apt install chromium"):
         environment(tmp_path, monkeypatch, program="no-such-chromium")
     monkeypatch.setattr(miniwob, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"the package 'miniwob' is not installed: pip install"):
+    with pytest.raises(
+        MissingPackageError, match=r"the package 'miniwob' is not installed: pip install"
+    ):
         miniwob.MiniWob()
     assert importlib.util.find_spec("rlflow_environments.browser") is not None
 
@@ -109,10 +122,16 @@ PROMPT = "Actions.\nTask: {goal}\n{lines}Action:\n"
             ['1 input ""\n2 button "Submit"\n', '1 input "Ada"\n2 button "Submit"\n'],
             ["type 1 Ada", "click 2"],
         ),
-        ('Click on the "no" button.', ['1 div "no no"\n2 button "yes"\n3 button "no"\n'], ["click 3"]),
+        (
+            'Click on the "no" button.',
+            ['1 div "no no"\n2 button "yes"\n3 button "no"\n'],
+            ["click 3"],
+        ),
     ],
 )
-def test_the_player_does_what_the_page_asks(goal: str, pages: list[str], expected: list[str]) -> None:
+def test_the_player_does_what_the_page_asks(
+    goal: str, pages: list[str], expected: list[str]
+) -> None:
     prompt, turns = PROMPT.format(goal=goal, lines=pages[0]), []
     for page, wanted in zip([*pages[1:], ""], expected, strict=True):
         response = play(prompt, turns, random.Random(0), False)

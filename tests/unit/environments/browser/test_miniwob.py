@@ -24,14 +24,21 @@ from rlflow_environments.browser.player import play
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium: apt install chromium"),
-    pytest.mark.skipif(importlib.util.find_spec("miniwob") is None, reason="no package miniwob: the extra 'miniwob'"),
+    pytest.mark.skipif(
+        shutil.which("chromium") is None, reason="no chromium: apt install chromium"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("miniwob") is None,
+        reason="no package miniwob: the extra 'miniwob'",
+    ),
 ]
 
 
 @contextlib.contextmanager
 def opened(**options: Any) -> Iterator[MiniWob]:
-    made = MiniWob(**{"tasks_per_split": 64, "browsers": 1, "timeout_s": 60.0, "start_s": 120.0, **options})
+    made = MiniWob(
+        **{"tasks_per_split": 64, "browsers": 1, "timeout_s": 60.0, "start_s": 120.0, **options}
+    )
     try:
         yield made
     finally:
@@ -115,7 +122,10 @@ def test_a_seed_is_a_page_whatever_happened_in_its_tab_before() -> None:
 async def faulty(made: MiniWob, fault: str) -> str:
     """The error of an episode whose page has the fault when it is clicked; others go on after it."""
     episode = await made.reset(made.tasks("train")[0])
-    await made._run(episode.scratch["page"].call, f"document.querySelector('#subbtn').onclick = () => {{ {fault} }}")
+    await made._run(
+        episode.scratch["page"].call,
+        f"document.querySelector('#subbtn').onclick = () => {{ {fault} }}",
+    )
     return await failed(made, episode)
 
 
@@ -138,8 +148,12 @@ def processes(made: MiniWob) -> int:
     return child.pid
 
 
-@pytest.mark.parametrize("fault", ["for (;;) {}", "alert('boo')", "setTimeout(() => { for (;;) {} }, 0)"])
-def test_a_page_that_hangs_or_asks_costs_its_episode_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault", ["for (;;) {}", "alert('boo')", "setTimeout(() => { for (;;) {} }, 0)"]
+)
+def test_a_page_that_hangs_or_asks_costs_its_episode_alone(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It raises, which aborts the episode; the next one is played, in the same browser or another."""
     with opened(pages=["click-test-2"], timeout_s=5.0) as made:
 
@@ -190,7 +204,12 @@ def test_a_policy_reads_types_scrolls_and_is_told_what_was_wrong() -> None:
             step = await made.step(episode, response)
             assert step.observation.startswith(said) and step.reward == 0.0
         step = await made.step(episode, "click 2\n")
-        assert (step.reward, step.terminated, step.metrics["solved"], step.metrics["invalid_actions"]) == (
+        assert (
+            step.reward,
+            step.terminated,
+            step.metrics["solved"],
+            step.metrics["invalid_actions"],
+        ) == (
             0,
             True,
             0,

@@ -21,7 +21,9 @@ FAKE = Path(__file__).parent / "fake_chromium.py"
 
 def in_a_pool(work: Callable[[Pool], Awaitable[None]], tmp_path: Path, pages: int = 4) -> None:
     program = tmp_path / "chromium"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE))} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE))} "$@"\n'
+    )
     program.chmod(0o755)
 
     async def run() -> None:
@@ -52,7 +54,11 @@ def test_a_page_is_kept_for_its_document_and_lost_after_a_failure(
         await pool.give(first)
         await pool.give(other)
         assert await pool.take("file:///b") is other and await pool.take("file:///a") is first
-        for script, said in (("loop", "no answer to"), ("alert", "opened a dialog: boo"), ("throw", "Error: thrown")):
+        for script, said in (
+            ("loop", "no answer to"),
+            ("alert", "opened a dialog: boo"),
+            ("throw", "Error: thrown"),
+        ):
             page = await pool.take("file:///a")
             with pytest.raises(BrowserError, match=said):
                 await page.call(script)
@@ -66,7 +72,9 @@ def test_a_page_is_kept_for_its_document_and_lost_after_a_failure(
     assert not list(tmp_path.glob("rlflow-chromium-*")), "its folder was left"
 
 
-def test_a_browser_that_dies_or_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_that_dies_or_hangs_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All its pages fail at once; none is lent again."""
     monkeypatch.setattr("rlflow_environments.browser.pool.ALIVE_S", 0.5)
 

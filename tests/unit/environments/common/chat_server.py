@@ -12,7 +12,9 @@ class ChatServer:
     delay_s: before every answer. most_in_flight: requests that were open at the same time.
     """
 
-    def __init__(self, *script: str | int | bytes, reply: str = "fine", delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *script: str | int | bytes, reply: str = "fine", delay_s: float = 0.0
+    ) -> None:
         self.script = list(script)
         self.reply = reply
         self.delay_s = delay_s
@@ -28,7 +30,13 @@ class ChatServer:
         self.in_flight -= 1
         step = self.script.pop(0) if self.script else self.reply
         status = step if isinstance(step, int) else 200
-        body = step if isinstance(step, bytes) else b"busy" if isinstance(step, int) else completion(step)
+        body = (
+            step
+            if isinstance(step, bytes)
+            else b"busy"
+            if isinstance(step, int)
+            else completion(step)
+        )
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"0.01")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -40,7 +40,10 @@ def test_a_reply_that_the_reader_refuses_is_asked_for_again_at_once():
 
 @pytest.mark.parametrize("body", [b"<html>a proxy</html>", b"[]", b'{"choices": []}'])
 def test_a_body_that_is_no_completion_is_a_reply_that_cannot_be_read(body):
-    with serving(ChatServer(body, body)) as url, pytest.raises(UnreadableReplyError, match="expected a chat completion"):
+    with (
+        serving(ChatServer(body, body)) as url,
+        pytest.raises(UnreadableReplyError, match="expected a chat completion"),
+    ):
         endpoint(url, tries=2).submit("x", str).result()
 
 
@@ -48,7 +51,12 @@ CUT_THOUGHT = '<think>I could end with "5". Now'
 
 
 @pytest.mark.parametrize(
-    "body", [completion("5", "length"), completion(CUT_THOUGHT), completion(f"<think>4</think>{CUT_THOUGHT}")]
+    "body",
+    [
+        completion("5", "length"),
+        completion(CUT_THOUGHT),
+        completion(f"<think>4</think>{CUT_THOUGHT}"),
+    ],
 )
 def test_a_reply_that_was_cut_off_is_not_read_but_kept_by_complete(body):
     with serving(ChatServer(body, completion("<think>3</think>7"), body)) as url:
@@ -62,16 +70,25 @@ def test_a_completion_without_text_is_an_empty_reply():
 
 
 def test_the_last_failure_decides_what_the_error_is():
-    with serving(ChatServer("no", 500)) as url, pytest.raises(EndpointError, match="status 500: busy") as found:
+    with (
+        serving(ChatServer("no", 500)) as url,
+        pytest.raises(EndpointError, match="status 500: busy") as found,
+    ):
         endpoint(url, tries=2).submit("x", read_number).result()
     assert not isinstance(found.value, UnreadableReplyError)
-    with serving(ChatServer(500, "no")) as url, pytest.raises(UnreadableReplyError, match="after 2 attempts"):
+    with (
+        serving(ChatServer(500, "no")) as url,
+        pytest.raises(UnreadableReplyError, match="after 2 attempts"),
+    ):
         endpoint(url, tries=2).submit("x", read_number).result()
 
 
 def test_a_refusal_names_what_to_fix_in_the_users_words():
     server = ChatServer(404)
-    with serving(server) as url, pytest.raises(EndpointRefusedError, match=r"404: busy\. Fix <url>, <model> or the key in"):
+    with (
+        serving(server) as url,
+        pytest.raises(EndpointRefusedError, match=r"404: busy\. Fix <url>, <model> or the key in"),
+    ):
         endpoint(url, name_of="<{}>".format).submit("x", str).result()
     assert len(server.requests) == 1
 
@@ -79,17 +96,23 @@ def test_a_refusal_names_what_to_fix_in_the_users_words():
 def test_a_prompt_that_is_refused_beside_others_fails_alone() -> None:
     with serving(ChatServer(400, "5", 400, "6", 401)) as url:
         client = endpoint(url)
-        with pytest.raises(EndpointRefusedError, match="400"):  # nothing was answered yet: all may be refused
+        with pytest.raises(
+            EndpointRefusedError, match="400"
+        ):  # nothing was answered yet: all may be refused
             client.submit("long", str).result()
         assert client.submit("x", read_number).result() == 5
-        with pytest.raises(UnreadableReplyError, match=r"status 400: busy, for a prompt of 4 characters\.$"):
+        with pytest.raises(
+            UnreadableReplyError, match=r"status 400: busy, for a prompt of 4 characters\.$"
+        ):
             client.submit("long", str).result()
         assert client.submit("x", read_number).result() == 6
         with pytest.raises(EndpointRefusedError, match="401"):
             client.submit("x", str).result()
 
 
-@pytest.mark.parametrize("options", [{"tries": 0}, {"timeout_s": -1}, {"concurrency": 0}, {"tries": "3"}])
+@pytest.mark.parametrize(
+    "options", [{"tries": 0}, {"timeout_s": -1}, {"concurrency": 0}, {"tries": "3"}]
+)
 def test_numbers_out_of_range_are_named(options):
     (name,) = options
     with pytest.raises(ConfigError, match=f"<{name}>: expected a number above 0"):

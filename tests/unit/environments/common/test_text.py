@@ -26,7 +26,9 @@ def test_only_what_is_broken_is_replaced() -> None:
 
 
 def test_json_is_read_as_text_that_can_be_written() -> None:
-    assert load_json(b'{"a\\uD83d": ["\\ud83d", "\\ud83d\\ude00", 1]}') == {"a\ufffd": ["\ufffd", "\U0001f600", 1]}
+    assert load_json(b'{"a\\uD83d": ["\\ud83d", "\\ud83d\\ude00", 1]}') == {
+        "a\ufffd": ["\ufffd", "\U0001f600", 1]
+    }
 
 
 def test_files_keep_half_a_pair_as_json_does(tmp_path: Path) -> None:
@@ -38,7 +40,9 @@ def test_files_keep_half_a_pair_as_json_does(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_a_server_is_text_that_can_be_written() -> None:
-    body = json.dumps({"result": [[{"document": {"id": "0", "contents": HALF}, "score": 1.0}]]}).encode()
+    body = json.dumps(
+        {"result": [[{"document": {"id": "0", "contents": HALF}, "score": 1.0}]]}
+    ).encode()
     assert read_passages("http://x", Reply(200, {}, body), 1, 1)[0][0].contents == WHOLE
 
 

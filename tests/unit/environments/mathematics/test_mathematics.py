@@ -64,7 +64,13 @@ def test_a_megabyte_of_boxes_takes_time_in_proportion() -> None:
 
 
 def test_plain_numbers_are_exact() -> None:
-    wanted = {"-1,234": -1234, "0.50": Fraction(1, 2), "6/8": Fraction(3, 4), "+7.": 7, "\N{MINUS SIGN}2": -2}
+    wanted = {
+        "-1,234": -1234,
+        "0.50": Fraction(1, 2),
+        "6/8": Fraction(3, 4),
+        "+7.": 7,
+        "\N{MINUS SIGN}2": -2,
+    }
     half = {"-.5": -Fraction(1, 2), r"\tfrac{1}{2}": Fraction(1, 2), r"\frac12": Fraction(1, 2)}
     for text, value in {**wanted, **half, r"-\dfrac{1}{3}": Fraction(-1, 3)}.items():
         assert number(text) == value
@@ -87,7 +93,9 @@ def test_every_answer_follows_from_its_question() -> None:
         question = str(task.prompt).removeprefix("Find ").split(". Answer")[0]
         expression = question.replace("mod", "%").replace("% of ", "/100*")
         if question[0] == "x":
-            left, right = question.removeprefix("x with ").replace("x", f"*{task.answer}").split("=")
+            left, right = (
+                question.removeprefix("x with ").replace("x", f"*{task.answer}").split("=")
+            )
             assert eval(left) == int(right)  # noqa: S307
         elif question[0] != "t":
             assert eval(expression) == pytest.approx(float(number(task.answer))), question  # noqa: S307
@@ -105,7 +113,11 @@ def test_questions_are_held_out_and_no_answer_is_right_often() -> None:
         known = Counter(task.answer for task in train if task.metadata["family"] == name)
         mine = [task.answer for task in val if task.metadata["family"] == name]
         assert sum(answer == known.most_common(1)[0][0] for answer in mine) / len(mine) < 0.12, name
-    assert Mathematics(seed=1).tasks("train") != Mathematics().tasks("train") == Mathematics().tasks("train")
+    assert (
+        Mathematics(seed=1).tasks("train")
+        != Mathematics().tasks("train")
+        == Mathematics().tasks("train")
+    )
 
 
 def test_the_player_solves_all_and_a_clumsy_one_few() -> None:
@@ -138,10 +150,18 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 
 # ------------------------------------------------------------ files
 
-GSM8K = {"question": "Tom has 3 apples and buys 1,231 more. How many?", "answer": "3+1231 = <<3+1231=1234>>1234\n#### 1,234"}
+GSM8K = {
+    "question": "Tom has 3 apples and buys 1,231 more. How many?",
+    "answer": "3+1231 = <<3+1231=1234>>1234\n#### 1,234",
+}
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": [{"content": "Solve it. The last line should be of the form Answer: $Answer.\n\n2^5?", "role": "user"}],
+    "prompt": [
+        {
+            "content": "Solve it. The last line should be of the form Answer: $Answer.\n\n2^5?",
+            "role": "user",
+        }
+    ],
     "ability": "MATH",
     "reward_model": {"ground_truth": "32", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4"},
@@ -154,13 +174,23 @@ def written(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_files_in_the_formats_of_gsm8k_and_dapo(tmp_path: Path) -> None:
-    files = {"train": written(tmp_path / "a.jsonl", GSM8K), "val": written(tmp_path / "b.jsonl", DAPO, DAPO)}
+    files = {
+        "train": written(tmp_path / "a.jsonl", GSM8K),
+        "val": written(tmp_path / "b.jsonl", DAPO, DAPO),
+    }
     environment = Mathematics(**files, checks="numbers")
-    [first], [second] = environment.tasks("train"), environment.tasks("val")  # a repeated problem counts once
+    [first], [second] = (
+        environment.tasks("train"),
+        environment.tasks("val"),
+    )  # a repeated problem counts once
     assert (first.answer, second.answer) == ("1234", "32") and "in \\boxed{}" in first.prompt
     assert second.prompt[0]["content"].endswith("2^5?") and environment.stop == ()
     assert said(environment, "1,234", first).reward == 1.0
-    for response, reward in (("So\nAnswer: 32", 1.0), ("Answer: 31", 0.0), (r"\boxed{32}. Answer: 31", 1.0)):
+    for response, reward in (
+        ("So\nAnswer: 32", 1.0),
+        ("Answer: 31", 0.0),
+        (r"\boxed{32}. Answer: 31", 1.0),
+    ):
         assert environment.step(Episode(second), response).reward == reward
     assert environment.step(Episode(first), "Answer: 1234").reward == 0.0  # it asked for a box
     assert environment.evaluation_options("x.jsonl") == {"val": "x.jsonl"}
@@ -205,8 +235,14 @@ def test_a_question_of_both_files_is_held_out(
     [
         ({"question": "a"}, "line 1: 'solution': expected text, found nothing"),
         ({"question": "a", "answer": "so ####  "}, "expected '#### NUMBER' at its end"),
-        ({"prompt": [], "reward_model": {"ground_truth": "1"}}, "'prompt': expected text or messages, found a list"),
-        ({"prompt": "a", "reward_model": {"ground_truth": 1}}, "'ground_truth': expected text, found a number"),
+        (
+            {"prompt": [], "reward_model": {"ground_truth": "1"}},
+            "'prompt': expected text or messages, found a list",
+        ),
+        (
+            {"prompt": "a", "reward_model": {"ground_truth": 1}},
+            "'ground_truth': expected text, found a number",
+        ),
     ],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -232,7 +268,7 @@ def fake(tmp_path: Path, body: str) -> Path:
         ("time.sleep(60)", "did not end within"),
         ("os.kill(os.getpid(), 11)", "ended with code -11"),
         ("print('no json', flush=True)", "process failed"),
-        ("print('{\"failed\": \"MemoryError\"}', flush=True)", "MemoryError"),
+        ('print(\'{"failed": "MemoryError"}\', flush=True)', "MemoryError"),
     ],
     ids=["hangs", "crashes", "babbles", "memory"],
 )
@@ -250,13 +286,18 @@ def test_a_check_that_fails_is_neither_right_nor_wrong(
     assert environment.report() == {"mathematics/checks": 1.0, "mathematics/unchecked": 1.0}
     assert environment.report() == {"mathematics/checks": 0.0, "mathematics/unchecked": 0.0}
     environment._unchecked = "wrong"
-    assert said(environment, "bad", task).reward == 0.0 and environment.report()["mathematics/unchecked"] == 1.0
+    assert (
+        said(environment, "bad", task).reward == 0.0
+        and environment.report()["mathematics/unchecked"] == 1.0
+    )
     environment.shutdown()
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"'math-verify' is not installed: pip install .*\[mathematics\]"):
+    with pytest.raises(
+        MissingPackageError, match=r"'math-verify' is not installed: pip install .*\[mathematics\]"
+    ):
         Mathematics(checks="math-verify")
 
 
@@ -266,7 +307,11 @@ CASES = [
     ("[1,2)", "[1,2)", "[1,2]"),
     (r"(-\infty,2)\cup(3,4]", r"(3,4]\cup(-\infty,2)", r"(-\infty,2)"),
     ("5", r"5\text{ cm}", "5 or 6"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", r"\begin{bmatrix}1&2\\3&5\end{bmatrix}"),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\begin{bmatrix}1&2\\3&4\end{bmatrix}",
+        r"\begin{bmatrix}1&2\\3&5\end{bmatrix}",
+    ),
     ("x^2+2x+1", "(x+1)^2", "(x-1)^2"),
     (r"2\sqrt{2}", r"\sqrt{8}", r"\sqrt{7}"),
     (r"\{1,2,3\}", r"\{3,2,1\}", r"\{1,2\}"),
@@ -276,18 +321,25 @@ CASES = [
 
 @pytest.mark.slow
 def test_math_verify_on_hard_and_hostile_answers() -> None:
-    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install math-verify")
+    pytest.importorskip(
+        "math_verify", reason="math-verify is not installed: pip install math-verify"
+    )
     environment = Mathematics(checks="math-verify", timeout_s=30, at_once=2)
     for wanted, right, wrong in CASES:
         task = Task("a", "?", wanted)
-        assert (said(environment, right, task).reward, said(environment, wrong, task).reward) == (1.0, 0.0), wanted
+        assert (said(environment, right, task).reward, said(environment, wrong, task).reward) == (
+            1.0,
+            0.0,
+        ), wanted
     environment._verifier._timeout_s = 1.0  # type: ignore[union-attr]
     hostile, task = ("9**9**9**9", "9^{9^{9^9}}!", "1" * 1_000_000), Task("a", "?", "7")
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(said, environment, text, task) for text in hostile]
         for one in asked:
             try:
-                assert one.result(60).reward == 0.0  # what the library itself refuses in time is wrong
+                assert (
+                    one.result(60).reward == 0.0
+                )  # what the library itself refuses in time is wrong
             except VerifierError as told:
                 assert "did not end within 1 s" in str(told) or "1,000,000 characters" in str(told)
     assert environment.report()["mathematics/unchecked"] >= 1

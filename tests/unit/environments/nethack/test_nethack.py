@@ -64,7 +64,9 @@ class Oracle:
         from nle.nethack import nethack
 
         self.names = list(nethack.OBSERVATION_DESC)
-        self.game = nethack.Nethack(playername=f"Agent-{DIGGER}", ttyrec=None, fix_moon_phase=True, copy=True)
+        self.game = nethack.Nethack(
+            playername=f"Agent-{DIGGER}", ttyrec=None, fix_moon_phase=True, copy=True
+        )
         self.game.set_initial_seeds(seed, seed, False)
         self.messages: list[str] = []
         self.take(self.game.reset())
@@ -102,7 +104,9 @@ def test_the_text_shows_what_nles_own_observation_says(made: NetHack) -> None:
         lines = str(step.observation).split("\n")
         assert f"{oracle.map()}\n{oracle.status()}\nAction:\n" in str(step.observation)
         told += bool(oracle.messages)
-        assert all(message in lines[0] or message in str(step.observation) for message in oracle.messages)
+        assert all(
+            message in lines[0] or message in str(step.observation) for message in oracle.messages
+        )
         assert oracle.messages or lines[0] == "(no message)"
     numbers = oracle.seen["blstats"]
     assert (steps[-1].metrics["score"], steps[-1].metrics["depth"]) == (numbers[9], numbers[12])
@@ -141,11 +145,16 @@ def test_a_task_is_one_dungeon_for_every_attempt(made: NetHack) -> None:
 
 def test_a_deeper_level_is_rewarded_once_and_questions_are_asked(made: NetHack) -> None:
     _, steps = run(made, "y", "north", *["apply", "e", ">"] * 6, "search", task=4)
-    assert steps[0].observation.startswith("The game asks nothing") and steps[0].metrics["invalid_actions"] == 1
+    assert (
+        steps[0].observation.startswith("The game asks nothing")
+        and steps[0].metrics["invalid_actions"] == 1
+    )
     assert "What do you want to use or apply? [" in steps[2].observation
     assert "In what direction do you want to dig? [" in steps[3].observation
     depths = [1.0, *[step.metrics["depth"] for step in steps]]
-    assert [step.reward for step in steps] == [after - before for before, after in itertools.pairwise(depths)]
+    assert [step.reward for step in steps] == [
+        after - before for before, after in itertools.pairwise(depths)
+    ]
     assert depths[-1] > 1 and f"Dlvl:{depths[-1]:.0f}" in steps[-1].observation
     _, [menu, chosen] = run(made, "apply *", "e")
     assert "e - a +0 pick-axe" in menu.observation and "(end)" in menu.observation
@@ -183,7 +192,9 @@ def test_a_crash_costs_its_episode_alone(made: NetHack, number: signal.Signals) 
     made.report()
     told = asyncio.run(both())
     assert ("hung" if number == signal.SIGALRM else number.name) in told
-    assert made.report() == {"nethack/lost_games": 1.0} and made.report() == {"nethack/lost_games": 0.0}
+    assert made.report() == {"nethack/lost_games": 1.0} and made.report() == {
+        "nethack/lost_games": 0.0
+    }
     assert not run(made, "search")[1][0].terminated
 
 
@@ -240,7 +251,9 @@ def test_sixty_four_episodes_at_once(made: NetHack) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_in_a_rollout_is_aborted_and_counted_and_never_scored(made: NetHack, tmp_path: Path) -> None:
+def test_a_crash_in_a_rollout_is_aborted_and_counted_and_never_scored(
+    made: NetHack, tmp_path: Path
+) -> None:
     model = write_letters_model(tmp_path)
 
     def crash() -> None:
@@ -251,7 +264,9 @@ def test_a_crash_in_a_rollout_is_aborted_and_counted_and_never_scored(made: NetH
     limits = {"max_turns": 20, "max_response_tokens": 2, "max_total_tokens": 480}
     with ThreadPoolExecutor(1) as thread, Rollout.from_pretrained(model, made, **limits) as rollout:
         crashed = thread.submit(crash)
-        (group,) = rollout.collect(made.tasks("train")[:1], samples_per_prompt=4, max_aborted_share=1.0)
+        (group,) = rollout.collect(
+            made.tasks("train")[:1], samples_per_prompt=4, max_aborted_share=1.0
+        )
         crashed.result()
     [lost] = [one for one in group.trajectories if one.stop is StopReason.ABORTED]
     assert "SIGSEGV" in lost.error and len(group.usable) == 3 and lost not in group.usable

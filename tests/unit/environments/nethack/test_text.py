@@ -77,7 +77,9 @@ def test_a_window_surrounds_the_player_and_tells_the_way_to_stairs() -> None:
 
 
 def test_what_is_missing_or_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no action 'nort'; expected some of .*Did you mean 'north'"):
+    with pytest.raises(
+        ConfigError, match=r"no action 'nort'; expected some of .*Did you mean 'north'"
+    ):
         NetHack(actions=["nort"])
     with pytest.raises(ConfigError, match="found none"):
         NetHack(actions=[])
@@ -85,7 +87,9 @@ def test_what_is_missing_or_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConfigError, match=r"environment\.character"):
             NetHack(wrong)
     monkeypatch.setattr(dungeons, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"the package 'nle' is not installed: pip install .*nethack"):
+    with pytest.raises(
+        MissingPackageError, match=r"the package 'nle' is not installed: pip install .*nethack"
+    ):
         NetHack()
     assert importlib.util.find_spec("rlflow_environments.nethack") is not None
 

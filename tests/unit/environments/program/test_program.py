@@ -61,7 +61,9 @@ def test_the_reward_that_a_program_posts(tokenizer: Tokenizer, tmp_path: Path) -
     assert one.stop is StopReason.TERMINATED and one.prompt == "user: Who?"
 
 
-def test_the_reward_of_a_function_sees_the_answer_and_the_conversation(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_reward_of_a_function_sees_the_answer_and_the_conversation(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "judge.py").write_text(
         "def reward(task, played):\n"
         "    assert played['messages'][-1]['content'] == task['answer'] and 'answer' not in eval(played['output'])\n"
@@ -85,16 +87,28 @@ def test_the_reward_of_a_command_is_its_last_line_or_its_exit_code(
 ) -> None:
     (tmp_path / "judge.py").write_text(script)
     command = f"{sys.executable} -S {tmp_path / 'judge.py'}"
-    assert played(tokenizer, tmp_path, "ask(task['question'])", reward_command=command).reward == expected
+    assert (
+        played(tokenizer, tmp_path, "ask(task['question'])", reward_command=command).reward
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     "body, told",
     {
-        "crashes": ("ask('x')\nraise ValueError('my mistake')", "ended with code 1: .*ValueError: my mistake"),
+        "crashes": (
+            "ask('x')\nraise ValueError('my mistake')",
+            "ended with code 1: .*ValueError: my mistake",
+        ),
         "at once": ("1 / 0", "no response; .*ZeroDivisionError"),
-        "asks nothing": ("print('I have no question')", "asked for no response; it ended: I have no question"),
-        "hangs": ("ask('x')\nprint('waiting', flush=True)\ntime.sleep(60)", "neither asked nor ended within 1 s .*waiting"),
+        "asks nothing": (
+            "print('I have no question')",
+            "asked for no response; it ended: I have no question",
+        ),
+        "hangs": (
+            "ask('x')\nprint('waiting', flush=True)\ntime.sleep(60)",
+            "neither asked nor ended within 1 s .*waiting",
+        ),
         "no reward": ("ask('x')", "has no reward"),
         "killed": ("ask('x')\nos.kill(os.getpid(), 9)", "killed by SIGKILL"),
         "leaves processes": (
@@ -111,14 +125,25 @@ def test_a_program_that_fails_aborts_its_episode_with_its_last_lines(
 
     variables = {"RLFLOW_TEST_FOLDER": str(tmp_path)}
     started = time.monotonic()
-    one = played(tokenizer, tmp_path, body, timeout_s=1.0 if "hangs" in told or "within" in told else 20.0, variables=variables)
+    one = played(
+        tokenizer,
+        tmp_path,
+        body,
+        timeout_s=1.0 if "hangs" in told or "within" in told else 20.0,
+        variables=variables,
+    )
     assert one.stop is StopReason.ABORTED and re.search(told, one.error), one.error
     assert time.monotonic() - started < 15
 
 
-def test_a_program_that_a_limit_refused_is_truncated_however_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_program_that_a_limit_refused_is_truncated_however_it_ends(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "agent.py").write_text(ASK + "for _ in range(9):\n  ask('again')")
-    made = ProgramEnvironment(f"{sys.executable} -S {tmp_path / 'agent.py'}", rows(tmp_path / "tasks.jsonl", {"prompt": "x"}))
+    made = ProgramEnvironment(
+        f"{sys.executable} -S {tmp_path / 'agent.py'}",
+        rows(tmp_path / "tasks.jsonl", {"prompt": "x"}),
+    )
     (one,), fed = play(made, tokenizer, lambda text, number: "Yes", max_turns=2)
     checked(one, fed)
     assert one.stop is StopReason.MAX_TURNS and len(one.turns) == 2 and one.reward == 0.0
@@ -133,7 +158,9 @@ def test_proxies_that_are_left_out_stay_so(
     assert "internal.corp,127.0.0.1,localhost" in one.error
 
 
-def test_messages_as_text_for_models_without_a_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_messages_as_text_for_models_without_a_chat_template(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     body = (
         "messages = [{'role': 'user', 'content': 'Question: x\\n'}]\n"
         "asked = {'messages': messages, 'stop': ['</b>'], 'include_stop_str_in_output': True}\n"
@@ -143,16 +170,27 @@ def test_messages_as_text_for_models_without_a_chat_template(tokenizer: Tokenize
     )
     (tmp_path / "agent.py").write_text(ASK + body)
     tasks = rows(tmp_path / "tasks.jsonl", {"prompt": "x"})
-    made = ProgramEnvironment(f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, messages="text")
+    made = ProgramEnvironment(
+        f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, messages="text"
+    )
     (one,), fed = play(made, tokenizer, lambda text, number: "<b>1</b>")
     checked(one, fed)
     assert len(one.segments) == 1
-    assert tokenizer.decode(one.segments[0].tokens.tolist(), False) == "Question: x\n<b>1</b>\nfound\n<b>1</b>"
+    assert (
+        tokenizer.decode(one.segments[0].tokens.tolist(), False)
+        == "Question: x\n<b>1</b>\nfound\n<b>1</b>"
+    )
 
 
 def test_every_tenth_row_is_for_validation_where_no_file_is(tmp_path: Path) -> None:
-    tasks = rows(tmp_path / "tasks.jsonl", *({"id": str(number), "prompt": "x"} for number in range(20)))
-    for files, counts in (((tasks,), (18, 2)), ((tasks, tasks), (20, 20)), ((None, tasks), (0, 20))):
+    tasks = rows(
+        tmp_path / "tasks.jsonl", *({"id": str(number), "prompt": "x"} for number in range(20))
+    )
+    for files, counts in (
+        ((tasks,), (18, 2)),
+        ((tasks, tasks), (20, 20)),
+        ((None, tasks), (0, 20)),
+    ):
         made = ProgramEnvironment("true", *files)
         assert (len(made.tasks("train")), len(made.tasks("val"))) == counts
 
@@ -170,7 +208,10 @@ def test_bad_options_are_one_clear_error(tmp_path: Path) -> None:
     for options, told in (
         ({"agent": " "}, "environment.agent: expected a command, found nothing"),
         ({"agent": "python -c 'x"}, "environment.agent: .*No closing quotation"),
-        ({"agent": "true", "reward_command": "python 'x"}, "environment.reward_command: .*No closing"),
+        (
+            {"agent": "true", "reward_command": "python 'x"},
+            "environment.reward_command: .*No closing",
+        ),
         ({"agent": "true", "port": 70_000}, "environment.port: expected 0 to 65535, found 70000"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -195,7 +236,9 @@ def test_64_programs_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path
     made = ProgramEnvironment(
         f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, messages="text", variables=variables
     )
-    found, fed = play(made, tokenizer, lambda text, number: text, episodes=64)  # the policy repeats what it is asked
+    found, fed = play(
+        made, tokenizer, lambda text, number: text, episodes=64
+    )  # the policy repeats what it is asked
     assert all(one.usable and one.reward == 1.0 and len(one.turns) == 3 for one in found)
     assert len({one.prompt for one in found}) == 64 and len(fed.said) == 192
     assert not list(marked(f"RLFLOW_TEST_FOLDER={tmp_path}"))

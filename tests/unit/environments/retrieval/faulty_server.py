@@ -9,18 +9,33 @@ from typing import Any
 TOWNS = ("alder", "birch", "cedar", "dogwood", "elm", "fir", "ginkgo")
 URL = "https://w/index.php?title={}"
 DOCUMENTS = [
-    {"id": str(row), "contents": f'"{town}"\nthe history of the river at {town}', "url": URL.format(town)}
+    {
+        "id": str(row),
+        "contents": f'"{town}"\nthe history of the river at {town}',
+        "url": URL.format(town),
+    }
     for row, town in enumerate(TOWNS)
 ]
-PAGES = {document["url"]: {"url": document["url"], "contents": "page"} for document in DOCUMENTS[:3]}
+PAGES = {
+    document["url"]: {"url": document["url"], "contents": "page"} for document in DOCUMENTS[:3]
+}
 
 FAULTS = {
     # fault: (where it is known from, the checks that fail for it)
-    "crashes without scores": ("Search-R1, verl: return_scores false unpacks a list", {"no scores"}),
+    "crashes without scores": (
+        "Search-R1, verl: return_scores false unpacks a list",
+        {"no scores"},
+    ),
     "wrong without scores for two": ("the same, silently, with exactly two queries", {"no scores"}),
-    "needs topk": ("RLinf, ASearcher, AstraFlow: the name `config` is bound twice", {"default topk"}),
+    "needs topk": (
+        "RLinf, ASearcher, AstraFlow: the name `config` is bound twice",
+        {"default topk"},
+    ),
     "pads with the last document": ("FAISS returns row -1, and corpus[-1] exists", {"no padding"}),
-    "coalesces with the largest topk": ("AstraFlow: merged jobs are never trimmed back", {"topk under load"}),
+    "coalesces with the largest topk": (
+        "AstraFlow: merged jobs are never trimmed back",
+        {"topk under load"},
+    ),
     "mixes answers": ("a handler that keeps its request in a global", {"answer under load"}),
     "has no urls": ("the wiki-18 corpus as Search-R1 serves it", {"documents"}),
     "knows no query": ("all servers but SkyRL's", {"query"}),
@@ -58,7 +73,10 @@ class FaultyServer:
         text = json.dumps(answer).encode()
         if status != 200 and "answers errors in HTML" in self.faults:
             text = b"<html>error</html>"
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(text)).encode()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": text})
 
@@ -75,8 +93,16 @@ class FaultyServer:
         return self._access(request) if path == "/access" else await self._retrieve(request, crash)
 
     async def _retrieve(self, request: dict, crash: int) -> tuple[int, Any]:
-        queries, top_k, scores = request.get("queries"), request.get("topk"), bool(request.get("return_scores"))
-        if queries is None and isinstance(request.get("query"), str) and "knows no query" not in self.faults:
+        queries, top_k, scores = (
+            request.get("queries"),
+            request.get("topk"),
+            bool(request.get("return_scores")),
+        )
+        if (
+            queries is None
+            and isinstance(request.get("query"), str)
+            and "knows no query" not in self.faults
+        ):
             queries = [request["query"]]
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
             return crash, {"detail": "queries"}
@@ -113,12 +139,19 @@ class FaultyServer:
 
     def _find(self, query: str, top_k: int) -> list[dict]:
         words = query.lower().split()
-        rows = [row for row in range(len(DOCUMENTS)) if any(word in DOCUMENTS[row]["contents"] for word in words)]
+        rows = [
+            row
+            for row in range(len(DOCUMENTS))
+            if any(word in DOCUMENTS[row]["contents"] for word in words)
+        ]
         ranked = sorted(rows, key=lambda row: -(TOWNS[row] in words))
         chosen = ranked[:top_k]
         if "pads with the last document" in self.faults:
             chosen += [-1] * (top_k - len(chosen))
-        hits = [{"document": dict(DOCUMENTS[row]), "score": 1.0 / (place + 1)} for place, row in enumerate(chosen)]
+        hits = [
+            {"document": dict(DOCUMENTS[row]), "score": 1.0 / (place + 1)}
+            for place, row in enumerate(chosen)
+        ]
         if "has no urls" in self.faults:
             for hit in hits:
                 del hit["document"]["url"]

@@ -36,7 +36,10 @@ class QdrantStub:
             return 200, {"count": len(self.payloads)}
         if path.endswith("/points/scroll"):
             rows = range(min(body["limit"], len(self.payloads)))
-            return 200, {"points": [self.point(row, vector=True) for row in rows], "next_page_offset": None}
+            return 200, {
+                "points": [self.point(row, vector=True) for row in rows],
+                "next_page_offset": None,
+            }
         if path.endswith("/points"):
             return 200, [self.point(row) for row in body["ids"] if row < len(self.payloads)]
         vectors = self.vectors_config or {"size": self.vectors.shape[1], "distance": "Cosine"}
@@ -48,11 +51,21 @@ class QdrantStub:
         return [{**self.point(int(row)), "version": 0, "score": float(scores[row])} for row in rows]
 
     def point(self, row: int, vector: bool = False) -> dict:
-        return {"id": row, "payload": self.payloads[row], **({"vector": self.vectors[row].tolist()} if vector else {})}
+        return {
+            "id": row,
+            "payload": self.payloads[row],
+            **({"vector": self.vectors[row].tolist()} if vector else {}),
+        }
 
 
 def collection_info(vectors: object, count: int) -> dict:
-    hnsw = {"m": 32, "ef_construct": 512, "full_scan_threshold": 10000, "max_indexing_threads": 0, "on_disk": False}
+    hnsw = {
+        "m": 32,
+        "ef_construct": 512,
+        "full_scan_threshold": 10000,
+        "max_indexing_threads": 0,
+        "on_disk": False,
+    }
     optimizer = {
         "deleted_threshold": 0.2,
         "vacuum_min_vector_number": 1000,
@@ -95,7 +108,9 @@ def serving(stub: QdrantStub) -> Iterator[QdrantStub]:
             stub.requests.append(f"{self.command} {self.path}")
             stub.bodies.append(body)
             status, result = self.verdict(body)
-            data = json.dumps({"result": result, "status": "ok", "time": 0.0} if status == 200 else result).encode()
+            data = json.dumps(
+                {"result": result, "status": "ok", "time": 0.0} if status == 200 else result
+            ).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
@@ -118,7 +133,9 @@ def serving(stub: QdrantStub) -> Iterator[QdrantStub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     stub.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:

@@ -16,7 +16,9 @@ CUT = "cut"  # closes the connection in the middle of the answer
 class Scripted:
     """A server whose n-th search is answered as told; afterwards with passages that name the query and the server."""
 
-    def __init__(self, *script, name="s", headers=(), identity="index-1", body=b"", loading=0) -> None:
+    def __init__(
+        self, *script, name="s", headers=(), identity="index-1", body=b"", loading=0
+    ) -> None:
         """loading: so many times it says that it is not ready."""
         self.script = list(script)
         self.name, self.headers, self.identity, self.body = name, list(headers), identity, body
@@ -29,7 +31,9 @@ class Scripted:
             self.loading -= 1
             await self._send(send, OK if self.loading < 0 else 503, b"{}")
         elif scope["path"] == "/info":
-            await self._send(send, OK if self.identity else 404, json.dumps({"identity": self.identity}).encode())
+            await self._send(
+                send, OK if self.identity else 404, json.dumps({"identity": self.identity}).encode()
+            )
         else:
             headers = {key.decode(): value.decode() for key, value in scope["headers"]}
             self.requests.append((time.monotonic(), json.loads(body), headers))
@@ -39,7 +43,13 @@ class Scripted:
         if step == HANG:
             await asyncio.sleep(30)
         result = [
-            [{"document": {"id": f"{self.name}/{query}", "contents": f'"{query}"\ntext'}, "score": 0.5}] * request["topk"]
+            [
+                {
+                    "document": {"id": f"{self.name}/{query}", "contents": f'"{query}"\ntext'},
+                    "score": 0.5,
+                }
+            ]
+            * request["topk"]
             for query in request["queries"]
         ]
         body = self.body or json.dumps({"result": result}).encode()

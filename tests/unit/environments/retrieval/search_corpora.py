@@ -20,7 +20,12 @@ def passages(count: int, seed: int = 0) -> list[Passage]:
 
     def article(row: int) -> Passage:
         title = f"{generator.choice(words)} {row}"
-        return Passage(str(row), title, make_contents(title, " ".join(generator.choices(words, k=12))), f"doc://{row}")
+        return Passage(
+            str(row),
+            title,
+            make_contents(title, " ".join(generator.choices(words, k=12))),
+            f"doc://{row}",
+        )
 
     return [article(row) for row in range(count)]
 
@@ -34,7 +39,9 @@ def clustered(count: int, dimensions: int, seed: int = 0) -> np.ndarray:
     """(count, dimensions) float32 unit vectors around 40 centres, as text embeddings lie; a few rows stand there twice."""
     generator = np.random.default_rng(seed)
     centres = generator.standard_normal((40, dimensions))
-    vectors = centres[generator.integers(40, size=count)] + 0.7 * generator.standard_normal((count, dimensions))
+    vectors = centres[generator.integers(40, size=count)] + 0.7 * generator.standard_normal(
+        (count, dimensions)
+    )
     vectors[count // 2 : count // 2 + 20] = vectors[:20]
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 

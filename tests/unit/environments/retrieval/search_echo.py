@@ -29,11 +29,21 @@ class Echo(Retriever):
         assert self.open.wait(20)
         if "bad" in queries:
             raise OSError("the index is gone")
-        return [[Passage(f"{q}/{k}", q, f"about {q}", "", 1 / (k + 1)) for k in range(top_k if q else 0)] for q in queries]
+        return [
+            [
+                Passage(f"{q}/{k}", q, f"about {q}", "", 1 / (k + 1))
+                for k in range(top_k if q else 0)
+            ]
+            for q in queries
+        ]
 
 
 def echo_server(retriever=None, **options):
-    settings = {key: options.pop(key) for key in ("max_batch", "max_waiting", "cache_bytes") if key in options}
+    settings = {
+        key: options.pop(key)
+        for key in ("max_batch", "max_waiting", "cache_bytes")
+        if key in options
+    }
     settings.setdefault("cache_bytes", 0)
 
     def load(changes, report, on_batch):
@@ -44,7 +54,9 @@ def echo_server(retriever=None, **options):
 
 @functools.cache
 def client() -> httpx.Client:
-    return httpx.Client(timeout=20)  # one for all tests: making one takes as long as a hundred requests
+    return httpx.Client(
+        timeout=20
+    )  # one for all tests: making one takes as long as a hundred requests
 
 
 def post(url: str, path: str = "/retrieve", **body):
@@ -52,7 +64,11 @@ def post(url: str, path: str = "/retrieve", **body):
 
 
 def reload(url: str, service: SearchService, **changes):
-    return client().post(url + "/admin/reload", json=changes, headers={"Authorization": f"Bearer {service.admin_token}"})
+    return client().post(
+        url + "/admin/reload",
+        json=changes,
+        headers={"Authorization": f"Bearer {service.admin_token}"},
+    )
 
 
 def get(url: str):

@@ -8,7 +8,18 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-WORDS = ["query", "passage", ":", "represent", "this", "sentence", "for", "searching", "relevant", "passages"]
+WORDS = [
+    "query",
+    "passage",
+    ":",
+    "represent",
+    "this",
+    "sentence",
+    "for",
+    "searching",
+    "relevant",
+    "passages",
+]
 WORDS += ["river", "town", "stone", "sky", "harbour", "king"]
 
 
@@ -41,17 +52,30 @@ def write_bert(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def write_modules(folder: Path, *, pooling: dict, normalize: bool, prompts: dict | None = None) -> None:
+def write_modules(
+    folder: Path, *, pooling: dict, normalize: bool, prompts: dict | None = None
+) -> None:
     """The files of a sentence-transformers folder around a model."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, **pooling})
+    )
     if normalize:
         modules.append(("3_Normalize", "Normalize"))
     rows = [
-        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": place,
+            "name": str(place),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for place, (path, kind) in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(rows))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 40, "do_lower_case": False}))
-    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts or {}}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 40, "do_lower_case": False})
+    )
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": prompts or {}})
+    )

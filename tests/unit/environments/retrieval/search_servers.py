@@ -37,7 +37,14 @@ def write_corpus(folder: Path, size: int = 60) -> Path:
 
 def write_pages(folder: Path) -> Path:
     """The pages of rows 0, 3 and 4 of the corpus."""
-    rows = [{"url": f"https://w/index.php?title={TOWNS[row]}_{row}", "contents": f"page {row}", "n": row} for row in (0, 3, 4)]
+    rows = [
+        {
+            "url": f"https://w/index.php?title={TOWNS[row]}_{row}",
+            "contents": f"page {row}",
+            "n": row,
+        }
+        for row in (0, 3, 4)
+    ]
     path = folder / "pages.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -48,7 +55,9 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
     """The URL of an ASGI application that runs in a thread."""
     listener = bind("127.0.0.1", port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
@@ -60,13 +69,17 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
 
 
 @contextmanager
-def search_server(load: Any, *, top_k: int = 3, wait: bool = True, **options: Any) -> Iterator[tuple[str, SearchService]]:
+def search_server(
+    load: Any, *, top_k: int = 3, wait: bool = True, **options: Any
+) -> Iterator[tuple[str, SearchService]]:
     """(URL, service) of our server over what `load` returns; ready, unless told not to wait for that."""
     service = SearchService(load, ServiceLimits(top_k=top_k, **options))
     app, started = SearchApp(service), threading.Event()
 
     async def entered(scope: Any, receive: Any, send: Any) -> None:
-        if not started.is_set():  # the first request is ours: it starts loading in the server's own loop
+        if (
+            not started.is_set()
+        ):  # the first request is ours: it starts loading in the server's own loop
             started.set()
             loading = asyncio.ensure_future(service.load())
             if wait:

@@ -31,7 +31,10 @@ KINDS = {
     # kind of the folder -> retriever that serves it, the same retriever built in memory
     "Flat": ({"name": "faiss"}, {"name": "dense", **OPTIONS}),
     "SQ8": ({"name": "faiss"}, {"name": "faiss", "index": "SQ8", **OPTIONS}),
-    "IVF8,SQ8": ({"name": "faiss", "nprobe": 4}, {"name": "faiss", "index": "IVF8,SQ8", "nprobe": 4, **OPTIONS}),
+    "IVF8,SQ8": (
+        {"name": "faiss", "nprobe": 4},
+        {"name": "faiss", "index": "IVF8,SQ8", "nprobe": 4, **OPTIONS},
+    ),
     "bm25": ({"name": "bm25"}, {"name": "bm25"}),
 }
 
@@ -54,7 +57,11 @@ def corpus(tmp_path_factory):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,10 +118,19 @@ def test_kill_9_in_the_middle_loses_one_block_at_most(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", passages(9000))
     folder, straight = tmp_path / "killed", tmp_path / "straight"
     arguments = ["build", "--corpus", str(corpus), "--set", "dimensions=1024"]
-    command = [sys.executable, "-m", "rlflow_environments.retrieval", *arguments, "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlflow_environments.retrieval",
+        *arguments,
+        "--out",
+        str(folder),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     progress = folder / "progress.json"
-    while process.poll() is None and not (progress.is_file() and json.loads(progress.read_text())["encoded"]):
+    while process.poll() is None and not (
+        progress.is_file() and json.loads(progress.read_text())["encoded"]
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -167,7 +183,9 @@ def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
         build_index(corpus, tmp_path / "typo", BuildRequest("IFV8", ENCODER), silent)
 
 
-def test_an_unfinished_build_of_something_else_is_refused_and_says_what_differs(corpus, tmp_path, small_blocks):
+def test_an_unfinished_build_of_something_else_is_refused_and_says_what_differs(
+    corpus, tmp_path, small_blocks
+):
     def stop(stage, done, total):
         if stage == "encoding" and done:
             raise Stopped
@@ -252,8 +270,18 @@ def test_memory_does_not_grow_with_the_embeddings(tmp_path):
     for count in (8_000, 24_000):
         corpus = write_corpus(tmp_path / f"{count}.jsonl", passages(count))
         folder = tmp_path / f"index-{count}"
-        arguments = ["build", "--corpus", str(corpus), "--out", str(folder), "--set", "dimensions=4096"]
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        arguments = [
+            "build",
+            "--corpus",
+            str(corpus),
+            "--out",
+            str(folder),
+            "--set",
+            "dimensions=4096",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+        )
         assert (folder / "index.faiss").stat().st_size == 45 + 4 * 4096 * count
         peaks[count] = int(done.stdout.splitlines()[-1])
     more = 4 * 4096 * 16_000
@@ -267,7 +295,9 @@ def test_the_command_prints_what_it_took(corpus, tmp_path, capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_an_index_that_memory_may_not_hold_is_said_before_it_is_filled(corpus, tmp_path, monkeypatch, caplog):
+def test_an_index_that_memory_may_not_hold_is_said_before_it_is_filled(
+    corpus, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     build_index(corpus, tmp_path, BuildRequest("SQ8", ENCODER), silent)
     assert "SQ8 may need 0.0 GB of memory, 0.0 GB are free" in caplog.text
@@ -294,7 +324,9 @@ def test_an_index_without_the_first_lines_of_its_passages_is_noticed(tmp_path, m
     rows = [{"id": str(i), "title": f"T{i}", "contents": f"word{i} and more"} for i in range(20)]
     corpus = Corpus(write_rows(tmp_path / "corpus.jsonl", rows))
     with monkeypatch.context() as patched:  # as it was built before
-        patched.setattr(Passage, "body", property(lambda passage: passage.contents.partition("\n")[2]))
+        patched.setattr(
+            Passage, "body", property(lambda passage: passage.contents.partition("\n")[2])
+        )
         build_index(corpus, tmp_path / "index", BuildRequest("Flat", ENCODER), silent)
     with pytest.raises(DataError, match="has cosine"):
         make_retriever({"name": "faiss", "path": str(tmp_path / "index")}, corpus)

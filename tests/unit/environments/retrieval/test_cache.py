@@ -33,7 +33,9 @@ def test_strict_replay_needs_no_server_and_gives_what_was_recorded(tmp_path):
     server = Scripted()
     with serving(server) as url:
         expected = recorded(url, tmp_path).search(["a", "b"], 2)
-    replay = make_retriever({"name": "http", "cache": {"directory": str(tmp_path), "mode": "strict-replay"}}, None)
+    replay = make_retriever(
+        {"name": "http", "cache": {"directory": str(tmp_path), "mode": "strict-replay"}}, None
+    )
     assert replay.search(["a", "b"], 2) == expected
     assert asyncio.run(replay.find("b", 2)) == expected[1]
     with pytest.raises(ReplayMissError, match=r"'never asked' with top_k 2 was not recorded"):
@@ -47,7 +49,11 @@ def test_replay_asks_the_server_for_what_is_missing_only(tmp_path):
     with serving(server) as url:
         recorded(url, tmp_path)
         replay = client(url, cache={"directory": str(tmp_path), "mode": "replay"})
-        assert [hits[0].id for hits in replay.search(["a", "new", "b"], 2)] == ["s/a", "s/new", "s/b"]
+        assert [hits[0].id for hits in replay.search(["a", "new", "b"], 2)] == [
+            "s/a",
+            "s/new",
+            "s/b",
+        ]
         assert server.requests[-1][1]["queries"] == ["new"]
         replay.search(["new"], 2)
         assert len(server.requests) == 3
@@ -59,7 +65,10 @@ def test_replay_waits_for_a_server_that_loads_but_no_longer_than_a_search(tmp_pa
     replaying = {"cache": {"directory": str(tmp_path), "mode": "replay"}}
     with serving(Scripted(loading=2)) as url:
         assert client(url, **replaying).search(["new"], 2)[0][0].id == "s/new"
-    with serving(Scripted(loading=999)) as url, pytest.raises(RetrievalError, match="search failed"):
+    with (
+        serving(Scripted(loading=999)) as url,
+        pytest.raises(RetrievalError, match="search failed"),
+    ):
         client(url, **replaying, timeout_s=0.3).search(["newer"], 2)
 
 
@@ -76,7 +85,10 @@ def test_equal_runs_write_equal_bytes_in_any_order(tmp_path):
             recorded(url, tmp_path / name, queries)
             time.sleep(0.01)
     first, second = (
-        {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in sorted((tmp_path / name).rglob("*.json"))}
+        {
+            str(path.relative_to(tmp_path / name)): path.read_bytes()
+            for path in sorted((tmp_path / name).rglob("*.json"))
+        }
         for name in ("one", "two")
     )
     assert first == second and len(first) == 4
@@ -86,7 +98,9 @@ def test_records_of_another_index_are_refused(tmp_path):
     with serving(Scripted(identity="index-1")) as url:
         recorded(url, tmp_path)
     with serving(Scripted(identity="index-2")) as url:
-        with pytest.raises(ConfigError, match="recorded from the index index-1, the server has index-2"):
+        with pytest.raises(
+            ConfigError, match="recorded from the index index-1, the server has index-2"
+        ):
             client(url, cache={"directory": str(tmp_path), "mode": "replay"}).search(["new"], 2)
 
 
@@ -95,7 +109,9 @@ def test_an_index_that_changes_behind_the_address_is_found_by_its_answers(tmp_pa
     with serving(server) as url:
         retriever = recorded(url, tmp_path, "a")
         server.headers = [(b"x-index", b"index-2")]
-        with pytest.raises(ConfigError, match="recorded from the index index-1, the server has index-2"):
+        with pytest.raises(
+            ConfigError, match="recorded from the index index-1, the server has index-2"
+        ):
             retriever.search(["b"], 2)
     assert len(list(tmp_path.glob("??/*.json"))) == 1
 
@@ -104,7 +120,10 @@ def test_replay_answers_nothing_in_place_of_another_index(tmp_path):
     with serving(Scripted(identity="index-1")) as url:
         recorded(url, tmp_path)
     replaying = {"cache": {"directory": str(tmp_path), "mode": "replay"}}
-    with serving(Scripted(identity="index-2")) as url, pytest.raises(ConfigError, match="the server has index-2"):
+    with (
+        serving(Scripted(identity="index-2")) as url,
+        pytest.raises(ConfigError, match="the server has index-2"),
+    ):
         client(url, **replaying).search(["a"], 2)
     assert client("http://127.0.0.1:9", **replaying).search(["a"], 2)[0][0].id == "s/a"
 
@@ -181,5 +200,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
         attempt = Attempt(Task("t", "Question?", ["x"]), "g", "r", lambda turn: turn)
         trajectory = asyncio.run(player.play(attempt, generate))
     assert trajectory.stop.name == "ABORTED" and "RetrievalError" in trajectory.error
-    assert "status 500" not in "".join(bytes(segment.tokens.tolist()).decode() for segment in trajectory.segments)
+    assert "status 500" not in "".join(
+        bytes(segment.tokens.tolist()).decode() for segment in trajectory.segments
+    )
     assert not trajectory.usable and len(server.requests) == 2

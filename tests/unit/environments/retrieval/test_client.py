@@ -37,10 +37,15 @@ def test_passages_come_back_in_order_with_scores():
 
 
 def test_bare_documents_and_title_with_text_are_understood():
-    body = json.dumps({"result": [[{"title": "T", "text": "x"}, {"contents": '"U"\ny', "url": "u", "id": 7}]]}).encode()
+    body = json.dumps(
+        {"result": [[{"title": "T", "text": "x"}, {"contents": '"U"\ny', "url": "u", "id": 7}]]}
+    ).encode()
     with serving(Scripted(body=body)) as url:
         found = client(url).search(["a"], 5)[0]
-    assert found == [Passage("", "T", '"T"\nx', "doc://", 0.0), Passage("7", "U", '"U"\ny', "u", 0.0)]
+    assert found == [
+        Passage("", "T", '"T"\nx', "doc://", 0.0),
+        Passage("7", "U", '"U"\ny', "u", 0.0),
+    ]
 
 
 def test_a_server_that_ignores_topk_is_cut():
@@ -74,12 +79,23 @@ def test_a_wrong_address_is_a_mistake_of_the_configuration(status):
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"results": []}', b'{"result": []}', b'{"result": [["text"]]}', b'{"result": [[{"id": "1"}]]}',
-             *(b'{"result": [[{"document": {"contents": "c"}, "score": %s}]]}' % score
-               for score in (b'"high"', b"[0.5]", b"9" * 400))],
+    "body",
+    [
+        b'{"results": []}',
+        b'{"result": []}',
+        b'{"result": [["text"]]}',
+        b'{"result": [[{"id": "1"}]]}',
+        *(
+            b'{"result": [[{"document": {"contents": "c"}, "score": %s}]]}' % score
+            for score in (b'"high"', b"[0.5]", b"9" * 400)
+        ),
+    ],
 )
 def test_an_answer_of_another_shape_is_never_taken_for_an_empty_one(body):
-    with serving(Scripted(body=body)) as url, pytest.raises(RetrievalError, match=r"expected|no 'contents'"):
+    with (
+        serving(Scripted(body=body)) as url,
+        pytest.raises(RetrievalError, match=r"expected|no 'contents'"),
+    ):
         client(url).search(["a"], 1)
 
 
@@ -110,7 +126,11 @@ def test_a_server_that_starts_again_is_waited_for_with_one_line_in_the_log(caplo
     assert [hits[0].id for hits in found] == [f"s/q{i}" for i in range(20)]
     assert len(server.requests) == 20
     lines = [record.message for record in caplog.records]
-    assert len(lines) == 2 and "no retrieval server answers" in lines[0] and "answers again" in lines[1]
+    assert (
+        len(lines) == 2
+        and "no retrieval server answers" in lines[0]
+        and "answers again" in lines[1]
+    )
 
 
 def test_a_server_that_stays_away_fails_every_search_at_its_deadline():
@@ -118,17 +138,24 @@ def test_a_server_that_stays_away_fails_every_search_at_its_deadline():
         retriever = client(url, timeout_s=0.8)
 
     async def many():
-        return await asyncio.gather(*(retriever.find(f"q{i}", 1) for i in range(5)), return_exceptions=True)
+        return await asyncio.gather(
+            *(retriever.find(f"q{i}", 1) for i in range(5)), return_exceptions=True
+        )
 
     start = time.monotonic()
     found = asyncio.run(many())
     assert time.monotonic() - start < 4
-    assert all(isinstance(problem, RetrievalError) and "last: http" in str(problem) for problem in found)
+    assert all(
+        isinstance(problem, RetrievalError) and "last: http" in str(problem) for problem in found
+    )
 
 
 def test_tries_counts_all_attempts():
     server = Scripted(*[500] * 9)
-    with serving(server) as url, pytest.raises(RetrievalError, match=r"after 3 of 3 attempts.*status 500"):
+    with (
+        serving(server) as url,
+        pytest.raises(RetrievalError, match=r"after 3 of 3 attempts.*status 500"),
+    ):
         client(url, tries=3).search(["a"], 1)
     assert len(server.requests) == 3
 
@@ -166,7 +193,9 @@ def test_waiting_for_a_connection_counts_against_the_deadline():
         retriever = client(url, connections=1, timeout_s=1.0)
 
         async def two():
-            return await asyncio.gather(retriever.find("a", 1), retriever.find("b", 1), return_exceptions=True)
+            return await asyncio.gather(
+                retriever.find("a", 1), retriever.find("b", 1), return_exceptions=True
+            )
 
         first, second = asyncio.run(two())
     assert isinstance(first, RetrievalError) and isinstance(second, RetrievalError)
@@ -180,7 +209,9 @@ def test_many_searches_from_several_loops_are_not_mixed_up():
             return await asyncio.gather(*(retriever.find(f"{name}{i}", 1) for i in range(60)))
 
         for name in "ab":
-            assert [hits[0].id for hits in asyncio.run(many(name))] == [f"s/{name}{i}" for i in range(60)]
+            assert [hits[0].id for hits in asyncio.run(many(name))] == [
+                f"s/{name}{i}" for i in range(60)
+            ]
 
 
 def test_a_closed_client_refuses():
@@ -201,7 +232,9 @@ def test_another_server_takes_over_at_once():
     with serving(good) as first, serving(gone) as second:
         retriever = client([first, second])
         start = time.monotonic()
-        assert {retriever.search([f"q{i}"], 1)[0][0].id for i in range(20)} == {f"good/q{i}" for i in range(20)}
+        assert {retriever.search([f"q{i}"], 1)[0][0].id for i in range(20)} == {
+            f"good/q{i}" for i in range(20)
+        }
         assert time.monotonic() - start < 10
     assert 1 <= len(gone.requests) < 15  # it rests, longer each time
 
@@ -215,7 +248,9 @@ def test_stale_discovery_files_are_skipped(tmp_path):
         for address in (other, url):
             DiscoveryFile(tmp_path, "127.0.0.1", int(address.rpartition(":")[2])).write()
         retriever = client(None, discovery=tmp_path)
-        assert [retriever.search([f"q{i}"], 1)[0][0].id for i in range(10)] == [f"s/q{i}" for i in range(10)]
+        assert [retriever.search([f"q{i}"], 1)[0][0].id for i in range(10)] == [
+            f"s/q{i}" for i in range(10)
+        ]
 
 
 def test_a_server_that_appears_later_is_found(tmp_path):
@@ -233,13 +268,17 @@ def test_a_server_that_appears_later_is_found(tmp_path):
 def test_discovery_files_have_the_fields_name_and_content(tmp_path):
     file = DiscoveryFile(tmp_path / "new", "10.0.0.7", 8000)
     file.write()
-    assert file.path.name == "Host10.0.0.7_IP8000.txt" and file.path.read_bytes() == b"10.0.0.7:8000"
+    assert (
+        file.path.name == "Host10.0.0.7_IP8000.txt" and file.path.read_bytes() == b"10.0.0.7:8000"
+    )
     (tmp_path / "new" / "Hostb_IP1.txt").write_text("b:1\n\nc:2\n")
     assert read_addresses(tmp_path / "new") == ["10.0.0.7:8000", "b:1", "c:2"]
     file.remove()
     file.remove()
     assert read_addresses(tmp_path / "new") == ["b:1", "c:2"]
-    assert DiscoveryFile(tmp_path, "0.0.0.0", 1).content != "0.0.0.0:1"  # nobody can connect to that
+    assert (
+        DiscoveryFile(tmp_path, "0.0.0.0", 1).content != "0.0.0.0:1"
+    )  # nobody can connect to that
     six = DiscoveryFile(tmp_path / "six", "::1", 8000)
     six.write()
     assert [server_url(one) for one in read_addresses(tmp_path / "six")] == ["http://[::1]:8000"]
@@ -316,7 +355,10 @@ def test_addresses_are_taken_in_the_forms_of_the_field(address, url):
         ({"url": "h:1", "trys": 3}, "unknown keyword 'trys'.*Did you mean 'tries'"),
         ({"url": "h:1", "tries": 0}, "tries"),
         ({"url": "h:1", "timeout_s": -1}, "timeout_s"),
-        ({"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}}, "expected one of off, record, replay"),
+        (
+            {"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}},
+            "expected one of off, record, replay",
+        ),
         ({"url": "h:1", "cache": {"mode": "record"}}, "cache.directory"),
         ({"url": "h:1", "cache": {"dir": "record"}}, "unknown keyword 'dir'"),
     ],
@@ -329,5 +371,7 @@ def test_mistakes_are_named(options, named):
 def test_a_server_that_does_not_come_is_a_mistake_of_the_configuration():
     with bind("127.0.0.1", 0) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*no connection to"):
+    with pytest.raises(
+        ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*no connection to"
+    ):
         HttpRetriever(f"127.0.0.1:{port}", wait_s=0.5)

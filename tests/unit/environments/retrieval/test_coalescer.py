@@ -32,7 +32,10 @@ class Echo(Retriever):
             raise TimeoutError("nobody opened the gate")
         if "bad" in queries:
             raise OSError("the index is gone")
-        return [[Passage(f"{query}/{rank}", query, query, "") for rank in range(top_k)] for query in queries]
+        return [
+            [Passage(f"{query}/{rank}", query, query, "") for rank in range(top_k)]
+            for query in queries
+        ]
 
 
 def _expected(query: str, top_k: int) -> list[str]:
@@ -55,7 +58,9 @@ def test_requests_that_wait_are_searched_in_one_batch():
     retriever = Echo(gated=True)
     requests = [(f"q{i}", 3) for i in range(50)]
     results = asyncio.run(_gated(retriever, requests))
-    assert [[p.id for p in hits] for hits in results] == [_expected(*request) for request in requests]
+    assert [[p.id for p in hits] for hits in results] == [
+        _expected(*request) for request in requests
+    ]
     assert retriever.batches == [(["first"], 1), ([f"q{i}" for i in range(50)], 3)]
 
 
@@ -63,13 +68,17 @@ def test_a_request_gets_its_own_top_k_whatever_is_in_flight():
     retriever = Echo(gated=True)
     requests = [(f"q{i}", 1 + i % 5) for i in range(40)]
     results = asyncio.run(_gated(retriever, requests))
-    assert [[p.id for p in hits] for hits in results] == [_expected(*request) for request in requests]
+    assert [[p.id for p in hits] for hits in results] == [
+        _expected(*request) for request in requests
+    ]
 
 
 def test_a_failing_query_fails_alone():
     retriever = Echo(gated=True)
     results = asyncio.run(_gated(retriever, [("q0", 2), ("bad", 2), ("q1", 2)]))
-    assert [p.id for p in results[0]] == _expected("q0", 2) and [p.id for p in results[2]] == _expected("q1", 2)
+    assert [p.id for p in results[0]] == _expected("q0", 2) and [
+        p.id for p in results[2]
+    ] == _expected("q1", 2)
     assert isinstance(results[1], OSError)
 
 
@@ -94,7 +103,9 @@ def test_a_caller_that_goes_away_leaves_the_others_alone():
         search = CoalescedSearch(retriever)
         first = asyncio.create_task(search.search("first", 1))
         await asyncio.to_thread(retriever.started.wait, 10)
-        leaving, staying = (asyncio.create_task(search.search(query, 1)) for query in ("leaving", "staying"))
+        leaving, staying = (
+            asyncio.create_task(search.search(query, 1)) for query in ("leaving", "staying")
+        )
         await asyncio.sleep(0)
         leaving.cancel()
         first.cancel()  # its search is running already
@@ -116,7 +127,9 @@ def test_event_loops_in_several_threads_share_it():
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda name: asyncio.run(many(name)), "abcd"))
     for name, found in zip("abcd", results):
-        assert [[p.id for p in hits] for hits in found] == [_expected(f"{name}{i}", 2) for i in range(30)]
+        assert [[p.id for p in hits] for hits in found] == [
+            _expected(f"{name}{i}", 2) for i in range(30)
+        ]
 
 
 def test_an_error_reaches_its_caller_as_it_was():
@@ -154,7 +167,9 @@ def test_a_full_queue_refuses_a_request_whole_and_takes_a_larger_one_when_empty(
         calls = [search.submit(["first"], 1)]
         await asyncio.to_thread(retriever.started.wait, 10)
         calls.append(search.submit(["a", "b"], 1))
-        with pytest.raises(QueueFullError, match=r"2 searches are waiting and 2 more would pass the limit of 3"):
+        with pytest.raises(
+            QueueFullError, match=r"2 searches are waiting and 2 more would pass the limit of 3"
+        ):
             search.submit(["c", "d"], 1)
         calls.append(search.submit(["a", "c"], 1))  # one of them is waiting already
         assert search.waiting == 3
@@ -165,7 +180,11 @@ def test_a_full_queue_refuses_a_request_whole_and_takes_a_larger_one_when_empty(
 
     batches, results, large, waiting = asyncio.run(scenario())
     assert batches[:2] == [(["first"], 1), (["a", "b", "c"], 1)]
-    assert [[hits[0].title for hits in result] for result in results] == [["first"], ["a", "b"], ["a", "c"]]
+    assert [[hits[0].title for hits in result] for result in results] == [
+        ["first"],
+        ["a", "b"],
+        ["a", "c"],
+    ]
     assert len(large) == 50 and waiting == 0
 
 
@@ -184,12 +203,16 @@ def test_short_searches_are_made_by_the_event_loop_and_long_ones_beside_it():
 
     async def scenario():
         nonlocal pause_s
-        search = CoalescedSearch(Timed(), here_s=0.2)  # which a busy machine does not take for nothing
+        search = CoalescedSearch(
+            Timed(), here_s=0.2
+        )  # which a busy machine does not take for nothing
         assert await ask(search, 10) == [[f"q{i}/1"] for i in range(10)]
         here = threading.current_thread().name
         assert threads[0] != here and threads[-1] == here
         together = await asyncio.gather(*(search.search(f"r{i}", 1) for i in range(40)))
-        assert together == [[f"r{i}/1"] for i in range(40)] and threads[10:] == [here] * 3  # 16 at a time
+        assert (
+            together == [[f"r{i}/1"] for i in range(40)] and threads[10:] == [here] * 3
+        )  # 16 at a time
         pause_s = 0.25
         await ask(search, 6)
         assert threads[-1] != here
@@ -216,7 +239,9 @@ def test_a_small_request_waits_for_a_turn_of_greedy_ones_and_not_for_a_full_batc
             retriever.open.set()
             await call.done
             batches = [queries for queries, _ in retriever.batches[before:]]
-            own = next(place for place, queries in enumerate(batches) if f"small{number}" in queries)
+            own = next(
+                place for place, queries in enumerate(batches) if f"small{number}" in queries
+            )
             waited.append([len(queries) for queries in batches[: own + 1]])
         await asyncio.gather(*(call.done for call in calls))
         return waited
@@ -264,7 +289,9 @@ def test_a_queue_that_large_requests_fill_takes_a_small_one():
         calls = [search.submit(["first"], 1)]
         await asyncio.to_thread(retriever.started.wait, 10)
         calls.append(search.submit([f"a{i}" for i in range(100)], 1))
-        with pytest.raises(QueueFullError, match="96 searches are waiting and 90 more"):  # 12 turns of 8
+        with pytest.raises(
+            QueueFullError, match="96 searches are waiting and 90 more"
+        ):  # 12 turns of 8
             search.submit([f"b{i}" for i in range(90)], 1)
         # With 8 of the large one, as many as may wait.
         calls += [search.submit([f"small{i}"], 1, f"client {i}") for i in range(92)]

@@ -25,7 +25,9 @@ ENTRY = metadata.EntryPoint("search", "rlflow_environments.search.commands:add",
 @pytest.fixture
 def installed(monkeypatch):
     """rlflow's command line with this plug-in, whatever was installed when the environment was made."""
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [ENTRY] if group == COMMAND_PLUG_INS else [])
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: [ENTRY] if group == COMMAND_PLUG_INS else []
+    )
 
 
 def test_help_lists_every_command_without_importing_one(installed, capsys):
@@ -48,7 +50,9 @@ def test_help_lists_every_command_without_importing_one(installed, capsys):
 def test_the_plug_in_parses_and_runs_a_command(installed, tmp_path, capsys):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Harbour", "text": "boats lie here"}\n')
-    assert cli.main(["search", "query", "--corpus", str(corpus), "--retriever", "bm25", "boats"]) == 0
+    assert (
+        cli.main(["search", "query", "--corpus", str(corpus), "--retriever", "bm25", "boats"]) == 0
+    )
     assert "Harbour" in capsys.readouterr().out
 
 
@@ -71,7 +75,10 @@ def test_an_index_folder_says_itself_what_it_is(tmp_path):
 
 def test_what_is_searched_follows_from_the_flags(tmp_path):
     assert searched("--corpus c.jsonl") == ({"name": "dense"}, "c.jsonl")
-    assert searched('--corpus c.jsonl --retriever {"name":"bm25","k1":2}') == ({"name": "bm25", "k1": 2}, "c.jsonl")
+    assert searched('--corpus c.jsonl --retriever {"name":"bm25","k1":2}') == (
+        {"name": "bm25", "k1": 2},
+        "c.jsonl",
+    )
     assert searched("--retriever_name BM25 --corpus_path c.jsonl") == ({"name": "bm25"}, "c.jsonl")
     named = searched("--retriever_name bm25 --corpus c.jsonl --index indexes/bm25")
     assert named[0] == {"name": "bm25", "path": "indexes/bm25"}  # it is not left aside
@@ -83,7 +90,20 @@ def test_what_is_searched_follows_from_the_flags(tmp_path):
 
 def test_queries_are_read_from_a_pipe(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("number5\n\nnumber7 harbour\n"))
-    assert main(["query", "--corpus", str(write_corpus(tmp_path)), "--retriever", "bm25", "--top-k", "1"]) == 0
+    assert (
+        main(
+            [
+                "query",
+                "--corpus",
+                str(write_corpus(tmp_path)),
+                "--retriever",
+                "bm25",
+                "--top-k",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert [line for line in capsys.readouterr().out.splitlines() if "1 passages" in line] == [
         "'number5': 1 passages",
         "'number7 harbour': 1 passages",

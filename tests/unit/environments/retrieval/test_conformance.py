@@ -12,16 +12,25 @@ from rlflow_environments.retrieval.server.addresses import bind
 from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.faulty_server import FAULTS, FaultyServer
 from tests.unit.environments.retrieval.field_servers import rlinf, search_r1
-from tests.unit.environments.retrieval.search_servers import search_server, serving, write_corpus, write_pages
+from tests.unit.environments.retrieval.search_servers import (
+    search_server,
+    serving,
+    write_corpus,
+    write_pages,
+)
 
 
 def failed(url: str, **options) -> set[str]:
-    return {verdict.check.name for verdict in check_server(url, **options) if verdict.outcome == "fail"}
+    return {
+        verdict.check.name for verdict in check_server(url, **options) if verdict.outcome == "fail"
+    }
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "dense", "hybrid", "qdrant"])
 def test_our_server_passes_with_every_backend(retriever, tmp_path):
-    source = ServedSource({"name": retriever}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
+    source = ServedSource(
+        {"name": retriever}, str(write_corpus(tmp_path)), str(write_pages(tmp_path))
+    )
     with search_server(source.load) as (url, _):
         verdicts = check_server(url, seeds=["harbour number3", "Alder", "market number4"])
     assert [(v.check.name, v.outcome, v.reason) for v in verdicts if v.outcome != "pass"] == []
@@ -31,7 +40,12 @@ def test_a_right_server_of_somebody_else_passes():
     with serving(FaultyServer()) as url:
         verdicts = check_server(url)
     assert {v.outcome for v in verdicts if v.check.required} == {"pass"}
-    assert {v.check.name for v in verdicts if v.outcome == "missing"} == {"health", "ready", "info", "metrics"}
+    assert {v.check.name for v in verdicts if v.outcome == "missing"} == {
+        "health",
+        "ready",
+        "info",
+        "metrics",
+    }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -46,8 +60,15 @@ def test_several_faults_are_all_named(capsys):
         args = argparse.Namespace(url=url, query=None, timeout_s=20.0)
         assert check.run(args) == 1
     shown = capsys.readouterr().out
-    assert "FAIL  default topk" in shown and "status 500: " in shown and "a document has no 'url'" in shown
-    assert shown.splitlines()[-1] == "14 of 17 required checks pass; failed: documents, default topk, no queries"
+    assert (
+        "FAIL  default topk" in shown
+        and "status 500: " in shown
+        and "a document has no 'url'" in shown
+    )
+    assert (
+        shown.splitlines()[-1]
+        == "14 of 17 required checks pass; failed: documents, default topk, no queries"
+    )
 
 
 def test_what_is_no_server_is_said_to_be_none(capsys):
@@ -67,4 +88,11 @@ def test_the_servers_of_the_field_fail_for_what_they_do_and_not_for_what_was_ask
     with serving(search_r1()) as url:
         assert failed(url) == {"no scores", "documents", "query", "bad topk", "no padding"}
     with serving(rlinf()) as url:
-        assert failed(url) == {"default topk", "query", "bad topk", "no padding", "pages", "no pages"}
+        assert failed(url) == {
+            "default topk",
+            "query",
+            "bad topk",
+            "no padding",
+            "pages",
+            "no pages",
+        }

@@ -29,7 +29,10 @@ def _file(tmp_path, text: str | bytes, name: str = "rows.jsonl"):
 
 def test_corpus_round_trips_every_character(tmp_path):
     awkward = 'line\u2028separator \u0085 next \x0b tab\t quote " back\\slash 北京 \U0001f600\nsecond line\r\nthird'
-    passages = [Passage(f"p{i}", "Ti\u2029tle", make_contents("Ti\u2029tle", awkward), f"doc://{i}") for i in range(3)]
+    passages = [
+        Passage(f"p{i}", "Ti\u2029tle", make_contents("Ti\u2029tle", awkward), f"doc://{i}")
+        for i in range(3)
+    ]
     corpus = Corpus(write_corpus(tmp_path / "corpus.jsonl", passages))
     assert list(corpus) == passages
     assert corpus[-1] == passages[2] and corpus[1:] == passages[1:]
@@ -43,7 +46,10 @@ def test_corpus_round_trips_every_character(tmp_path):
         ({"contents": '"Alpha"\nBody.'}, Passage("0", "Alpha", '"Alpha"\nBody.', "doc://0")),
         ({"id": 7, "contents": "Alpha\nBody."}, Passage("7", "Alpha", "Alpha\nBody.", "doc://7")),
         ({"id": "x", "title": "T", "text": "Body."}, Passage("x", "T", '"T"\nBody.', "doc://x")),
-        ({"id": "x", "title": "T", "contents": "other", "url": "u"}, Passage("x", "T", "other", "u")),
+        (
+            {"id": "x", "title": "T", "contents": "other", "url": "u"},
+            Passage("x", "T", "other", "u"),
+        ),
     ],
 )
 def test_both_corpus_schemas_become_one(tmp_path, row, expected):
@@ -99,7 +105,13 @@ def test_gold_answers_are_found_under_the_names_of_the_field(tmp_path, key):
 def test_a_prompt_is_verbatim_and_a_question_gets_the_template(tmp_path):
     messages = [{"role": "user", "content": "Who?"}]
     rows = [
-        {"prompt": " as it {stands}\n", "question": "ignored", "solutions": "x", "hops": 2, "kind": "bridge"},
+        {
+            "prompt": " as it {stands}\n",
+            "question": "ignored",
+            "solutions": "x",
+            "hops": 2,
+            "kind": "bridge",
+        },
         {"question": "who was {it}?", "solutions": "x", "id": "q9"},
         {"prompt": messages, "solutions": "x"},
     ]
@@ -121,7 +133,9 @@ def test_task_ids_are_unique_even_where_the_file_repeats_them(tmp_path):
 
 
 def test_task_ids_are_unique_over_many_files_with_equal_rows(tmp_path):
-    path = write_rows(tmp_path / "t.jsonl", [{"prompt": "p", "solutions": "x", "id": i // 2} for i in range(6)])
+    path = write_rows(
+        tmp_path / "t.jsonl", [{"prompt": "p", "solutions": "x", "id": i // 2} for i in range(6)]
+    )
     ids = [task.id for task in read_tasks([path] * 5, "train")]
     assert len(set(ids)) == len(ids) == 30 and ids[:3] == ["t-0", "t-0@1", "t-1"]
 
@@ -150,7 +164,11 @@ def test_all_bad_rows_are_counted_and_named_by_their_line(tmp_path):
         read_tasks(path, "train")
     message = str(raised.value)
     assert str(path) in message and "5 of 6 rows" in message
-    assert "line 3: not JSON" in message and "line 4: no gold answer" in message and "and 2 more" in message
+    assert (
+        "line 3: not JSON" in message
+        and "line 4: no gold answer" in message
+        and "and 2 more" in message
+    )
     assert "\n" not in message
 
 

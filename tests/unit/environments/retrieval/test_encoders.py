@@ -25,7 +25,9 @@ from tests.unit.environments.retrieval.search_models import WORDS, write_bert, w
 
 def sentences(count, longest=60):
     generator = random.Random(0)
-    return [" ".join(generator.choices(WORDS, k=generator.randint(1, longest))) for _ in range(count)]
+    return [
+        " ".join(generator.choices(WORDS, k=generator.randint(1, longest))) for _ in range(count)
+    ]
 
 
 TEXTS = [*sentences(20), "", "river " * 400, "北京", "\ud800 stone", "Harbour\nKING"]
@@ -40,7 +42,10 @@ def folder(tmp_path_factory):
 
 def by_transformers(folder, texts, prefix, pooling="mean", normalize=True, max_length=256):
     """The model card's arithmetic, one text at a time: prefix, truncation with it, pooling, normalization."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     vectors = []
     for text in texts:
         legal = (prefix + text).encode("utf-8", "replace").decode()
@@ -64,7 +69,9 @@ def test_e5_is_prefix_truncation_masked_mean_and_length_one(folder, expected):
     assert np.abs(encoder.encode_queries(TEXTS) - expected).max() < 1e-5
     passages = by_transformers(folder, TEXTS, "passage: ")
     assert np.abs(encoder.encode_passages(PASSAGES) - passages).max() < 1e-5
-    assert np.abs(passages - expected).max() > 0.01, "the prefix matters to this model, so the test can fail"
+    assert np.abs(passages - expected).max() > 0.01, (
+        "the prefix matters to this model, so the test can fail"
+    )
 
 
 def test_truncation_at_256_tokens_counts_the_prefix(folder):
@@ -87,7 +94,9 @@ def test_e5_agrees_with_transformers_in_any_batch_composition(folder, expected, 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.integers(0, len(TEXTS) - 1), min_size=1, max_size=40))
     def check(chosen):
-        assert np.array_equal(encoder.encode_queries([TEXTS[place] for place in chosen]), alone[chosen]), "bit for bit"
+        assert np.array_equal(
+            encoder.encode_queries([TEXTS[place] for place in chosen]), alone[chosen]
+        ), "bit for bit"
 
     check()
 
@@ -102,14 +111,26 @@ def test_bge_is_its_instruction_for_queries_alone_and_the_first_token(folder, tm
     model = write_bert(tmp_path / "bge-tiny-en")
     encoder = make_encoder(str(model))
     instruction = "Represent this sentence for searching relevant passages: "
-    assert np.abs(encoder.encode_queries(TEXTS) - by_transformers(model, TEXTS, instruction, "cls")).max() < 1e-5
-    assert np.abs(encoder.encode_passages(PASSAGES) - by_transformers(model, TEXTS, "", "cls")).max() < 1e-5
+    assert (
+        np.abs(
+            encoder.encode_queries(TEXTS) - by_transformers(model, TEXTS, instruction, "cls")
+        ).max()
+        < 1e-5
+    )
+    assert (
+        np.abs(encoder.encode_passages(PASSAGES) - by_transformers(model, TEXTS, "", "cls")).max()
+        < 1e-5
+    )
 
 
 def test_a_family_may_leave_vectors_as_they_are(folder):
     encoder = make_encoder({"name": str(folder), "family": "dpr"})
     assert (
-        np.abs(encoder.encode_queries(TEXTS) - by_transformers(folder, TEXTS, "", "cls", normalize=False)).max() < 1e-5
+        np.abs(
+            encoder.encode_queries(TEXTS)
+            - by_transformers(folder, TEXTS, "", "cls", normalize=False)
+        ).max()
+        < 1e-5
     )
 
 
@@ -124,7 +145,9 @@ def test_a_dpr_encoder_of_passages_is_read_as_one(folder, tmp_path):
         part.save_pretrained(tmp_path / "dpr-ctx_encoder")
     with torch.no_grad():
         expected = model(**tokenizer("river town", return_tensors="pt")).pooler_output
-    found = make_encoder(str(tmp_path / "dpr-ctx_encoder")).encode_passages([Passage("1", "", "river town", "")])
+    found = make_encoder(str(tmp_path / "dpr-ctx_encoder")).encode_passages(
+        [Passage("1", "", "river town", "")]
+    )
     assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
@@ -133,11 +156,17 @@ def test_a_file_that_lacks_weights_is_refused_but_for_the_pooler(tmp_path):
 
     file = write_bert(tmp_path / "e5-half") / "model.safetensors"
     for left_out in ("pooler.", "encoder.layer.1."):
-        held = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(left_out)}
+        held = {
+            name: tensor
+            for name, tensor in load_file(file).items()
+            if not name.startswith(left_out)
+        }
         save_file(held, file, metadata={"format": "pt"})
         if left_out == "pooler.":
             make_encoder(str(file.parent))
-    with pytest.raises(ModelError, match=r"expected all weights of a BertModel, found none for 16 .*layer\.1\."):
+    with pytest.raises(
+        ModelError, match=r"expected all weights of a BertModel, found none for 16 .*layer\.1\."
+    ):
         make_encoder(str(file.parent))
 
 
@@ -170,7 +199,8 @@ def test_the_builder_and_the_server_ask_the_same_function(folder, tmp_path):
     """The prefix trap of the field: an index built as `e5-base` whose passages lack their prefix."""
     corpus = Corpus(
         write_corpus(
-            tmp_path / "corpus.jsonl", [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(40))]
+            tmp_path / "corpus.jsonl",
+            [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(40))],
         )
     )
     build_index(corpus, tmp_path / "index", BuildRequest("Flat", str(folder)), lambda *_: None)
@@ -178,9 +208,13 @@ def test_the_builder_and_the_server_ask_the_same_function(folder, tmp_path):
     passages = by_transformers(folder, [passage.contents for passage in corpus], "passage: ")
     assert np.abs(stored - passages).max() < 1e-5
     queries = sentences(10, 8)
-    found = make_retriever({"name": "faiss", "path": str(tmp_path / "index")}, corpus).search(queries, 3)
+    found = make_retriever({"name": "faiss", "path": str(tmp_path / "index")}, corpus).search(
+        queries, 3
+    )
     best = np.argsort(-(by_transformers(folder, queries, "query: ") @ passages.T), axis=1)[:, :3]
-    assert [[hit.id for hit in hits] for hits in found] == [[str(row) for row in rows] for rows in best]
+    assert [[hit.id for hit in hits] for hits in found] == [
+        [str(row) for row in rows] for rows in best
+    ]
     assert read_meta(tmp_path / "index").encoder["family"] == "e5"
 
 
@@ -188,12 +222,17 @@ def test_another_model_behind_the_same_folder_name_is_refused(folder, tmp_path):
     from rlflow.errors import DataError
 
     corpus = Corpus(
-        write_corpus(tmp_path / "corpus.jsonl", [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(9))])
+        write_corpus(
+            tmp_path / "corpus.jsonl",
+            [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(9))],
+        )
     )
     build_index(corpus, tmp_path / "index", BuildRequest("Flat", str(folder)), lambda *_: None)
     other = write_bert(tmp_path / "e5-tiny-v2", seed=1)
     with pytest.raises(DataError, match=r"built with another encoder .*other weights"):
-        make_retriever({"name": "faiss", "path": str(tmp_path / "index"), "encoder": str(other)}, corpus)
+        make_retriever(
+            {"name": "faiss", "path": str(tmp_path / "index"), "encoder": str(other)}, corpus
+        )
     with pytest.raises(DataError, match="max_length: 256 then, 64 now"):
         component = {
             "name": "faiss",
@@ -209,7 +248,8 @@ def test_a_prebuilt_faiss_file_of_the_field_loads_as_it_is(folder, tmp_path):
 
     corpus = Corpus(
         write_corpus(
-            tmp_path / "corpus.jsonl", [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(60))]
+            tmp_path / "corpus.jsonl",
+            [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(60))],
         )
     )
     vectors = (
@@ -223,10 +263,16 @@ def test_a_prebuilt_faiss_file_of_the_field_loads_as_it_is(folder, tmp_path):
         faiss.write_index(index, str(tmp_path / f"e5_{factory}.index"))
     path, encoder = str(tmp_path / "e5_Flat.index"), str(folder)
     queries = sentences(12, 8)
-    found = make_retriever({"name": "faiss", "path": path, "encoder": encoder}, corpus).search(queries, 3)
+    found = make_retriever({"name": "faiss", "path": path, "encoder": encoder}, corpus).search(
+        queries, 3
+    )
     best = np.argsort(-(by_transformers(folder, queries, "query: ") @ vectors.T), axis=1)[:, :3]
-    assert [[hit.id for hit in hits] for hits in found] == [[str(row) for row in rows] for rows in best]
-    half = make_retriever({"name": "faiss", "path": str(tmp_path / "e5_SQfp16.index"), "encoder": encoder}, corpus)
+    assert [[hit.id for hit in hits] for hits in found] == [
+        [str(row) for row in rows] for rows in best
+    ]
+    half = make_retriever(
+        {"name": "faiss", "path": str(tmp_path / "e5_SQfp16.index"), "encoder": encoder}, corpus
+    )
     assert [[hit.id for hit in hits] for hits in half.search(queries, 3)] == [
         [hit.id for hit in hits] for hits in found
     ]
@@ -239,7 +285,8 @@ def test_a_prebuilt_file_of_another_encoder_or_corpus_is_refused(folder, tmp_pat
 
     corpus = Corpus(
         write_corpus(
-            tmp_path / "corpus.jsonl", [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(20))]
+            tmp_path / "corpus.jsonl",
+            [Passage(str(i), "t", text, "") for i, text in enumerate(sentences(20))],
         )
     )
     unprefixed = by_transformers(folder, [passage.contents for passage in corpus], "")
@@ -249,7 +296,10 @@ def test_a_prebuilt_file_of_another_encoder_or_corpus_is_refused(folder, tmp_pat
     faiss.write_index(index, path)
     with pytest.raises(DataError, match="Another model, prefix, pooling, length or corpus"):
         make_retriever({"name": "faiss", "path": path, "encoder": str(folder)}, corpus)
-    make_retriever({"name": "faiss", "path": path, "encoder": {"name": str(folder), "passage_prefix": ""}}, corpus)
+    make_retriever(
+        {"name": "faiss", "path": path, "encoder": {"name": str(folder), "passage_prefix": ""}},
+        corpus,
+    )
     make_retriever({"name": "faiss", "path": path, "encoder": str(folder), "verify": False}, corpus)
     with pytest.raises(ConfigError, match="does not say how it was encoded"):
         make_retriever({"name": "faiss", "path": path}, corpus)
@@ -283,13 +333,22 @@ def test_a_sentence_transformers_folder_says_how_it_pools(config, pooling, tmp_p
     assert not np.allclose(encoder.encode_passages(PASSAGES[:1]), encoder.encode_queries(TEXTS[:1]))
 
 
-LAST, MEAN, NONE = {"pooling_mode": "lasttoken"}, {"pooling_mode": "mean"}, {"query": "", "document": ""}
+LAST, MEAN, NONE = (
+    {"pooling_mode": "lasttoken"},
+    {"pooling_mode": "mean"},
+    {"query": "", "document": ""},
+)
 
 
 @pytest.mark.parametrize(
     ("name", "pooling", "prompts", "rules"),
     [
-        ("e5-mistral-7b-instruct", LAST, {"web_search_query": "Query: ", "sts_query": "s"}, ("last", "Query: ", "")),
+        (
+            "e5-mistral-7b-instruct",
+            LAST,
+            {"web_search_query": "Query: ", "sts_query": "s"},
+            ("last", "Query: ", ""),
+        ),
         ("my-e5", LAST, {"query": "q: ", "document": "d: "}, ("last", "q: ", "d: ")),
         ("multilingual-e5-base", MEAN, None, ("mean", "query: ", "passage: ")),
         ("e5-base-v2", MEAN, NONE, ("mean", "query: ", "passage: ")),
@@ -316,7 +375,10 @@ def test_pooling_by_hand():
 @pytest.mark.gpu
 def test_a_gpu_agrees_with_the_cpu(folder):
     on_gpu = make_encoder({"name": str(folder), "device": "cuda"})
-    assert np.abs(on_gpu.encode_queries(TEXTS) - make_encoder(str(folder)).encode_queries(TEXTS)).max() < 1e-4
+    assert (
+        np.abs(on_gpu.encode_queries(TEXTS) - make_encoder(str(folder)).encode_queries(TEXTS)).max()
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,6 +407,10 @@ def test_unsupported_modules_are_refused(tmp_path):
         (model / "modules.json").write_text(json.dumps(modules))
         with pytest.raises(ModelError, match=f"{kind}' is not supported"):
             make_encoder(str(model))
-    write_modules(model, pooling={"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, normalize=True)
+    write_modules(
+        model,
+        pooling={"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+        normalize=True,
+    )
     with pytest.raises(ModelError, match="expected one pooling"):
         make_encoder(str(model))

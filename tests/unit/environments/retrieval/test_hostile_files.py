@@ -13,7 +13,10 @@ from rlflow.errors import DataError
 from rlflow_environments.retrieval import records
 from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands import check
-from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
+from rlflow_environments.retrieval.commands.source_arguments import (
+    add_source_arguments,
+    read_source,
+)
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.encoders import make_encoder
 from rlflow_environments.retrieval.indices import make_retriever
@@ -36,22 +39,39 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-def test_rows_without_text_keep_their_number_are_never_found_and_said_once(tmp_path, caplog, monkeypatch):
+def test_rows_without_text_keep_their_number_are_never_found_and_said_once(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(records, "KEPT_FROM", 0)
     path = write(tmp_path / "corpus.jsonl", ROWS)
     for _ in range(2):  # the second time from the offsets file
         caplog.clear()
         passages = [passage for passage in Corpus(path) if passage.contents]
-        assert [(passage.id, passage.title) for passage in passages] == [("0", "A"), ("3", "B"), ("x", "C"), ("x", "D")]
+        assert [(passage.id, passage.title) for passage in passages] == [
+            ("0", "A"),
+            ("3", "B"),
+            ("x", "C"),
+            ("x", "D"),
+        ]
         lines = [record.message.partition(": ")[2] for record in caplog.records]
         assert lines == ["3 of 7 rows have no text and are never found; the first is row 1"]
     again = Corpus(path)
     assert again.empty == {1, 2, 4}
-    assert [json.loads(again.document(row))["id"] for row in (0, 3, 5, 6)] == ["0", "3", "x", "x"] and again[3].id == "3"
+    assert [json.loads(again.document(row))["id"] for row in (0, 3, 5, 6)] == [
+        "0",
+        "3",
+        "x",
+        "x",
+    ] and again[3].id == "3"
     for name in ("bm25", "faiss", "random"):
         hits = make_retriever(name, again).search(["market", "mill"], 4)
         assert all(hit.contents for found in hits for hit in found) and hits[0][0].contents
-        assert name in ("bm25", "random") or sorted(hit.title for hit in hits[0]) == ["A", "B", "C", "D"]
+        assert name in ("bm25", "random") or sorted(hit.title for hit in hits[0]) == [
+            "A",
+            "B",
+            "C",
+            "D",
+        ]
 
 
 def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path):
@@ -64,7 +84,9 @@ def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path):
     index = faiss.IndexFlatIP(64)
     index.add(vectors)
     faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
-    retriever = make_retriever({"name": "faiss", "path": str(tmp_path / "e5_Flat.index"), "encoder": encoder}, corpus)
+    retriever = make_retriever(
+        {"name": "faiss", "path": str(tmp_path / "e5_Flat.index"), "encoder": encoder}, corpus
+    )
     (hits,) = retriever.search(["market"], 2)
     assert hits[0].title == "B" and len(hits) == 2 and all(hit.contents for hit in hits)
     (served,) = DocumentSearch(retriever).search(["market"], 1)
@@ -90,7 +112,9 @@ def test_a_corpus_without_any_text_is_refused(tmp_path):
         Corpus(path)
 
 
-@pytest.mark.parametrize("row", ['{"id": ' + "1" * 5000 + ', "contents": "x"}', "[" * 200_000, '{"contents": 5}'])
+@pytest.mark.parametrize(
+    "row", ['{"id": ' + "1" * 5000 + ', "contents": "x"}', "[" * 200_000, '{"contents": 5}']
+)
 def test_hostile_rows_are_bad_rows(tmp_path, row):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"contents": "x"}\n' + row + "\n")
@@ -149,7 +173,10 @@ def test_the_fields_names_of_retrievers_give_their_family(tmp_path, name):
 
 
 def _copied(built: tuple[Path, Path], folder: Path, kind: str) -> tuple[Path, Path]:
-    rows = [{"id": f"{row:04}", "contents": f'"Town {row:04}"\nharbour and market'} for row in range(600)]
+    rows = [
+        {"id": f"{row:04}", "contents": f'"Town {row:04}"\nharbour and market'}
+        for row in range(600)
+    ]
     corpus = write(folder / "corpus.jsonl", rows)
     build_index(Corpus(corpus), folder / "index", BuildRequest(kind=kind), lambda *progress: None)
     return corpus, folder / "index"
@@ -166,7 +193,9 @@ def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path):
         make_retriever(component, Corpus(corpus))
     meta = json.loads((index / "meta.json").read_text())
     meta.pop("crc32")  # as one of an earlier version
-    (index / "meta.json").write_text(json.dumps({**meta, "files": None}))  # of an earlier version: the passages tell
+    (index / "meta.json").write_text(
+        json.dumps({**meta, "files": None})
+    )  # of an earlier version: the passages tell
     with pytest.raises(DataError, match=r"cosine|passage"):
         make_retriever(component, Corpus(corpus))
 
@@ -190,7 +219,9 @@ def test_a_deep_check_reads_every_byte(built, tmp_path, capsys):
     assert "every byte" in capsys.readouterr().out
     file = index / "index.faiss"
     data = bytearray(file.read_bytes())
-    place = (len(data) - (1 << 15)) // 31 // 2 + (1 << 14)  # between two samples, where the file is large enough for that
+    place = (len(data) - (1 << 15)) // 31 // 2 + (
+        1 << 14
+    )  # between two samples, where the file is large enough for that
     data[place] ^= 1
     file.write_bytes(data)
     with pytest.raises(DataError, match=r"is not what the build wrote"):

@@ -80,8 +80,13 @@ def alone(index):
 def test_flat_indices_equal_brute_force(name):
     rankings = EVERY[name]().rank_vectors(QUERIES, 10)
     assert rows_of(rankings) == [brute_force(VECTORS, q, 10) for q in QUERIES]
-    exact = [(VECTORS[[row for row, _ in r]].astype(np.float64) * q).sum(axis=1) for r, q in zip(rankings, QUERIES)]
-    assert [[score for _, score in ranking] for ranking in rankings] == [list(scores) for scores in exact]
+    exact = [
+        (VECTORS[[row for row, _ in r]].astype(np.float64) * q).sum(axis=1)
+        for r, q in zip(rankings, QUERIES)
+    ]
+    assert [[score for _, score in ranking] for ranking in rankings] == [
+        list(scores) for scores in exact
+    ]
     everything = EVERY[name]().rank_vectors(QUERIES[:1], 5000)
     assert sorted(rows_of(everything)[0]) == list(range(len(VECTORS)))
 
@@ -93,7 +98,10 @@ def rows_of(rankings) -> list[list[int]]:
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_approximate_indices_come_close_to_brute_force(name):
     rankings = EVERY[name]().rank_vectors(QUERIES, 10)
-    found = [len({row for row, _ in r} & set(brute_force(VECTORS, q, 10))) / 10 for r, q in zip(rankings, QUERIES)]
+    found = [
+        len({row for row, _ in r} & set(brute_force(VECTORS, q, 10))) / 10
+        for r, q in zip(rankings, QUERIES)
+    ]
     assert np.mean(found) >= APPROXIMATE[name][1]
 
 
@@ -134,7 +142,11 @@ def test_ranking_of_near_ties_does_not_depend_on_how_a_scan_sums(make):
     """300 vectors with one and the same inner product but for rounding; a scan proposes a few of them by its own rounding."""
     values = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     values /= np.linalg.norm(values)
-    index = make(filled("Flat", np.stack([np.random.default_rng(row).permutation(values) for row in range(300)])))
+    index = make(
+        filled(
+            "Flat", np.stack([np.random.default_rng(row).permutation(values) for row in range(300)])
+        )
+    )
     query = np.full((1, 64), 0.125, np.float32)
     everything = index.rank_vectors(query, 300)[0]
     assert index.rank_vectors(query, 3)[0] == everything[:3]
@@ -163,7 +175,9 @@ def test_a_scan_that_proposes_wrongly_is_put_right(rounding, monkeypatch):
 
 
 @pytest.mark.parametrize(("available", "threads"), [(1 << 40, 0), (0, 32)])
-def test_mapped_lists_are_read_ahead_only_where_memory_does_not_hold_them(available, threads, tmp_path, monkeypatch):
+def test_mapped_lists_are_read_ahead_only_where_memory_does_not_hold_them(
+    available, threads, tmp_path, monkeypatch
+):
     path = tmp_path / "index.faiss"
     faiss = import_faiss()
     faiss.write_index(filled("IVF32,SQ8"), str(path))

@@ -33,7 +33,16 @@ class Running:
     def __init__(self, folder: Path, *arguments: str, size: int = 60) -> None:
         self.corpus = write_corpus(folder, size)
         self.errors = folder / "stderr"
-        command = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", "--corpus", str(self.corpus), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlflow_environments.retrieval",
+            "serve",
+            "--corpus",
+            str(self.corpus),
+            "--port",
+            "0",
+        ]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*command, "--processes", "2", *arguments],
@@ -54,7 +63,9 @@ class Running:
         self.admin = {"Authorization": f"Bearer {self.token_file.read_text()}"}
 
     def wait(self) -> None:
-        assert self.process.stdout is not None and self.process.stdout.readline().startswith("ready"), self.errors.read_text()
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith(
+            "ready"
+        ), self.errors.read_text()
 
     def get(self, path: str) -> dict:
         return httpx.get(self.url + path, timeout=60).json()
@@ -91,7 +102,10 @@ class Clients:
         self.wrong: list[str] = []
         self.lost: list[str] = []
         self._port, self._queries = server.port, queries
-        self._expected = {row: self._ask(http.client.HTTPConnection("127.0.0.1", server.port), row) for row in range(queries)}
+        self._expected = {
+            row: self._ask(http.client.HTTPConnection("127.0.0.1", server.port), row)
+            for row in range(queries)
+        }
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(count)]
         for thread in self._threads:
@@ -103,7 +117,9 @@ class Clients:
             thread.join(60)
 
     def _ask(self, connection: http.client.HTTPConnection, row: int) -> tuple[int, bytes]:
-        connection.request("POST", "/retrieve", json.dumps({"query": f"number{row}", "return_scores": True}))
+        connection.request(
+            "POST", "/retrieve", json.dumps({"query": f"number{row}", "return_scores": True})
+        )
         answer = connection.getresponse()
         return answer.status, answer.read()
 
@@ -125,7 +141,9 @@ class Clients:
 
 @pytest.mark.parametrize("name", ["qdrant", "http"])
 def test_what_processes_cannot_share_is_refused_in_one_line(name, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=f"--processes 2: the retriever {name} .* Use --processes 1"):
+    with pytest.raises(
+        ConfigError, match=f"--processes 2: the retriever {name} .* Use --processes 1"
+    ):
         check_sharable({"name": name}, 2)
     with pytest.raises(ConfigError, match="on a GPU"):
         check_sharable({"name": "faiss", "gpu": True}, 2)
@@ -135,34 +153,64 @@ def test_what_processes_cannot_share_is_refused_in_one_line(name, tmp_path, caps
 
 def test_two_processes_answer_as_one_and_count_together_and_end_together(tmp_path):
     log = tmp_path / "queries.jsonl"
-    arguments = ["--retriever", "bm25", "--pages", str(write_pages(tmp_path)), "--query-log", str(log)]
+    arguments = [
+        "--retriever",
+        "bm25",
+        "--pages",
+        str(write_pages(tmp_path)),
+        "--query-log",
+        str(log),
+    ]
     with running(tmp_path, *arguments, "--save-address-to", str(tmp_path / "addresses")) as server:
         assert len(list((tmp_path / "addresses").iterdir())) == 1
         status, identity = server.get("/health"), server.get("/info")["identity"]
-        assert status["status"] == "ready" and len(status["processes"]) == 2 and status["restarts"] == 0
+        assert (
+            status["status"] == "ready"
+            and len(status["processes"]) == 2
+            and status["restarts"] == 0
+        )
         clients = [httpx.Client(base_url=server.url) for _ in range(6)]
         for row in range(60):
             answer = clients[row % 6].post("/retrieve", json={"query": f"number{row}", "topk": 1})
             assert answer.json()["result"][0][0]["contents"].split()[3] == f"number{row}"
             assert answer.headers["x-index"] == identity
-        page = clients[0].post("/access", json={"urls": ["https://w/index.php?title=Alder_0", "none"]}).json()["result"]
+        page = (
+            clients[0]
+            .post("/access", json={"urls": ["https://w/index.php?title=Alder_0", "none"]})
+            .json()["result"]
+        )
         assert page[0]["contents"] == "page 0" and page[1] is None
         assert clients[0].get("/none").status_code == 404
         assert server.token_file.stat().st_mode & 0o777 == 0o600
-        assert clients[0].post("/admin/reload", json={"corpus": 3}, headers=server.admin).status_code == 422
+        assert (
+            clients[0].post("/admin/reload", json={"corpus": 3}, headers=server.admin).status_code
+            == 422
+        )
         assert clients[0].post("/admin/reload").status_code == 401
         metrics = clients[1].get("/metrics").text
-        assert "rlflow_search_queries_total 60.0" in metrics and "rlflow_search_ready 1.0" in metrics
+        assert (
+            "rlflow_search_queries_total 60.0" in metrics and "rlflow_search_ready 1.0" in metrics
+        )
         children = server.children()
         pids = [process["pid"] for process in status["processes"]]
         folder = server.token_file.parent  # that the processes share
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0
-        until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 10)
+        until(
+            lambda: (
+                not any(
+                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+                    for child in children
+                )
+            ),
+            10,
+        )
         assert not folder.exists()
         assert not list((tmp_path / "addresses").iterdir())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted(line["queries"][0] for line in lines) == sorted(f"number{row}" for row in range(60))
+    assert sorted(line["queries"][0] for line in lines) == sorted(
+        f"number{row}" for row in range(60)
+    )
     assert len([child for child in children if child.pid in pids]) == 2
 
 
@@ -173,16 +221,26 @@ def test_a_killed_process_costs_the_requests_in_its_hands_and_is_replaced(tmp_pa
         until(lambda: clients.answered > 500)
         victim = server.get("/health")["processes"][0]["pid"]
         os.kill(victim, signal.SIGKILL)
-        health = until(lambda: (found := server.get("/health"))["restarts"] == 1 and len(found["processes"]) == 2 and found)
+        health = until(
+            lambda: (
+                (found := server.get("/health"))["restarts"] == 1
+                and len(found["processes"]) == 2
+                and found
+            )
+        )
         assert victim not in [process["pid"] for process in health["processes"]]
-        shared = until(lambda: all(one["connections"] >= 6 for one in server.get("/health")["processes"]))
+        shared = until(
+            lambda: all(one["connections"] >= 6 for one in server.get("/health")["processes"])
+        )
         answered = clients.answered
         time.sleep(6)  # longer than uvicorn keeps a connection that nobody uses
         clients.end()
         assert shared and clients.answered > answered and clients.wrong == []
         assert 0 < len(clients.lost) <= 16
         counted = re.search(r"queries_total (\d+)", httpx.get(server.url + "/metrics").text)
-        assert counted is not None and int(counted[1]) >= clients.answered  # those of the dead one included
+        assert (
+            counted is not None and int(counted[1]) >= clients.answered
+        )  # those of the dead one included
         assert f"process {victim} died" in server.errors.read_text()
 
 
@@ -217,7 +275,9 @@ def test_a_reload_switches_all_processes_and_loses_nothing(tmp_path):
 @pytest.mark.slow
 def test_a_request_that_is_on_its_way_when_its_process_ends_is_answered(tmp_path):
     with running(tmp_path, "--retriever", "bm25") as server:
-        kept, fresh = (http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(2))
+        kept, fresh = (
+            http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(2)
+        )
         body = json.dumps({"query": "number1"})
         kept.request("POST", "/retrieve", body)
         assert kept.getresponse().read()
@@ -242,12 +302,29 @@ def test_a_signal_whose_index_cannot_be_loaded_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_processes_share_an_index_folder_and_their_idle_threads_wait_passively(tmp_path, monkeypatch):
+def test_the_processes_share_an_index_folder_and_their_idle_threads_wait_passively(
+    tmp_path, monkeypatch
+):
     """The latter by what OpenMP's runtime tells where it is loaded: threads that spin take the cores from rollouts."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     corpus, index = write_corpus(tmp_path, 8000), tmp_path / "index"
-    assert main(["build", "--corpus", str(corpus), "--out", str(index), "--index", "SQ8", "--set", "dimensions=4096"]) == 0
+    assert (
+        main(
+            [
+                "build",
+                "--corpus",
+                str(corpus),
+                "--out",
+                str(index),
+                "--index",
+                "SQ8",
+                "--set",
+                "dimensions=4096",
+            ]
+        )
+        == 0
+    )
     with running(tmp_path, "--index", str(index), size=8000) as server:
         for row in range(50):
             httpx.post(server.url + "/retrieve", json={"query": f"number{row}"}).raise_for_status()
@@ -264,4 +341,12 @@ def test_no_process_outlives_a_server_that_was_killed(tmp_path):
     with running(tmp_path, "--retriever", "bm25") as server:
         children = server.children()
         server.process.kill()
-        until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 15)
+        until(
+            lambda: (
+                not any(
+                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+                    for child in children
+                )
+            ),
+            15,
+        )

@@ -56,7 +56,9 @@ def test_results_are_the_nearest_passages_with_ties_by_row(retriever):
             continue
         rows = brute_force(VECTORS, vector, 5)
         assert [hit.contents for hit in hits] == [PASSAGES[row].contents for row in rows]
-        assert [hit.score for hit in hits] == pytest.approx([float(VECTORS[row] @ vector) for row in rows], abs=1e-5)
+        assert [hit.score for hit in hits] == pytest.approx(
+            [float(VECTORS[row] @ vector) for row in rows], abs=1e-5
+        )
 
 
 def test_changing_the_name_alone_changes_no_result(retriever):
@@ -81,7 +83,9 @@ def test_a_result_does_not_depend_on_its_batch(retriever):
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.integers(0, len(QUERIES) - 1), min_size=1, max_size=40))
     def check(chosen):
-        assert retriever.search([QUERIES[place] for place in chosen], 5) == [alone[place] for place in chosen]
+        assert retriever.search([QUERIES[place] for place in chosen], 5) == [
+            alone[place] for place in chosen
+        ]
 
     check()
 
@@ -116,9 +120,14 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(tmp_path, monkeypa
     assert second.count() == 40
     assert fill(second, Counting(), small, silent) == len(small) - 40
     assert fill(second, Counting(), small, silent) == 0
-    stored = [point.vector for point in sorted(second.points(range(80), vectors=True), key=lambda point: point.id)]
+    stored = [
+        point.vector
+        for point in sorted(second.points(range(80), vectors=True), key=lambda point: point.id)
+    ]
     assert np.abs(np.stack(stored) - VECTORS[:80]).max() < 1e-6
-    assert [point.payload for point in second.points([0, 41, 79])] == [small.record(row) for row in (0, 41, 79)]
+    assert [point.payload for point in second.points([0, 41, 79])] == [
+        small.record(row) for row in (0, 41, 79)
+    ]
 
 
 def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
@@ -128,9 +137,19 @@ def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
     with pytest.raises(DataError, match="holds another corpus"):
         fill(collection, ENCODER, swapped, silent)
     with pytest.raises(DataError, match="Another model, prefix"):
-        fill(collection, NgramEncoder(PASSAGES, dimensions=64, ngram_weight=0.9, title_weight=0.1), corpus, silent)
+        fill(
+            collection,
+            NgramEncoder(PASSAGES, dimensions=64, ngram_weight=0.9, title_weight=0.1),
+            corpus,
+            silent,
+        )
     with pytest.raises(DataError, match="holds 312 points, the corpus 300"):
-        fill(collection, ENCODER, Corpus(write_corpus(tmp_path / "short.jsonl", PASSAGES[:300])), silent)
+        fill(
+            collection,
+            ENCODER,
+            Corpus(write_corpus(tmp_path / "short.jsonl", PASSAGES[:300])),
+            silent,
+        )
     with pytest.raises(DataError, match="makes 32 dimensions"):
         QdrantRetriever(NgramEncoder(PASSAGES, dimensions=32), collection)
 
@@ -162,8 +181,13 @@ def test_a_collection_of_a_server_is_served_with_its_parameters(stub):
         [hit.id for hit in hits] for hits in embedded
     ]
     params = stub.bodies[-1]["searches"][0]["params"]
-    assert params["hnsw_ef"] == 256 and params["quantization"].items() >= {"rescore": True, "oversampling": 2.0}.items()
-    assert stub.requests[-1] == "POST /collections/wiki/points/query/batch", "one request for a whole batch"
+    assert (
+        params["hnsw_ef"] == 256
+        and params["quantization"].items() >= {"rescore": True, "oversampling": 2.0}.items()
+    )
+    assert stub.requests[-1] == "POST /collections/wiki/points/query/batch", (
+        "one request for a whole batch"
+    )
 
 
 def test_the_key_is_sent_and_a_refused_one_is_not_tried_again(stub, monkeypatch):
@@ -190,7 +214,12 @@ def test_faults_of_the_server_are_tried_again_up_to_tries(stub):
 
 def test_the_identity_of_an_index_tells_what_its_collection_holds(stub):
     def identity():
-        component = {"name": "qdrant", "url": stub.url, "collection": "wiki", "encoder": "my-encoder"}
+        component = {
+            "name": "qdrant",
+            "url": stub.url,
+            "collection": "wiki",
+            "encoder": "my-encoder",
+        }
         return describe(ServedSource(component), remote(stub), None, None)["identity"]
 
     before = identity()
@@ -256,25 +285,44 @@ def test_a_wrong_option_is_one_clear_error(options, message):
         make_retriever({"name": "qdrant", **options}, None)
 
 
-@pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="needs a Qdrant server: set QDRANT_URL (and QDRANT_API_KEY)")
+@pytest.mark.skipif(
+    "QDRANT_URL" not in os.environ,
+    reason="needs a Qdrant server: set QDRANT_URL (and QDRANT_API_KEY)",
+)
 def test_a_real_server(corpus):
     from qdrant_client import QdrantClient
 
     url, name = os.environ["QDRANT_URL"], f"rlflow-test-{uuid.uuid4().hex[:8]}"
-    arguments = ["build", "--corpus", str(corpus.path), "--index", "qdrant", "--url", url, "--collection", name]
+    arguments = [
+        "build",
+        "--corpus",
+        str(corpus.path),
+        "--index",
+        "qdrant",
+        "--url",
+        url,
+        "--collection",
+        name,
+    ]
     try:
         assert main([*arguments, "--set", "dimensions=64"]) == 0
         component = {"name": "qdrant", "url": url, "collection": name, **OPTIONS}
         found = make_retriever({**component, "hnsw_ef": 256}, corpus).search(QUERIES, 5)
         embedded = make_retriever({"name": "qdrant", **OPTIONS}, corpus).search(QUERIES, 5)
-        assert [[hit.id for hit in hits] for hits in found] == [[hit.id for hit in hits] for hits in embedded]
+        assert [[hit.id for hit in hits] for hits in found] == [
+            [hit.id for hit in hits] for hits in embedded
+        ]
     finally:
         QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY")).delete_collection(name)
 
 
 @pytest.mark.parametrize(
     ("statuses", "problem"),
-    [(["yellow"] * 200 + ["grey", "green"], None), (["grey"] * 200, "found grey"), (["yellow", "red"], "found red")],
+    [
+        (["yellow"] * 200 + ["grey", "green"], None),
+        (["grey"] * 200, "found grey"),
+        (["yellow", "red"], "found red"),
+    ],
 )
 def test_waiting_for_the_servers_index_ends(monkeypatch, statuses, problem):
     seconds = iter(range(1000))
@@ -283,6 +331,13 @@ def test_waiting_for_the_servers_index_ends(monkeypatch, statuses, problem):
     found = (SimpleNamespace(status=status) for status in statuses)
     collection = object.__new__(qdrant.Collection)
     collection._where, collection._name = "http://h", "wiki"
-    collection._client, collection._call = SimpleNamespace(get_collection=None), lambda _: next(found)
-    with contextlib.nullcontext() if problem is None else pytest.raises(RetrievalError, match=problem):
+    collection._client, collection._call = (
+        SimpleNamespace(get_collection=None),
+        lambda _: next(found),
+    )
+    with (
+        contextlib.nullcontext()
+        if problem is None
+        else pytest.raises(RetrievalError, match=problem)
+    ):
         collection.settle(silent)

@@ -64,9 +64,15 @@ def hybrid():
 
 def test_bm25_scores_are_those_of_the_formula():
     """Lucene's BM25: sum of ln(1 + (N - n + .5) / (n + .5)) * tf / (tf + k1 (1 - b + b * length / mean length))."""
-    passages = [_passage("Alpha", "river river town"), _passage("Beta", "river stone stone"), _passage("Gamma", "sky")]
+    passages = [
+        _passage("Alpha", "river river town"),
+        _passage("Beta", "river stone stone"),
+        _passage("Gamma", "sky"),
+    ]
     k1, b, title_weight = 1.2, 0.6, 2
-    bags = [Counter(split_words(p.contents) + split_words(p.title) * title_weight) for p in passages]
+    bags = [
+        Counter(split_words(p.contents) + split_words(p.title) * title_weight) for p in passages
+    ]
     lengths = [sum(bag.values()) for bag in bags]
 
     def score(bag: Counter, length: int, query: str) -> float:
@@ -77,10 +83,16 @@ def test_bm25_scores_are_those_of_the_formula():
             total += idf * bag[word] / (bag[word] + k1 * (1 - b + b * length / np.mean(lengths)))
         return total
 
-    index = make_retriever({"name": "bm25", "k1": k1, "b": b, "title_weight": title_weight}, passages)
+    index = make_retriever(
+        {"name": "bm25", "k1": k1, "b": b, "title_weight": title_weight}, passages
+    )
     found = index.search(["stone river alpha"], 5)[0]
-    expected = {p.title: score(bag, n, "stone river alpha") for p, bag, n in zip(passages, bags, lengths)}
-    assert [p.title for p in found] == sorted((t for t in expected if expected[t]), key=expected.get, reverse=True)
+    expected = {
+        p.title: score(bag, n, "stone river alpha") for p, bag, n in zip(passages, bags, lengths)
+    }
+    assert [p.title for p in found] == sorted(
+        (t for t in expected if expected[t]), key=expected.get, reverse=True
+    )
     assert [p.score for p in found] == pytest.approx([expected[p.title] for p in found], rel=1e-5)
 
 
@@ -115,8 +127,12 @@ def test_a_name_finds_its_own_article_before_those_that_mention_it(name):
 
 
 def test_random_passages_do_not_depend_on_what_is_asked_for():
-    found = make_retriever("random", PASSAGES).search([f"{p.title} birthplace" for p in PASSAGES], 3)
-    assert np.mean([p.title in [hit.title for hit in hits] for hits, p in zip(found, PASSAGES)]) < 0.05
+    found = make_retriever("random", PASSAGES).search(
+        [f"{p.title} birthplace" for p in PASSAGES], 3
+    )
+    assert (
+        np.mean([p.title in [hit.title for hit in hits] for hits, p in zip(found, PASSAGES)]) < 0.05
+    )
     other_seed = make_retriever({"name": "random", "seed": 1}, PASSAGES).search(QUERIES[:5], 3)
     assert other_seed != found[:5]
     assert len({hit.title for hits in found for hit in hits}) > 200  # 900 draws from 300
@@ -142,7 +158,9 @@ def test_results_are_ordered_distinct_and_at_most_top_k(retriever):
 def test_threads_do_not_disturb_each_other(retriever):
     expected = retriever.search(QUERIES, 3)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: retriever.search([QUERIES[i]], 3)[0], [*range(len(QUERIES))] * 5))
+        found = list(
+            pool.map(lambda i: retriever.search([QUERIES[i]], 3)[0], [*range(len(QUERIES))] * 5)
+        )
     assert found == expected * 5
 
 
@@ -157,7 +175,9 @@ def test_more_than_the_corpus_holds_is_never_padded(name, top_k):
 
 @pytest.mark.parametrize("name", ["bm25", "dense", "hybrid"])
 def test_ties_go_to_the_earlier_row(name):
-    twins = [Passage(f"{i:02}", "Twin", make_contents("Twin", "the same words"), "") for i in range(40)]
+    twins = [
+        Passage(f"{i:02}", "Twin", make_contents("Twin", "the same words"), "") for i in range(40)
+    ]
     corpus = [_passage("Other", "something else"), *twins]
     for top_k in (1, 3, 39):
         hits = make_retriever(name, corpus).search(["twin words"] * 30, top_k)
@@ -172,7 +192,8 @@ def test_only_passages_that_match_are_returned():
 
 
 @pytest.mark.parametrize(
-    "query", ["", " \n\t", "?!...", "<answer>", "\ud800", "\x00", "a" * 20_000, "北京", "\u2028", "🙂"]
+    "query",
+    ["", " \n\t", "?!...", "<answer>", "\ud800", "\x00", "a" * 20_000, "北京", "\u2028", "🙂"],
 )
 def test_any_string_is_a_legal_query(retriever, query):
     assert len(retriever.search([query], 3)) == 1
@@ -185,7 +206,11 @@ def test_every_query_gets_an_answer_in_its_place(hybrid, queries):
 
 
 def test_unicode_words_are_found():
-    corpus = [_passage("北京", "中国的首都"), _passage("Ærøskøbing", "a town"), _passage("Москва", "город")]
+    corpus = [
+        _passage("北京", "中国的首都"),
+        _passage("Ærøskøbing", "a town"),
+        _passage("Москва", "город"),
+    ]
     for name in ("bm25", "dense"):
         hits = make_retriever(name, corpus).search(["首都 北京", "ærøskøbing", "МОСКВА"], 1)
         assert [hit[0].title for hit in hits] == ["北京", "Ærøskøbing", "Москва"]
@@ -207,19 +232,26 @@ def test_passages_without_a_word_can_be_indexed():
 def test_a_corpus_file_serves_as_well_as_a_list(tmp_path):
     corpus = Corpus(write_corpus(tmp_path / "corpus.jsonl", PASSAGES))
     for name in NAMES:
-        assert make_retriever(name, corpus).search(QUERIES, 3) == make_retriever(name, PASSAGES).search(QUERIES, 3)
+        assert make_retriever(name, corpus).search(QUERIES, 3) == make_retriever(
+            name, PASSAGES
+        ).search(QUERIES, 3)
 
 
 def test_vectors_have_unit_length_and_do_not_depend_on_the_process():
     encoder = NgramEncoder(PASSAGES[:10], dimensions=64)
-    vectors = np.concatenate([encoder.encode_passages(PASSAGES[:10]), encoder.encode_queries(["painter", "born in"])])
+    vectors = np.concatenate(
+        [encoder.encode_passages(PASSAGES[:10]), encoder.encode_queries(["painter", "born in"])]
+    )
     assert vectors.dtype == np.float32
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(np.ones(12), abs=1e-6)
     assert not encoder.encode_queries(["", "..."]).any()
     only = NgramEncoder([_passage("a", "b")], dimensions=32, ngram_weight=0.0, buckets_per_word=2)
     # Golden: the buckets of a word under blake2b. Python's salted hash would change them from run to run.
     vector = only.encode_queries(["harbour"])[0]
-    assert {int(bucket): float(np.sign(vector[bucket])) for bucket in np.flatnonzero(vector)} == {22: -1.0, 21: 1.0}
+    assert {int(bucket): float(np.sign(vector[bucket])) for bucket in np.flatnonzero(vector)} == {
+        22: -1.0,
+        21: 1.0,
+    }
 
 
 def test_a_vector_does_not_depend_on_the_texts_around_it(monkeypatch):
@@ -231,18 +263,24 @@ def test_a_vector_does_not_depend_on_the_texts_around_it(monkeypatch):
     monkeypatch.setattr(ngram, "_CHUNK_TEXTS", 3)
     assert (encoder.encode_passages(PASSAGES) == together[0]).all()
     assert (encoder.encode_queries(QUERIES) == together[1]).all()
-    assert (np.concatenate([encoder.encode_queries([query]) for query in QUERIES]) == together[1]).all()
+    assert (
+        np.concatenate([encoder.encode_queries([query]) for query in QUERIES]) == together[1]
+    ).all()
 
 
 def test_weighting_follows_idf_and_term_frequency():
     """Two words in disjoint buckets: their shares of a query are idf * (1 + ln tf)."""
     corpus = [_passage("x", "common rare"), _passage("y", "common"), _passage("z", "common")]
     encoder = NgramEncoder(corpus, dimensions=4096, ngram_weight=0.0)
-    common, rare, both = encoder.encode_queries(["common", "rare", "common rare common"]).astype(np.float64)
+    common, rare, both = encoder.encode_queries(["common", "rare", "common rare common"]).astype(
+        np.float64
+    )
     assert common @ rare == 0
     idf = {n: math.log(1 + (3 - n + 0.5) / (n + 0.5)) for n in (1, 3)}
     weights = np.array([idf[3] * (1 + math.log(2)), idf[1]])
-    assert [both @ common, both @ rare] == pytest.approx(weights / np.linalg.norm(weights), abs=1e-6)
+    assert [both @ common, both @ rare] == pytest.approx(
+        weights / np.linalg.norm(weights), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,7 +290,10 @@ def test_weighting_follows_idf_and_term_frequency():
         ({"dimensions": 3}, "a mapping with 'name', found {'dimensions': 3}"),
         ({"name": "dense", "dimension": 3}, "Did you mean 'dimensions'"),
         ({"name": "bm25", "dimensions": 3}, "unknown keyword 'dimensions'"),
-        ({"name": "hybrid", "dense": {"dimensons": 3}}, "hybrid.dense: .*unknown keyword 'dimensons'"),
+        (
+            {"name": "hybrid", "dense": {"dimensons": 3}},
+            "hybrid.dense: .*unknown keyword 'dimensons'",
+        ),
         ({"name": "dense", "dimensions": 0}, "dimensions: expected a whole number above 0"),
         ({"name": "dense", "title_weight": 2}, "from 0 to 1"),
         ({"name": "bm25", "b": 2}, r"\.b: expected a number from 0 to 1"),

@@ -17,8 +17,19 @@ from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.loading import ServedSource
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
-from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
+from tests.unit.environments.retrieval.search_echo import (
+    Echo,
+    client,
+    echo_server,
+    get,
+    post,
+    reload,
+)
+from tests.unit.environments.retrieval.search_servers import (
+    search_server,
+    write_corpus,
+    write_pages,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +45,12 @@ def served(tmp_path_factory):
 
 
 def test_both_element_shapes_hold_whole_stored_records(served):
-    scored = post(served, queries=["number5", "number7 market"], topk=2, return_scores=True).json()["result"]
-    bare = post(served, queries=["number5", "number7 market"], topk=2, return_scores=False).json()["result"]
+    scored = post(served, queries=["number5", "number7 market"], topk=2, return_scores=True).json()[
+        "result"
+    ]
+    bare = post(served, queries=["number5", "number7 market"], topk=2, return_scores=False).json()[
+        "result"
+    ]
     assert [[element["document"] for element in hits] for hits in scored] == bare
     assert set(scored[0][0]) == {"document", "score"}
     assert bare[0][0] == {
@@ -49,7 +64,9 @@ def test_both_element_shapes_hold_whole_stored_records(served):
 
 
 def test_documents_lack_neither_id_nor_contents_nor_url(served):
-    without_url, without_contents = (post(served, query=f"number{row}", topk=1).json()["result"][0][0] for row in (1, 2))
+    without_url, without_contents = (
+        post(served, query=f"number{row}", topk=1).json()["result"][0][0] for row in (1, 2)
+    )
     assert without_url["url"] == "doc://d1"
     assert without_contents["contents"] == '"Cedar 2"\nCedar number2 has a harbour and a market.'
     assert (without_contents["id"], without_contents["url"]) == ("2", "doc://2")
@@ -57,11 +74,16 @@ def test_documents_lack_neither_id_nor_contents_nor_url(served):
 
 @pytest.mark.parametrize("body", [{}, {"topk": None}, {"topk": 0}, {"topk": 0.0}])
 def test_no_topk_means_the_servers_default(served, body):
-    assert [len(hits) for hits in post(served, queries=["harbour", "market"], **body).json()["result"]] == [3, 3]
+    assert [
+        len(hits) for hits in post(served, queries=["harbour", "market"], **body).json()["result"]
+    ] == [3, 3]
 
 
 def test_singular_query_is_answered_with_one_list(served):
-    assert post(served, query="number9", topk=1).json() == post(served, queries=["number9"], topk=1).json()
+    assert (
+        post(served, query="number9", topk=1).json()
+        == post(served, queries=["number9"], topk=1).json()
+    )
 
 
 def test_short_results_are_not_padded(served):
@@ -75,14 +97,19 @@ def test_no_queries_have_no_results(served):
     assert post(served, queries=[]).json() == {"result": []}
 
 
-@pytest.mark.parametrize("query", ["", " ", "\x00", "🦆", "x" * 200_000, "</information><answer>", "\u2028", '"quoted" AND (NOT'])
+@pytest.mark.parametrize(
+    "query",
+    ["", " ", "\x00", "🦆", "x" * 200_000, "</information><answer>", "\u2028", '"quoted" AND (NOT'],
+)
 def test_any_string_is_a_legal_query(served, query):
     response = post(served, queries=[query, "number5"], topk=1)
     assert response.status_code == 200 and response.json()["result"][1][0]["id"] == "d5"
 
 
 def test_half_a_surrogate_pair_is_a_legal_query(served):
-    response = client().post(served + "/retrieve", content=b'{"queries": ["\\ud83d number5"], "topk": 1}')
+    response = client().post(
+        served + "/retrieve", content=b'{"queries": ["\\ud83d number5"], "topk": 1}'
+    )
     assert response.status_code == 200 and response.json()["result"][0][0]["id"] == "d5"
 
 
@@ -172,7 +199,10 @@ def test_while_it_loads_it_says_how_far_it_is_and_answers_nothing():
         assert (health["status"], health["progress"]) == ("loading", 0.4)
         assert get(url + "/ready").status_code == 503
         response = post(url, query="x")
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1") and "40%" in response.json()["detail"]
+        assert (response.status_code, response.headers["retry-after"]) == (
+            503,
+            "1",
+        ) and "40%" in response.json()["detail"]
         go_on.set()
         for _ in range(100):
             if get(url + "/ready").status_code == 200:
@@ -218,7 +248,9 @@ def test_a_reload_that_fails_changes_nothing(tmp_path):
         assert len(post(url, query="harbour", topk=100).json()["result"][0]) == 20
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer"}, {"Authorization": b"Bearer \xff"}, {"X-Token": "x"}])
+@pytest.mark.parametrize(
+    "header", [{}, {"Authorization": "Bearer"}, {"Authorization": b"Bearer \xff"}, {"X-Token": "x"}]
+)
 def test_what_changes_the_server_needs_the_token_from_this_machine_too(header):
     with echo_server() as (url, service):
         refused = client().post(url + "/admin/reload", headers=header)
@@ -230,7 +262,13 @@ def test_what_changes_the_server_needs_the_token_from_this_machine_too(header):
 def test_metrics_count_what_happened(served):
     post(served, queries=["nowhere to be found at all", "number5"])
     metrics = get(served + "/metrics").text
-    for name in ("request_seconds_bucket", "queue_length", "empty_results_total", "batch_size_bucket", "ready 1.0"):
+    for name in (
+        "request_seconds_bucket",
+        "queue_length",
+        "empty_results_total",
+        "batch_size_bucket",
+        "ready 1.0",
+    ):
         assert f"rlflow_search_{name}" in metrics
     assert "<title>rlflow search</title>" in get(served + "/").text
 
@@ -241,8 +279,15 @@ def test_info_names_the_contents_not_the_place(tmp_path):
         (tmp_path / name).mkdir()
         source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path / name, 20)))
         infos.append(source.load({}, lambda *_: None, lambda *_: None).info)
-    assert infos[0]["identity"] == infos[1]["identity"] and infos[0]["corpus_path"] != infos[1]["corpus_path"]
-    other = ServedSource({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"]).load({}, lambda *_: None, lambda *_: None).info
+    assert (
+        infos[0]["identity"] == infos[1]["identity"]
+        and infos[0]["corpus_path"] != infos[1]["corpus_path"]
+    )
+    other = (
+        ServedSource({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"])
+        .load({}, lambda *_: None, lambda *_: None)
+        .info
+    )
     assert other["identity"] != infos[0]["identity"] and other["corpus"] == infos[0]["corpus"]
     for text in ("old page", "new page"):
         (pages := tmp_path / "pages.jsonl").write_text(f'{{"url": "u", "contents": "{text}"}}\n')
@@ -255,8 +300,15 @@ def test_info_names_what_the_parts_of_a_hybrid_hold(tmp_path):
     corpus, identities = Corpus(write_corpus(tmp_path, 20)), []
     for name, dimensions in (("here", 64), ("there", 64), ("here", 32)):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
-        build_index(corpus, tmp_path / name, BuildRequest("Flat", {"name": "hashed", "dimensions": dimensions}), lambda *_: None)
-        source = ServedSource({"name": "hybrid", "dense": {"path": str(tmp_path / name)}}, str(corpus.path))
+        build_index(
+            corpus,
+            tmp_path / name,
+            BuildRequest("Flat", {"name": "hashed", "dimensions": dimensions}),
+            lambda *_: None,
+        )
+        source = ServedSource(
+            {"name": "hybrid", "dense": {"path": str(tmp_path / name)}}, str(corpus.path)
+        )
         identities.append(source.load({}, lambda *_: None, lambda *_: None).info["identity"])
     here, there, other = identities
     assert here == there != other
@@ -283,7 +335,9 @@ def test_offsets_are_made_once_and_again_when_the_file_changes(tmp_path, monkeyp
     assert corpus[0] == longer[0] and longer.sha256 != corpus.sha256
 
 
-def test_offsets_whose_entries_are_not_those_that_were_written_are_made_again(tmp_path, monkeypatch):
+def test_offsets_whose_entries_are_not_those_that_were_written_are_made_again(
+    tmp_path, monkeypatch
+):
     """Two rows exchanged, all else as it was: they would be served under each other's number."""
     monkeypatch.setattr(records, "KEPT_FROM", 0)
     from rlflow_environments.retrieval.corpus import Corpus
@@ -306,6 +360,8 @@ def test_records_that_no_client_could_read_are_refused_by_number(tmp_path):
     path.write_text('{"id": "a", "contents": "x"}\n{"id": "b"}\n')
     with pytest.raises(DataError, match="line 2: no 'contents'"):
         Corpus(path)
-    path.write_text('{"id": "a", "contents": NaN, "title": "t", "text": "\\ud800"}\n'.replace("NaN", "null"))
+    path.write_text(
+        '{"id": "a", "contents": NaN, "title": "t", "text": "\\ud800"}\n'.replace("NaN", "null")
+    )
     assert json.loads(Corpus(path).document(0))["contents"] == '"t"\n\ufffd'
     assert not list(tmp_path.glob("*.partial"))

@@ -26,7 +26,14 @@ from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.process import serve
 from rlflow_environments.retrieval.server.service import SearchService
 from rlflow_environments.retrieval.server.statistics import QueryLog
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
+from tests.unit.environments.retrieval.search_echo import (
+    Echo,
+    client,
+    echo_server,
+    get,
+    post,
+    reload,
+)
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
 
@@ -45,9 +52,21 @@ def served():
         ('{"queries": ["x"], "topk": ' + "[" * 900 + "]" * 900 + "}", 422, "topk"),
         ('{"queries": ["x"], "topk": ' + "9" * 5000 + "}", 422, "JSON|topk"),
         ('{"queries": ["x"], "topk": 1e999}', 422, "topk|JSON"),
-        (json.dumps({"queries": ["x"] * (wire.MAX_QUERIES + 1)}), 413, f"at most {wire.MAX_QUERIES} in one request"),
-        (json.dumps({"query": "x" * (wire.MAX_TEXT + 1)}), 413, f"at most {wire.MAX_TEXT} characters"),
-        (json.dumps({"queries": ["x" * wire.MAX_TEXT] * 17}), 413, f"at most {wire.MAX_TEXTS} characters in one request"),
+        (
+            json.dumps({"queries": ["x"] * (wire.MAX_QUERIES + 1)}),
+            413,
+            f"at most {wire.MAX_QUERIES} in one request",
+        ),
+        (
+            json.dumps({"query": "x" * (wire.MAX_TEXT + 1)}),
+            413,
+            f"at most {wire.MAX_TEXT} characters",
+        ),
+        (
+            json.dumps({"queries": ["x" * wire.MAX_TEXT] * 17}),
+            413,
+            f"at most {wire.MAX_TEXTS} characters in one request",
+        ),
     ],
 )
 def test_what_would_cost_too_much_is_refused_with_the_limit(served, body, status, named):
@@ -120,7 +139,10 @@ def test_a_reload_nested_too_deeply_is_refused(tmp_path):
         for place in ("retriever", "elsewhere"):
             body = f'{{"{place}": {"[" * 1000}{"]" * 1000}}}'
             headers = {"Authorization": f"Bearer {service.admin_token}"}
-            assert client().post(url + "/admin/reload", content=body, headers=headers).status_code == 422
+            assert (
+                client().post(url + "/admin/reload", content=body, headers=headers).status_code
+                == 422
+            )
 
 
 def test_a_reload_takes_other_numbers_for_options_of_the_configured_retriever(tmp_path):
@@ -137,7 +159,9 @@ def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
         await service.load()
         token = [(b"authorization", f"Bearer {service.admin_token}".encode())]
         sent: list[dict] = []
-        received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+        received = iter(
+            [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+        )
 
         async def receive() -> dict:
             return next(received)
@@ -156,7 +180,9 @@ def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
 
 def test_what_is_said_of_an_index_can_be_written_whatever_it_holds():
     """Half of an emoji in a path made every later answer about the index a 500."""
-    echo = ServedIndex(Echo(), info={"identity": "x", "corpus_path": "\ud83d.jsonl", "size": float("nan")})
+    echo = ServedIndex(
+        Echo(), info={"identity": "x", "corpus_path": "\ud83d.jsonl", "size": float("nan")}
+    )
     with search_server(lambda *_: echo) as (url, service):
         assert get(url + "/info").json()["corpus_path"] == "\ud83d.jsonl"
         assert reload(url, service).status_code == 200
@@ -228,7 +254,9 @@ def test_connections_that_never_ask_are_closed_and_those_that_do_are_not(tmp_pat
 def test_many_files_may_be_open():
     addresses.allow_many_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == resource.RLIM_INFINITY or soft >= min(hard if hard > 0 else soft, addresses.FILES_WANTED)
+    assert soft == resource.RLIM_INFINITY or soft >= min(
+        hard if hard > 0 else soft, addresses.FILES_WANTED
+    )
 
 
 def test_a_server_in_this_process_gives_the_signals_back_that_it_took(tmp_path):

@@ -11,16 +11,29 @@ import pytest
 
 from rlflow_environments.retrieval.server.addresses import bind
 from rlflow_environments.retrieval.server.index import AnswerCache, ServedIndex
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
+from tests.unit.environments.retrieval.search_echo import (
+    Echo,
+    client,
+    echo_server,
+    get,
+    post,
+    reload,
+)
 from tests.unit.environments.retrieval.search_servers import search_server
 
 
-def concurrently(url: str, bodies: list[dict], headers: dict | None = None, opened=None, after: int = 0) -> list[httpx.Response]:
+def concurrently(
+    url: str, bodies: list[dict], headers: dict | None = None, opened=None, after: int = 0
+) -> list[httpx.Response]:
     """The answers to requests that are sent at the same time. opened: an event to set once `after` of them are answered."""
 
     async def scenario():
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None), headers=headers) as client:
-            tasks = [asyncio.create_task(client.post(url + "/retrieve", json=body)) for body in bodies]
+        async with httpx.AsyncClient(
+            timeout=60, limits=httpx.Limits(max_connections=None), headers=headers
+        ) as client:
+            tasks = [
+                asyncio.create_task(client.post(url + "/retrieve", json=body)) for body in bodies
+            ]
             while opened is not None and not opened.is_set():
                 await asyncio.sleep(0.02)
                 if sum(task.done() for task in tasks) >= after:
@@ -33,13 +46,23 @@ def concurrently(url: str, bodies: list[dict], headers: dict | None = None, open
 def test_concurrent_requests_share_batches_and_nothing_else():
     retriever = Echo()
     with echo_server(retriever) as (url, _):
-        bodies = [{"queries": [f"q{i}", f"r{i % 3}"], "topk": 1 + i % 4, "return_scores": i % 2 == 0} for i in range(60)]
+        bodies = [
+            {"queries": [f"q{i}", f"r{i % 3}"], "topk": 1 + i % 4, "return_scores": i % 2 == 0}
+            for i in range(60)
+        ]
         responses = concurrently(url, bodies)
     for body, response in zip(bodies, responses, strict=True):
         hits = response.json()["result"]
-        documents = [[e["document"] if body["return_scores"] else e for e in hits_of_query] for hits_of_query in hits]
-        expected = [[f"{query}/{rank}" for rank in range(body["topk"])] for query in body["queries"]]
-        assert [[document["id"] for document in hits_of_query] for hits_of_query in documents] == expected
+        documents = [
+            [e["document"] if body["return_scores"] else e for e in hits_of_query]
+            for hits_of_query in hits
+        ]
+        expected = [
+            [f"{query}/{rank}" for rank in range(body["topk"])] for query in body["queries"]
+        ]
+        assert [
+            [document["id"] for document in hits_of_query] for hits_of_query in documents
+        ] == expected
     assert len(retriever.batches) < 60
 
 
@@ -56,7 +79,11 @@ def test_equal_queries_under_way_are_searched_once():
     batches, answers = asyncio.run(scenario())
     assert batches == [(["same"], 3)]
     assert sum(answer.shared for answer in answers) == 39
-    assert all(len(hits) == 3 and hits == answers[0].results[0] for answer in answers for hits in answer.results)
+    assert all(
+        len(hits) == 3 and hits == answers[0].results[0]
+        for answer in answers
+        for hits in answer.results
+    )
 
 
 def test_overdue_requests_are_looked_for_by_one_timer(monkeypatch):
@@ -87,9 +114,13 @@ def test_a_full_queue_answers_429_with_the_time_to_come_back():
     retriever.open.clear()
     with echo_server(retriever, max_waiting=10, max_batch=1) as (url, _):
         bodies = [{"query": f"q{i}"} for i in range(40)]
-        responses = concurrently(url, bodies, opened=retriever.open, after=29)  # one is searched, ten wait
+        responses = concurrently(
+            url, bodies, opened=retriever.open, after=29
+        )  # one is searched, ten wait
         refused = [response for response in responses if response.status_code == 429]
-        assert 10 <= 40 - len(refused) <= 11 and all(int(response.headers["retry-after"]) >= 1 for response in refused)
+        assert 10 <= 40 - len(refused) <= 11 and all(
+            int(response.headers["retry-after"]) >= 1 for response in refused
+        )
         assert all(response.status_code == 200 for response in responses if response not in refused)
 
 
@@ -97,11 +128,16 @@ def test_nothing_is_searched_for_a_client_whose_deadline_is_over():
     retriever = Echo()
     retriever.open.clear()
     with echo_server(retriever) as (url, _):
-        responses = concurrently(url, [{"query": "first"}, {"query": "late"}], headers={"X-Deadline-S": "0.3"})
+        responses = concurrently(
+            url, [{"query": "first"}, {"query": "late"}], headers={"X-Deadline-S": "0.3"}
+        )
         assert [response.status_code for response in responses] == [503, 503]
         retriever.open.set()
         assert post(url, query="next").status_code == 200
-    assert [queries for queries, _ in retriever.batches if queries != ["next"]] in ([["first"]], [["late"]])
+    assert [queries for queries, _ in retriever.batches if queries != ["next"]] in (
+        [["first"]],
+        [["late"]],
+    )
 
 
 def test_a_client_that_goes_away_costs_nobody_else_anything():
@@ -111,7 +147,10 @@ def test_a_client_that_goes_away_costs_nobody_else_anything():
         with pytest.raises(httpx.ReadTimeout):
             client().post(url + "/retrieve", json={"query": "impatient"}, timeout=0.3)
         threading.Timer(0.2, retriever.open.set).start()
-        assert [response.status_code for response in concurrently(url, [{"query": f"q{i}"} for i in range(10)])] == [200] * 10
+        assert [
+            response.status_code
+            for response in concurrently(url, [{"query": f"q{i}"} for i in range(10)])
+        ] == [200] * 10
 
 
 def test_the_cache_answers_equal_queries_until_the_index_is_exchanged():
@@ -149,7 +188,9 @@ def test_answers_leave_at_once():
     async def option() -> int:
         accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
         listener = bind("127.0.0.1", 0)
-        async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener):
+        async with await asyncio.start_server(
+            lambda _, writer: accepted.set_result(writer), sock=listener
+        ):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             ours = await accepted
             value = ours.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

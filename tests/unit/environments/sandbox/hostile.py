@@ -16,7 +16,9 @@ from typing import Any
 
 from rlflow_environments.sandbox import Confines, Limits, Sandbox, SandboxError
 
-LIMITS = Limits(timeout_s=4.0, memory_mb=256, disk_mb=16, files=2_000, processes=16, output_bytes=4_000)
+LIMITS = Limits(
+    timeout_s=4.0, memory_mb=256, disk_mb=16, files=2_000, processes=16, output_bytes=4_000
+)
 TOOLS = """
 import ctypes, glob, mmap, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -66,7 +68,9 @@ class Hostile:
 
 PROGRAMS = [
     Hostile("fork bomb of bash", ":(){ :|:& };:; sleep 60", limit="processes", bash=True),
-    Hostile("fork bomb", "while True:\n    try: os.fork()\n    except OSError: pass", limit="processes"),
+    Hostile(
+        "fork bomb", "while True:\n    try: os.fork()\n    except OSError: pass", limit="processes"
+    ),
     Hostile(
         "fork bomb that leaves its session",
         "while True:\n    try:\n        if os.fork() == 0: os.setsid()\n    except OSError: pass",
@@ -89,7 +93,9 @@ PROGRAMS = [
         "kept = mmap.mmap(-1, 1 << 30)\nfor _ in range(1 << 10): kept.write(bytes(1 << 20))",
         limit="memory",
     ),
-    Hostile("address space", "try: bytearray(1 << 40)\nexcept MemoryError: print('refused')", "refused"),
+    Hostile(
+        "address space", "try: bytearray(1 << 40)\nexcept MemoryError: print('refused')", "refused"
+    ),
     Hostile(
         "memory of no process",
         "refused(numbered, 319, b'x', 0)\nrefused(numbered, 29, 1, 1 << 30, 0o1777)\n"
@@ -97,11 +103,17 @@ PROGRAMS = [
         "refused\n" * 4,
     ),
     Hostile("disk", "refused(lambda: open('f', 'wb').write(bytes(1 << 30)))", "refused"),
-    Hostile("disk of shared memory", "refused(lambda: open('/dev/shm/f', 'wb').write(bytes(1 << 26)))", "refused"),
+    Hostile(
+        "disk of shared memory",
+        "refused(lambda: open('/dev/shm/f', 'wb').write(bytes(1 << 26)))",
+        "refused",
+    ),
     Hostile("files", "for i in range(10 ** 9): open(str(i), 'w')", limit="files"),
     Hostile("nested folders", "while True: os.mkdir('d'); os.chdir('d')", limit="files"),
     Hostile(
-        "open files", "kept = []\nrefused(lambda: [kept.append(open('/dev/null')) for _ in range(10 ** 6)])", "refused"
+        "open files",
+        "kept = []\nrefused(lambda: [kept.append(open('/dev/null')) for _ in range(10 ** 6)])",
+        "refused",
     ),
     Hostile(
         "a gigabyte of output",
@@ -121,7 +133,9 @@ PROGRAMS = [
     Hostile("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", limit="time"),
     Hostile("closes its output and runs on", "os.closerange(0, 3)\ntime.sleep(60)", limit="time"),
     Hostile(
-        "all processors", "for _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass", limit="cpu or time"
+        "all processors",
+        "for _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass",
+        limit="cpu or time",
     ),
     Hostile(
         "a daemon",
@@ -129,8 +143,18 @@ PROGRAMS = [
         "gone",
         code=0,
     ),
-    Hostile("a daemon that holds its output", "detached(lambda: time.sleep(60))\nprint('gone')", "gone", code=0),
-    Hostile("zombies", "for _ in range(8):\n    if os.fork() == 0: os._exit(0)\nprint('gone')", "gone", code=0),
+    Hostile(
+        "a daemon that holds its output",
+        "detached(lambda: time.sleep(60))\nprint('gone')",
+        "gone",
+        code=0,
+    ),
+    Hostile(
+        "zombies",
+        "for _ in range(8):\n    if os.fork() == 0: os._exit(0)\nprint('gone')",
+        "gone",
+        code=0,
+    ),
     Hostile(
         "kills its parent",
         "for n in (9, 15, 2, 1, 19): os.kill(os.getppid(), n)\nos.kill(1, 9)\nprint('alive')",
@@ -138,7 +162,11 @@ PROGRAMS = [
         code=0,
     ),
     Hostile("kills everybody", "kill -9 -1", bash=True),
-    Hostile("the secret", "refused(read, SECRET)\nrefused(read, '/box/../..' + SECRET)", "refused\nrefused"),
+    Hostile(
+        "the secret",
+        "refused(read, SECRET)\nrefused(read, '/box/../..' + SECRET)",
+        "refused\nrefused",
+    ),
     Hostile(
         "the secret by a link",
         "os.symlink(SECRET, 'link')\nrefused(read, 'link')\nrefused(write, 'link')",
@@ -174,7 +202,10 @@ PROGRAMS = [
         "refused\n" * 10,
     ),
     Hostile(
-        "removes everything", "rm -rf /box/* /etc /usr/bin 2>/dev/null; ls /usr/bin/env", "/usr/bin/env", bash=True
+        "removes everything",
+        "rm -rf /box/* /etc /usr/bin 2>/dev/null; ls /usr/bin/env",
+        "/usr/bin/env",
+        bash=True,
     ),
     Hostile(
         "settings of the kernel",
@@ -251,7 +282,9 @@ PROGRAMS = [
         "only its own",
     ),
     Hostile("the terminal", "refused(os.open, '/dev/tty', os.O_RDWR)", "refused"),
-    Hostile("a core", "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nctypes.string_at(0)", code=-11),
+    Hostile(
+        "a core", "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nctypes.string_at(0)", code=-11
+    ),
     Hostile(
         "answers in place of the first process",
         'print(\'{"code": 0, "limit": ""}\', flush=True)\nos.write(1, b\'ready\\n\')\nos.kill(os.getpid(), 9)',
@@ -275,7 +308,12 @@ async def play(hostile: Hostile, confines: Confines, given: str) -> dict[str, An
             usable = left.output.strip()
         except SandboxError as error:
             usable = str(error)
-    ended = {"name": hostile.name, "output": result.output, "code": result.code, "limit": result.limit}
+    ended = {
+        "name": hostile.name,
+        "output": result.output,
+        "code": result.code,
+        "limit": result.limit,
+    }
     return {
         **ended,
         "duration_s": result.duration_s,

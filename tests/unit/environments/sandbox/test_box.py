@@ -24,7 +24,13 @@ from rlflow_environments.sandbox import (
     make_confines,
 )
 from rlflow_environments.sandbox.bubblewrap import Confinement, _outermost
-from rlflow_environments.sandbox.system_calls import ALLOW, DENIED, NOT_PERMITTED, NOT_THERE, system_call_filter
+from rlflow_environments.sandbox.system_calls import (
+    ALLOW,
+    DENIED,
+    NOT_PERMITTED,
+    NOT_THERE,
+    system_call_filter,
+)
 from tests.waiting import until
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -39,7 +45,9 @@ def kind(request: pytest.FixtureRequest) -> Confinement:
     return found
 
 
-def within(kind: Confinement, play: Callable[[Sandbox], Awaitable[None]], limits: Limits = SMALL) -> None:
+def within(
+    kind: Confinement, play: Callable[[Sandbox], Awaitable[None]], limits: Limits = SMALL
+) -> None:
     async def run() -> None:
         async with Sandbox(Confines(limits, kind)) as box:
             await play(box)
@@ -53,11 +61,20 @@ def running(mark: str) -> bool:
 
 def test_a_program_reads_writes_and_ends(kind: Confinement) -> None:
     async def play(box: Sandbox) -> None:
-        result = await box.python("import sys; print(sys.stdin.read()[::-1]); print('aside', file=sys.stderr)", "hello")
-        assert (result.code, result.stdout, result.stderr, result.limit) == (0, "olleh\n", "aside\n", "")
+        result = await box.python(
+            "import sys; print(sys.stdin.read()[::-1]); print('aside', file=sys.stderr)", "hello"
+        )
+        assert (result.code, result.stdout, result.stderr, result.limit) == (
+            0,
+            "olleh\n",
+            "aside\n",
+            "",
+        )
         assert result.succeeded and 0 < result.duration_s < 20 and result.told() == "olleh\naside\n"
         failed = await box.python("1 / 0")
-        assert failed.code == 1 and failed.told().endswith("ZeroDivisionError: division by zero\n[exit code 1]\n")
+        assert failed.code == 1 and failed.told().endswith(
+            "ZeroDivisionError: division by zero\n[exit code 1]\n"
+        )
         assert (await box.run(["no-such-program"])).code == 127
         assert (await box.bash("kill -9 $$")).code == -9
 
@@ -67,7 +84,11 @@ def test_a_program_reads_writes_and_ends(kind: Confinement) -> None:
 @needs_bubblewrap
 def test_the_library_is_not_among_a_programs_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it lies there where it was not installed from its sources in place: it can make the hidden half of a task again."""
-    folder = next(path for path in sys.path if path.endswith("site-packages") and (Path(path) / "yaml").is_dir())
+    folder = next(
+        path
+        for path in sys.path
+        if path.endswith("site-packages") and (Path(path) / "yaml").is_dir()
+    )
     monkeypatch.setattr(bubblewrap, "OWN", (*bubblewrap.OWN, Path(folder) / "yaml"))
 
     async def play(box: Sandbox) -> None:
@@ -98,7 +119,11 @@ def test_names_stay_from_cell_to_cell_until_a_limit(kind: Confinement) -> None:
         first = await box.cell("import os\nx = 20\nx + 1")
         assert (first.code, first.stdout) == (0, "21\n")
         raised = await box.cell("print(x)\nraise ValueError('no')")
-        assert raised.code == 1 and raised.stdout == "20\n" and raised.stderr.endswith("ValueError: no\n")
+        assert (
+            raised.code == 1
+            and raised.stdout == "20\n"
+            and raised.stderr.endswith("ValueError: no\n")
+        )
         assert "kept.py" not in raised.stderr
         assert (await box.cell("x * 2")).stdout == "40\n"
         assert (await box.cell("while True: pass", timeout_s=0.3)).limit == "time"
@@ -113,8 +138,12 @@ def test_a_cell_is_the_main_module_of_a_program_of_its_own(kind: Confinement) ->
     async def play(box: Sandbox) -> None:
         pooled = "from multiprocessing import Pool\ndef twice(x): return 2 * x\nwith Pool(2) as pool: print(pool.map(twice, [2]))"
         assert (await box.cell(pooled)).stdout == "[4]\n"
-        assert (await box.cell("def f(x: int): pass\nf.__annotations__")).stdout == "{'x': <class 'int'>}\n"
-        assert (await box.cell("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)")).code == 0
+        assert (
+            await box.cell("def f(x: int): pass\nf.__annotations__")
+        ).stdout == "{'x': <class 'int'>}\n"
+        assert (
+            await box.cell("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)")
+        ).code == 0
         assert (await box.cell("print('second')")).stdout == "second\n"
 
     within(kind, play)
@@ -141,7 +170,10 @@ def test_a_long_output_keeps_its_beginning_and_its_end(kind: Confinement) -> Non
     async def play(box: Sandbox) -> None:
         result = await box.python("print('first'); print('x' * 5_000_000); print('last')")
         assert result.stdout.startswith("first\nxxx") and result.stdout.endswith("xxx\nlast\n")
-        assert result.left_out == 5_000_012 - 1_000 and f"[{result.left_out} bytes left out]" in result.stdout
+        assert (
+            result.left_out == 5_000_012 - 1_000
+            and f"[{result.left_out} bytes left out]" in result.stdout
+        )
         assert len(result.told(100)) < 200
 
     within(kind, play)
@@ -162,7 +194,9 @@ def test_a_limit_ends_a_program_and_says_so(kind: Confinement, program: str, lim
     async def play(box: Sandbox) -> None:
         began = time.monotonic()
         result = await box.python(program, timeout_s=1.0 if limit == "time" else 20.0)
-        assert (result.code, result.limit) == (-9, limit) and result.ending.startswith("killed: it ")
+        assert (result.code, result.limit) == (-9, limit) and result.ending.startswith(
+            "killed: it "
+        )
         assert time.monotonic() - began < 15
         assert (await box.python("print('usable')")).stdout == "usable\n"
 
@@ -238,14 +272,18 @@ def test_without_bubblewrap_one_line_names_the_package(monkeypatch: pytest.Monke
         async with Sandbox():
             pass
 
-    with pytest.raises(SandboxError, match=r"apt-get install bubblewrap.*confinement=none") as raised:
+    with pytest.raises(
+        SandboxError, match=r"apt-get install bubblewrap.*confinement=none"
+    ) as raised:
         asyncio.run(play())
     assert "\n" not in str(raised.value)
 
 
 def test_a_bubblewrap_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "bwrap"
-    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
+    program.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -253,7 +291,9 @@ def test_a_bubblewrap_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
         async with Sandbox():
             pass
 
-    with pytest.raises(SandboxError, match="did not start: bwrap: No permissions to create new namespace"):
+    with pytest.raises(
+        SandboxError, match="did not start: bwrap: No permissions to create new namespace"
+    ):
         asyncio.run(play())
 
 
@@ -272,7 +312,13 @@ def test_limits_are_named_and_positive() -> None:
 
 def test_folders_within_others_are_mounted_once(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
-    paths = [str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path / "a"), "/usr/lib", str(tmp_path / "none")]
+    paths = [
+        str(tmp_path / "a" / "b"),
+        str(tmp_path / "a"),
+        str(tmp_path / "a"),
+        "/usr/lib",
+        str(tmp_path / "none"),
+    ]
     assert _outermost(paths) == [str(tmp_path / "a")]
 
 
@@ -302,4 +348,7 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else() -> None:
     assert decision(435) == NOT_THERE
     assert (decision(56, 0x11), decision(56, 0x10000011)) == (ALLOW, NOT_PERMITTED)
     assert (decision(302, 0), decision(302, 1)) == (ALLOW, NOT_PERMITTED)
-    assert decision(0x40000000 + 101) == NOT_PERMITTED and decision(0, architecture=0x40000003) == 0x80000000
+    assert (
+        decision(0x40000000 + 101) == NOT_PERMITTED
+        and decision(0, architecture=0x40000003) == 0x80000000
+    )

@@ -28,7 +28,15 @@ needs_bubblewrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap"
 )
 BY_NAME = {hostile.name: hostile for hostile in PROGRAMS}
-FAST = ["fork bomb of bash", "memory", "the secret", "network", "a daemon", "writes outside", "kills its parent"]
+FAST = [
+    "fork bomb of bash",
+    "memory",
+    "the secret",
+    "network",
+    "a daemon",
+    "writes outside",
+    "kills its parent",
+]
 GREEDY = [
     "fork bomb",
     "threads",
@@ -67,7 +75,11 @@ def as_somebody(uid: int | None) -> tuple[list[str], dict[str, str]]:
     for name, folder in (("rlflow", "rlflow"), ("rlflow_environments", "environments")):
         (packages / name).symlink_to(ROOT / folder)
     words = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", python]
-    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [*words, "-c", "import rlflow_environments.sandbox"]
     tried = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
     if tried.returncode:
@@ -96,10 +108,13 @@ def check(hostile: Hostile, found: dict[str, Any]) -> None:
     assert hostile.says in found["output"] and found["limit"] in hostile.limit.split(" or "), found
     assert hostile.code is None or found["code"] == hostile.code, found
     # Nothing is left but the first process, and who asks: bash and its pipe of two
-    assert "it has ended" in found["usable"] if hostile.limit == "files" else int(found["usable"]) <= 4, found
+    assert (
+        "it has ended" in found["usable"] if hostile.limit == "files" else int(found["usable"]) <= 4
+    ), found
     most_s = (
         LIMITS.timeout_s
-        if hostile.limit in ("time", "cpu or time", "files") or hostile.name.startswith("a gigabyte")
+        if hostile.limit in ("time", "cpu or time", "files")
+        or hostile.name.startswith("a gigabyte")
         else 2.0
     )
     assert found["duration_s"] <= most_s + 0.5, found
@@ -123,8 +138,12 @@ def test_the_worst_of_them(name: str, outside: tuple[Path, int]) -> None:
     check(BY_NAME[name], asyncio.run(play(BY_NAME[name], Confines(LIMITS), given)))
 
 
-@pytest.mark.parametrize("name", ["the secret", "network", "other processes", "its own environment"])
-def test_unconfined_they_get_it(name: str, outside: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["the secret", "network", "other processes", "its own environment"]
+)
+def test_unconfined_they_get_it(
+    name: str, outside: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that the programs above can fail. (Not the environment: that is not handed on without confinement either.)"""
     monkeypatch.setenv("HOSTILE_SECRET", "secret")
     given = f"SECRET, PORT = {str(outside[0])!r}, {outside[1]}"
@@ -153,5 +172,7 @@ def test_a_neighbour_is_never_held_up_for_two_seconds(outside: tuple[Path, int])
     for name in GREEDY:
         alone, waits = asyncio.run(beside(BY_NAME[name]))
         assert max(waits) <= 2.0, (name, alone, max(waits))
-        beside_it = f"{1e3 * statistics.median(waits):.1f} ms (at most {1e3 * max(waits):.0f}) beside it"
+        beside_it = (
+            f"{1e3 * statistics.median(waits):.1f} ms (at most {1e3 * max(waits):.0f}) beside it"
+        )
         print(f"{name}: {1e3 * alone:.1f} ms alone, {beside_it}")

@@ -19,7 +19,9 @@ from rlflow.types import Step
 from rlflow_environments.sandboxed.folders import read_folders
 from rlflow_environments.sandboxed.harbor import HarborError
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed"
+)
 FORKS = "for n in $(seq 99); do sleep 9 & done; wait"
 TEST_SH = """#!/bin/bash
 if python3 /tests/check.py; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
@@ -59,7 +61,9 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def play(environment: Environment, *responses: str, turns_left: int | None = None) -> list[Step]:
+async def play(
+    environment: Environment, *responses: str, turns_left: int | None = None
+) -> list[Step]:
     episode, steps = await environment.reset(environment.tasks("train")[0]), []
     try:
         for response in responses:
@@ -80,16 +84,28 @@ def played(environment: Environment, *responses: str, turns_left: int | None = N
 def test_a_folder_is_laid_out_and_its_own_tests_give_the_reward(tmp_path: Path) -> None:
     environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path)}")
     (task,) = environment.tasks("train")
-    assert task.prompt[-1] == {"role": "user", "content": (tmp_path / "count" / "instruction.md").read_text()}
-    look = called("bash", command="pwd; ls; cat out/unit.txt /opt/data/deep/x.txt; echo $UNIT; ls /tests | wc -l")
+    assert task.prompt[-1] == {
+        "role": "user",
+        "content": (tmp_path / "count" / "instruction.md").read_text(),
+    }
+    look = called(
+        "bash",
+        command="pwd; ls; cat out/unit.txt /opt/data/deep/x.txt; echo $UNIT; ls /tests | wc -l",
+    )
     work = called("bash", command="bash helper.sh > out/count")
     steps = played(environment, look, work, called("read_file", path="out/count"), "done")
     said = "/app\nhelper.sh\nlog.txt\nout\ntwo words\nx\ntwo words\n0\n"
     assert [step.observation[0]["content"] for step in steps[:3]] == [said, "[no output]", "2\n"]
-    assert (steps[-1].reward, steps[-1].terminated, steps[-1].metrics["tool_calls"]) == (1.0, True, 3.0)
+    assert (steps[-1].reward, steps[-1].terminated, steps[-1].metrics["tool_calls"]) == (
+        1.0,
+        True,
+        3.0,
+    )
     nothing = played(environment, "done")[-1]
     assert (nothing.reward, nothing.terminated, nothing.metrics["no_calls"]) == (0.0, True, 1.0)
-    last = played(environment, work, turns_left=0)[-1]  # the last calls count, the end is no verdict
+    last = played(environment, work, turns_left=0)[
+        -1
+    ]  # the last calls count, the end is no verdict
     assert (last.reward, last.terminated) == (1.0, False)
 
 
@@ -104,7 +120,11 @@ def test_what_a_policy_leaves_in_the_way_of_the_tests_is_gone(tmp_path: Path) ->
 @needs_bubblewrap
 def test_a_policy_that_keeps_the_tests_out_gets_no_reward(tmp_path: Path) -> None:
     environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path)}")
-    step = played(environment, called("bash", command="rm -f /box/script.sh; mkdir -p /box/script.sh/x"), "done")[-1]
+    step = played(
+        environment,
+        called("bash", command="rm -f /box/script.sh; mkdir -p /box/script.sh/x"),
+        "done",
+    )[-1]
     assert (step.reward, step.terminated, step.metrics["tests_killed"]) == (0.0, True, 1.0)
 
 
@@ -116,7 +136,9 @@ def test_a_dockerfile_is_followed_in_its_order(tmp_path: Path) -> None:
         "RUN --mount=type=cache,target=/x mv log.txt x.txt", "COPY log.txt other.txt", "ARG NAME=a OTHER", "ARG NAME",
         "RUN echo $NAME > said", "COPY --chmod=755 helper.sh run", "RUN test -x run && ! test -x helper.sh",
     )  # fmt: skip
-    environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path, **{'environment/Dockerfile': chr(10).join(lines)})}")
+    environment = ENVIRONMENT.build(
+        f"harbor:{folder(tmp_path, **{'environment/Dockerfile': chr(10).join(lines)})}"
+    )
     (step,) = played(environment, called("bash", command="ls /app /opt/new; cat said; echo $NAME"))
     listed = "/app:\na b\nhelper.sh\nold\nother.txt\nrun\nsaid\nx.txt\n\n/opt/new:\nlog.txt\n"
     assert step.observation[0]["content"] == f"{listed}a\n\n"
@@ -128,7 +150,10 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path: Path) -> None:
         made = folder(tmp_path, name, **{"tests/test.sh": f"{script}\n"})
         return played(ENVIRONMENT.build(f"harbor:{made}"), "done")[-1]
 
-    named = reward("named", """echo 0 > /logs/verifier/reward.txt; echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""")
+    named = reward(
+        "named",
+        """echo 0 > /logs/verifier/reward.txt; echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""",
+    )
     assert (named.reward, named.rewards) == (0.75, {"a": 1.0, "b": 0.5})
     for name, script, told in (
         ("silent", "echo so; exit 3", "its tests wrote no reward: so"),
@@ -141,16 +166,27 @@ def test_rewards_are_read_as_harbor_reads_them(tmp_path: Path) -> None:
 
 @needs_bubblewrap
 @pytest.mark.slow
-def test_programs_that_hang_flood_or_fork_cost_the_policy_its_time_and_no_more(tmp_path: Path) -> None:
+def test_programs_that_hang_flood_or_fork_cost_the_policy_its_time_and_no_more(
+    tmp_path: Path,
+) -> None:
     made = folder(tmp_path, **{"tests/check.py": "exec(open('/app/out/answer.py').read())\n"})
     toml = "[agent]\ntimeout_sec = {}\n[verifier]\ntimeout_sec = 2.0\n"
     (made / "task.toml").write_text(toml.format(300.0))
     environment = ENVIRONMENT.build({"name": "harbor", "folder": str(made), "command_s": 1.0})
-    steps = played(environment, *(called("bash", command=one) for one in ("yes", FORKS, "sleep 9")), "done")
+    steps = played(
+        environment, *(called("bash", command=one) for one in ("yes", FORKS, "sleep 9")), "done"
+    )
     assert "characters left out" in steps[0].observation[0]["content"]
-    assert "killed" in steps[1].observation[0]["content"] and "longer than" in steps[2].observation[0]["content"]
+    assert (
+        "killed" in steps[1].observation[0]["content"]
+        and "longer than" in steps[2].observation[0]["content"]
+    )
     assert steps[-1].metrics["limits_reached"] == 3.0
-    loop = played(environment, called("write_file", path="out/answer.py", content="while True: pass\n"), "done")[-1]
+    loop = played(
+        environment,
+        called("write_file", path="out/answer.py", content="while True: pass\n"),
+        "done",
+    )[-1]
     assert (loop.reward, loop.terminated, loop.metrics["tests_killed"]) == (0.0, True, 1.0)
     (made / "task.toml").write_text(toml.format(3.0))
     environment = ENVIRONMENT.build({"name": "harbor", "folder": str(made), "command_s": 1.0})
@@ -178,21 +214,61 @@ def test_folders_keep_the_contract_and_many_play_at_once(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("environment/Dockerfile", "FROM nvidia/cuda:13\n", r"Dockerfile:1: the task needs an image \(nvidia/cuda:13\)"),
-        ("environment/Dockerfile", "FROM ubuntu\n\nRUN true \\\n && apt-get update\n", "Dockerfile:3: .*installed=true"),
+        (
+            "environment/Dockerfile",
+            "FROM nvidia/cuda:13\n",
+            r"Dockerfile:1: the task needs an image \(nvidia/cuda:13\)",
+        ),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\n\nRUN true \\\n && apt-get update\n",
+            "Dockerfile:3: .*installed=true",
+        ),
         ("environment/Dockerfile", "FROM ubuntu\nCOPY --from=x /a /b\n", "Dockerfile:2: "),
-        ("environment/Dockerfile", "FROM ubuntu\nCOPY log.txt /etc/log.txt\n", r"needs an image \(/etc/log.txt\)"),
-        ("environment/Dockerfile", "FROM ubuntu\nCOPY ../../key.txt /app/\n", "Dockerfile:2: .*expected a file of the task"),
-        ("environment/Dockerfile", "FROM ubuntu\nCOPY log.txt /log.txt\n", r"Dockerfile:2: .*a file in / \(/log.txt\)"),
-        ("environment/Dockerfile", "FROM ubuntu\nENV PATH /opt/x:$PATH\n", "Dockerfile:2: .*ENV PATH"),
-        ("environment/Dockerfile", "FROM ubuntu\nENV A='x\n", "Dockerfile:2: .*No closing quotation"),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nCOPY log.txt /etc/log.txt\n",
+            r"needs an image \(/etc/log.txt\)",
+        ),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nCOPY ../../key.txt /app/\n",
+            "Dockerfile:2: .*expected a file of the task",
+        ),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nCOPY log.txt /log.txt\n",
+            r"Dockerfile:2: .*a file in / \(/log.txt\)",
+        ),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nENV PATH /opt/x:$PATH\n",
+            "Dockerfile:2: .*ENV PATH",
+        ),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nENV A='x\n",
+            "Dockerfile:2: .*No closing quotation",
+        ),
         ("environment/Dockerfile", "FROM ubuntu\nWORKDIR $HOME/app\n", "Dockerfile:2: .*WORKDIR"),
         ("environment/Dockerfile", "FROM\n", "Dockerfile:1: expected the image"),
         ("environment/Dockerfile", "FROM ubuntu\nARG A=$B\n", "Dockerfile:2: .*ARG A"),
-        ("environment/Dockerfile", "FROM ubuntu\nCOPY --parents data/deep /app/\n", "Dockerfile:2: .*--parents"),
+        (
+            "environment/Dockerfile",
+            "FROM ubuntu\nCOPY --parents data/deep /app/\n",
+            "Dockerfile:2: .*--parents",
+        ),
         ("environment/.dockerignore", "solution\n", ".dockerignore: the task needs an image"),
-        ("environment/docker-compose.yaml", "services: {}\n", "docker-compose.yaml: the task needs services"),
-        ("task.toml", "[environment]\ndocker_image = 'a/b:1'\n", r"task.toml: the task needs an image \(docker_image\)"),
+        (
+            "environment/docker-compose.yaml",
+            "services: {}\n",
+            "docker-compose.yaml: the task needs services",
+        ),
+        (
+            "task.toml",
+            "[environment]\ndocker_image = 'a/b:1'\n",
+            r"task.toml: the task needs an image \(docker_image\)",
+        ),
         ("task.toml", "[[steps]]\nname = 'one'\n", "several steps"),
         ("task.toml", "[verifier]\nenvironment_mode = 'separate'\n", "tests in an image"),
         ("task.toml", "[verifier.env]\nKEY = '${OPENAI_API_KEY}'\n", "variables of yours"),
@@ -200,7 +276,9 @@ def test_folders_keep_the_contract_and_many_play_at_once(tmp_path: Path) -> None
         ("tests/test.sh", "#!/bin/bash\nuvx pytest /tests\n", "test.sh:2: .*tests=COMMAND"),
     ],
 )
-def test_what_needs_an_image_is_refused_with_the_file(tmp_path: Path, file: str, text: str, told: str) -> None:
+def test_what_needs_an_image_is_refused_with_the_file(
+    tmp_path: Path, file: str, text: str, told: str
+) -> None:
     (tmp_path / "key.txt").write_text("secret")
     made = folder(tmp_path, **{file: text})
     with pytest.raises(DataError, match=told) as caught:
@@ -222,7 +300,9 @@ def test_what_is_no_task_or_leads_out_of_it_is_refused(tmp_path: Path) -> None:
     (made / "environment" / "Dockerfile").write_text("FROM ubuntu\nADD data.tgz /app/\n")
     with tarfile.open(made / "environment" / "data.tgz", "w:gz") as archive:
         archive.add(made / "task.toml", "x")
-    with pytest.raises(DataError, match=r"Dockerfile:2: the task needs an image \(ADD data.tgz /app/: an archive"):
+    with pytest.raises(
+        DataError, match=r"Dockerfile:2: the task needs an image \(ADD data.tgz /app/: an archive"
+    ):
         read_folders(str(made), False, True)
     old = tmp_path / "old"
     old.mkdir()
@@ -233,15 +313,31 @@ def test_what_is_no_task_or_leads_out_of_it_is_refused(tmp_path: Path) -> None:
 
 @needs_bubblewrap
 def test_rows_of_tasks_for_a_shell_are_checked_by_their_script(tmp_path: Path) -> None:
-    rows = [{"prompt": "Sort in.txt into out.txt.", "files": {"in.txt": "b\na\n"}, "check": "cmp out.txt <(sort in.txt)"}]
+    rows = [
+        {
+            "prompt": "Sort in.txt into out.txt.",
+            "files": {"in.txt": "b\na\n"},
+            "check": "cmp out.txt <(sort in.txt)",
+        }
+    ]
     data = tmp_path / "tasks.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
-    environment = ENVIRONMENT.build({"name": "bash", "data": str(data), "tools": ["bash", "python", "read_file"]})
+    environment = ENVIRONMENT.build(
+        {"name": "bash", "data": str(data), "tools": ["bash", "python", "read_file"]}
+    )
     right = "open('out.txt', 'w').writelines(sorted(open('in.txt')))"
-    steps = played(environment, called("python", code=right) + called("read_file", path="out.txt"), "done")
+    steps = played(
+        environment, called("python", code=right) + called("read_file", path="out.txt"), "done"
+    )
     assert [message["content"] for message in steps[0].observation] == ["[no output]", "a\nb\n"]
     assert steps[-1].reward == 1.0 and played(environment, "done")[-1].reward == 0.0
-    wrong = played(environment, called("bash"), called("write_file", path="x", content=""), "<tool_call>{</tool_call>", "done")
+    wrong = played(
+        environment,
+        called("bash"),
+        called("write_file", path="x", content=""),
+        "<tool_call>{</tool_call>",
+        "done",
+    )
     assert [step.observation[0]["content"][:23] for step in wrong[:3]] == [
         "Error: 'command' is mis", "Error: the tools are ba", "Error: a tool call is o"]  # fmt: skip
     assert wrong[-1].metrics["tool_errors"] == 3.0

@@ -45,21 +45,40 @@ def answered(made: Any, *programs: str, task: Task | None = None) -> list[Step]:
 
 
 def test_a_score_is_r_squared_or_what_lies_beyond_the_most_frequent_class() -> None:
-    numbers, classes = MadeTable("", "", (1.0, 2.0, 3.0, 6.0), False), MadeTable("", "", (0.0, 0.0, 0.0, 1.0, 2.0), True)
+    numbers, classes = (
+        MadeTable("", "", (1.0, 2.0, 3.0, 6.0), False),
+        MadeTable("", "", (0.0, 0.0, 0.0, 1.0, 2.0), True),
+    )
     assert numbers.score([1, 2, 3, 6]) == 1.0 and numbers.score([3, 3, 3, 3]) == 0.0
-    assert numbers.score([1, 2, 3, 4]) == pytest.approx(1 - 4 / 14) and numbers.score([1e200] * 4) == 0.0
+    assert (
+        numbers.score([1, 2, 3, 4]) == pytest.approx(1 - 4 / 14)
+        and numbers.score([1e200] * 4) == 0.0
+    )
     assert classes.score([0, 0, 0, 0, 0]) == 0.0 == classes.score([9, 9, 9, 9, 9])
-    assert classes.score([0, 0, 0, 1, 0]) == pytest.approx(0.5) and classes.score([0, 0, 0, 1, 2]) == 1.0
+    assert (
+        classes.score([0, 0, 0, 1, 0]) == pytest.approx(0.5)
+        and classes.score([0, 0, 0, 1, 2]) == 1.0
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_table_can_be_learned_by_neighbours_and_by_no_constant(rule: Any) -> None:
     table = made_table(rule.name, 7)
-    train, test = (np.loadtxt(one.splitlines(), delimiter=",", skiprows=1) for one in (table.train, table.test))
-    assert train.shape == (TRAIN_ROWS, 5) and test.shape == (TEST_ROWS, 4) and len(table.targets) == TEST_ROWS
+    train, test = (
+        np.loadtxt(one.splitlines(), delimiter=",", skiprows=1) for one in (table.train, table.test)
+    )
+    assert (
+        train.shape == (TRAIN_ROWS, 5)
+        and test.shape == (TEST_ROWS, 4)
+        and len(table.targets) == TEST_ROWS
+    )
     x, y = train[:, :-1], train[:, -1]
     near = np.argsort(((test[:, None] - x) ** 2).sum(2), 1)[:, :7]
-    found = [np.bincount(y[one].astype(int)).argmax() for one in near] if rule.classes else y[near].mean(1)
+    found = (
+        [np.bincount(y[one].astype(int)).argmax() for one in near]
+        if rule.classes
+        else y[near].mean(1)
+    )
     assert table.score(found) > 0.15
     assert max(table.score([value] * TEST_ROWS) for value in (0, 1, 2, y.mean())) < 0.02
     assert made_table.__wrapped__(rule.name, 7) == table != made_table(rule.name, 8)
@@ -81,8 +100,13 @@ def test_prints_are_inserted_behind_the_statements_that_complete_a_stage() -> No
     lines = stages.with_marks(LEARNS, stages.by_patterns(LEARNS), "secret").split("\n")
     marks = {name: next(at for at, line in enumerate(lines) if f"secret {name}" in line)
              for name in stages.STAGES}  # fmt: skip
-    assert lines[marks["loaded"]].startswith("    print") and "rows = np.loadtxt" in lines[marks["loaded"] - 1]
-    assert lines[marks["trained"]].startswith("    print") and "rcond" in lines[marks["trained"] - 1]
+    assert (
+        lines[marks["loaded"]].startswith("    print")
+        and "rows = np.loadtxt" in lines[marks["loaded"] - 1]
+    )
+    assert (
+        lines[marks["trained"]].startswith("    print") and "rcond" in lines[marks["trained"] - 1]
+    )
     assert "np.savetxt" in lines[marks["predicted"] - 1]
     ast.parse("\n".join(lines))
     for unchanged in ("def f(:\n", "x = 1\n", "\x00", "(" * 500):
@@ -95,9 +119,15 @@ def test_a_program_is_scored_staged_and_timed() -> None:
     task = environment().tasks("train")[0]
     assert task.id.startswith("linear/")
     [step] = answered(environment(), LEARNS)
-    assert step.observation.startswith("[stage loaded]\n[stage trained]\n[stage predicted]\nScore 0.9")
+    assert step.observation.startswith(
+        "[stage loaded]\n[stage trained]\n[stage predicted]\nScore 0.9"
+    )
     assert step.terminated and step.reward == step.metrics["score"] > 0.9
-    assert (step.metrics["valid"], step.metrics["stages"], step.metrics["failed_programs"]) == (1, 3, 0)
+    assert (step.metrics["valid"], step.metrics["stages"], step.metrics["failed_programs"]) == (
+        1,
+        3,
+        0,
+    )
     assert 0 < step.metrics["program_s"] < 60
 
 
@@ -131,10 +161,16 @@ print("ge trained] [stage predicted]")
         ("import os\nos.symlink('/etc/passwd', 'predictions.csv')\n", "predictions.csv", 0),
     ],
 )
-def test_what_is_no_prediction_is_told_and_earns_nothing(program: str, said: str, valid: int) -> None:
+def test_what_is_no_prediction_is_told_and_earns_nothing(
+    program: str, said: str, valid: int
+) -> None:
     [step] = answered(environment(), program)
     assert said in step.observation and step.metrics["valid"] == valid
-    assert step.reward < 0.05 and "[stage loaded]" not in step.observation and step.metrics["stages"] <= 1
+    assert (
+        step.reward < 0.05
+        and "[stage loaded]" not in step.observation
+        and step.metrics["stages"] <= 1
+    )
 
 
 @pytest.mark.slow
@@ -199,7 +235,9 @@ def test_the_wait_for_a_place_is_no_part_of_a_turn() -> None:
     made = environment(at_once=1)
 
     async def one(task: Task) -> Step:
-        return await made.step(await made.reset(task), "<python>import time; time.sleep(0.4)</python>")
+        return await made.step(
+            await made.reset(task), "<python>import time; time.sleep(0.4)</python>"
+        )
 
     async def both() -> list[Step]:
         return await asyncio.gather(*map(one, made.tasks("train")[:2]))
@@ -214,7 +252,12 @@ def test_the_contract_holds_and_the_player_plays() -> None:
     assert report.passed, str(report)
     tasks, draw = environment().tasks("train"), random.Random(0)
     scores = {
-        clumsy: [answered(environment(), play(str(task.prompt), [], draw, clumsy)[8:-9], task=task)[0].reward for task in tasks]
+        clumsy: [
+            answered(environment(), play(str(task.prompt), [], draw, clumsy)[8:-9], task=task)[
+                0
+            ].reward
+            for task in tasks
+        ]
         for clumsy in (False, True)
     }
     assert min(scores[False]) > 0.1 and sum(scores[True]) < sum(scores[False])
@@ -239,7 +282,10 @@ def test_sixty_four_programs_at_once_and_one_that_forks() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.rules: no rule 'rings'; expected some of .* Did you mean 'ring'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment\.rules: no rule 'rings'; expected some of .* Did you mean 'ring'",
+    ):
         environment(rules=["rings"])
     with pytest.raises(ConfigError, match="found none"):
         environment(rules=[])

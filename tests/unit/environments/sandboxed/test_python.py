@@ -48,12 +48,17 @@ def test_every_step_of_a_rule_computes_what_it_says() -> None:
         assert eval(kind.expression.format(n=2), {"xs": [3, 1, 6, 2]}) == wanted  # noqa: S307
     steps = [(TRANSFORMATIONS[0], 3), (TRANSFORMATIONS[7], 2)]
     assert rule_of(steps) == "add 3 to each, then reverse their order"
-    assert solution_of(steps) == "def f(xs):\n    xs = [x + 3 for x in xs]\n    xs = xs[::-1]\n    return xs\n"
+    assert (
+        solution_of(steps)
+        == "def f(xs):\n    xs = [x + 3 for x in xs]\n    xs = xs[::-1]\n    return xs\n"
+    )
 
 
 def test_rules_are_held_out_and_results_differ() -> None:
     train, val = (made_tasks(split, 300, 2, 2, 0) for split in ("train", "val"))
-    rules = [{task.prompt.split("Rule: ")[1].split(".\n")[0] for task in tasks} for tasks in (train, val)]
+    rules = [
+        {task.prompt.split("Rule: ")[1].split(".\n")[0] for task in tasks} for tasks in (train, val)
+    ]
     assert len(rules[0]) > 200 and not rules[0] & rules[1]
     for task in train:
         assert len({str(result) for _, result in task.metadata["cases"]}) > 6
@@ -64,7 +69,12 @@ def test_the_solution_is_right_and_no_constant_is() -> None:
     made = environment()
     task = made.tasks("train")[0]
     [right] = answered(made, in_tags(task.answer))
-    assert (right.reward, right.terminated, right.metrics["solved"], right.metrics["cases_passed"]) == (
+    assert (
+        right.reward,
+        right.terminated,
+        right.metrics["solved"],
+        right.metrics["cases_passed"],
+    ) == (
         1.0,
         True,
         1.0,
@@ -91,7 +101,9 @@ def test_the_solution_is_right_and_no_constant_is() -> None:
     ],
 )
 def test_a_program_that_fails_earns_nothing_and_is_told_why(program: str, said: str) -> None:
-    limits = {"timeout_s": 1.0 if "sleep" in program else 30.0}  # the others may wait for a processor
+    limits = {
+        "timeout_s": 1.0 if "sleep" in program else 30.0
+    }  # the others may wait for a processor
     [step] = answered(environment(limits=limits), in_tags(program))
     assert step.reward == 0.0 and step.terminated and said in step.observation
 
@@ -111,16 +123,27 @@ def test_answers_cannot_be_forged() -> None:
 
 def test_programs_are_tried_with_and_without_memory() -> None:
     for kept, last in ((True, "42\n"), (False, "NameError")):
-        tried = answered(environment(kept=kept), "<python>x = 42</python>", "<python>print(x)</python>", "hm")
+        tried = answered(
+            environment(kept=kept), "<python>x = 42</python>", "<python>print(x)</python>", "hm"
+        )
         assert not any(step.terminated or step.reward for step in tried)
         assert last in tried[1].observation and "<answer>" in tried[2].observation
-        assert tried[2].metrics["programs"] == 2 and tried[2].metrics["failed_programs"] == (not kept)
+        assert tried[2].metrics["programs"] == 2 and tried[2].metrics["failed_programs"] == (
+            not kept
+        )
 
 
 def test_another_try_where_they_are_given() -> None:
     made = environment(tries=2)
-    wrong, right = answered(made, in_tags("def f(xs): return 0\n"), in_tags(made.tasks("train")[0].answer))
-    assert (wrong.terminated, wrong.reward, right.terminated, right.reward) == (False, 0.0, True, 1.0)
+    wrong, right = answered(
+        made, in_tags("def f(xs): return 0\n"), in_tags(made.tasks("train")[0].answer)
+    )
+    assert (wrong.terminated, wrong.reward, right.terminated, right.reward) == (
+        False,
+        0.0,
+        True,
+        1.0,
+    )
 
 
 def test_the_same_answer_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +151,9 @@ def test_the_same_answer_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = answered(made, in_tags("def f(xs): return 0\n"))
     monkeypatch.setenv("PATH", "")  # now nothing can be started
     monkeypatch.setattr(made, "_judge", None)
-    assert [step.observation for step in answered(made, in_tags("def f(xs): return 0\n"))] == [first[0].observation]
+    assert [step.observation for step in answered(made, in_tags("def f(xs): return 0\n"))] == [
+        first[0].observation
+    ]
 
 
 def test_a_sandbox_that_fails_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,18 @@ class Shelf(Retriever):
 
     def _find(self, query: str) -> list[Passage]:
         titles = [title for title in self.passages if title.lower() in query.lower()]
-        return [Passage(title, title, f'"{title}"\n{self.passages[title]}', f"doc://{title}") for title in titles]
+        return [
+            Passage(title, title, f'"{title}"\n{self.passages[title]}', f"doc://{title}")
+            for title in titles
+        ]
 
 
 def converse(
-    environment: Environment, responses: Sequence[str], *, split: str = "train", limit: int | None = None
+    environment: Environment,
+    responses: Sequence[str],
+    *,
+    split: str = "train",
+    limit: int | None = None,
 ) -> list[Step]:
     """The Steps that the first task's episode answers the responses with. limit: of responses, which the environment is told."""
 
@@ -64,7 +71,11 @@ class ScriptedEngine(FakeEngine):
         self.sampled: list[int] = []
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> Completion:
         text = self.texts[len(self.fed)]
         self.fed.append(list(tokens))
@@ -85,7 +96,12 @@ def roll_out(
 ) -> tuple[Trajectory, ScriptedEngine]:
     """(trajectory, engine) of one scripted attempt at the first training task."""
     engine = ScriptedEngine(tokenizer, texts, options.pop("overshoot", ""))
-    limits = {"max_turns": 30, "max_total_tokens": 10**6, "max_response_tokens": 10**4, "samples_per_prompt": 1}
+    limits = {
+        "max_turns": 30,
+        "max_total_tokens": 10**6,
+        "max_response_tokens": 10**4,
+        "samples_per_prompt": 1,
+    }
     with Rollout(engine, environment, tokenizer, **{**limits, **options}) as rollout:
         (group,) = rollout.collect(environment.tasks("train")[:1])
     return group.trajectories[0], engine

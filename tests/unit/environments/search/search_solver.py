@@ -39,7 +39,10 @@ def _patterns() -> list[tuple[str, re.Pattern[str]]]:
     patterns = []
     for relation in RELATIONS.values():
         for sentence in relation.sentences:
-            for spoken in {sentence, *(_retold(sentence, pronoun) for pronoun in PRONOUNS[relation.subject])}:
+            for spoken in {
+                sentence,
+                *(_retold(sentence, pronoun) for pronoun in PRONOUNS[relation.subject]),
+            }:
                 stated = re.escape(spoken.replace("{s}", SUBJECT)).replace(r"\{o\}", NAME)
                 patterns.append((relation.name, re.compile(rf"(?:^|(?<=[.!?] )){stated}(?=$| )")))
     return patterns
@@ -54,7 +57,9 @@ def _retold(sentence: str, pronoun: str) -> str:
 
 def answers(question: str, facts: Facts) -> set[str]:
     """Every answer to the question that the facts give; one, where question and facts are unambiguous."""
-    found = {obj for subject, relation in _asked(question) for obj in _objects(subject, relation, facts)}
+    found = {
+        obj for subject, relation in _asked(question) for obj in _objects(subject, relation, facts)
+    }
     return found | set(_compared(question, facts))
 
 
@@ -78,13 +83,19 @@ def _subjects(description: str, facts: Facts) -> set[str]:
 
 
 def _objects(description: str, relation: str, facts: Facts) -> set[str]:
-    return {obj for subject in _subjects(description, facts) for obj in facts.get((subject, relation), ())}
+    return {
+        obj
+        for subject in _subjects(description, facts)
+        for obj in facts.get((subject, relation), ())
+    }
 
 
 def _compared(question: str, facts: Facts) -> Iterator[str]:
     for relation, forms in COMPARISONS.items():
         for form in forms:
-            if match := re.fullmatch(re.escape(form).replace(r"\{a\}", "(.+)").replace(r"\{b\}", "(.+)"), question):
+            if match := re.fullmatch(
+                re.escape(form).replace(r"\{a\}", "(.+)").replace(r"\{b\}", "(.+)"), question
+            ):
                 first, other = (_objects(match[number], relation, facts) for number in (1, 2))
                 if first and other:
                     yield "yes" if first == other else "no"

@@ -38,7 +38,9 @@ class Replayed(Retriever):
 
 def environment_of(shown: Demonstration, folder: Path, gold: str) -> SearchEnvironment:
     """The real environment, with the results and pages that the demonstration says."""
-    found = [DOCUMENT.findall(str(step.full)) for response, step in shown.turns if "<search>" in response]
+    found = [
+        DOCUMENT.findall(str(step.full)) for response, step in shown.turns if "<search>" in response
+    ]
     results = [[Passage(url, url, contents, url) for url, contents in search] for search in found]
     pages = {"world://0/nothing": "Nothing."}
     for response, step in shown.turns:
@@ -64,9 +66,18 @@ def test_the_environment_answers_a_demonstration_as_it_says(tmp_path: Path) -> N
     turns = set()
     for number in range(COUNT):
         shown = demonstrate(random.Random(number), pages=True)
-        steps = converse(environment_of(shown, tmp_path, last_words(shown)), [response for response, _ in shown.turns])
-        assert [step.observation for step in steps[:-1]] == [step.full for _, step in shown.turns[:-1]]
-        assert steps[-1].terminated and steps[-1].reward == 1.0 and steps[-1].metrics["invalid_actions"] == 0
+        steps = converse(
+            environment_of(shown, tmp_path, last_words(shown)),
+            [response for response, _ in shown.turns],
+        )
+        assert [step.observation for step in steps[:-1]] == [
+            step.full for _, step in shown.turns[:-1]
+        ]
+        assert (
+            steps[-1].terminated
+            and steps[-1].reward == 1.0
+            and steps[-1].metrics["invalid_actions"] == 0
+        )
         assert steps[-1].metrics["accesses"] == steps[-1].metrics["searches"]
         turns.add(len(steps))
     assert turns == {5, 9}  # one look-up, and two
@@ -86,18 +97,24 @@ def test_the_segments_are_those_of_a_rollout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind, accesses", [("guess", {0}), ("early", {0}), ("give_up", {1})])
-def test_each_kind_of_haste_is_what_its_name_says(kind: str, accesses: set[int], tmp_path: Path) -> None:
+def test_each_kind_of_haste_is_what_its_name_says(
+    kind: str, accesses: set[int], tmp_path: Path
+) -> None:
     seen = set()
     for number in range(COUNT // 2):
         shown = demonstrate(random.Random(number), Slips(**{kind: 1.0}), pages=True)
-        steps = converse(environment_of(shown, tmp_path, "x"), [response for response, _ in shown.turns])
+        steps = converse(
+            environment_of(shown, tmp_path, "x"), [response for response, _ in shown.turns]
+        )
         assert steps[-1].terminated and steps[-1].metrics["invalid_actions"] == 0
         seen.add(int(steps[-1].metrics["accesses"]))
     assert seen == accesses
 
 
 def test_hasty_demonstrations_sometimes_go_all_the_way() -> None:
-    turns = [len(demonstrate(random.Random(number), HASTY, pages=True).turns) for number in range(300)]
+    turns = [
+        len(demonstrate(random.Random(number), HASTY, pages=True).turns) for number in range(300)
+    ]
     assert 0.1 < sum(count in (5, 9) for count in turns) / len(turns) < 0.75
 
 
@@ -112,17 +129,34 @@ def test_in_a_world_of_excerpts_only_pages_have_all_facts(tmp_path: Path) -> Non
 
 
 def test_a_managed_service_has_the_pages_of_the_world(tmp_path: Path) -> None:
-    world = {"directory": str(tmp_path), "train_questions": 20, "val_questions": 10, "size": 0.1, "excerpts": True}
+    world = {
+        "directory": str(tmp_path),
+        "train_questions": 20,
+        "val_questions": 10,
+        "size": 0.1,
+        "excerpts": True,
+    }
     environment = SearchEnvironment(
-        world=world, retriever="bm25", managed=True, protocol="asearcher", tools=["search", "access"]
+        world=world,
+        retriever="bm25",
+        managed=True,
+        protocol="asearcher",
+        tools=["search", "access"],
     )
     try:
         url, page = next(iter(read_pages(ensure_world(**world)["pages"]).items()))
 
         async def opened() -> str:
             episode = await environment.reset(environment.tasks("train")[0])
-            return str((await environment.step(episode, f"<think>x</think><access> {url}</access>")).observation)
+            return str(
+                (
+                    await environment.step(episode, f"<think>x</think><access> {url}</access>")
+                ).observation
+            )
 
-        assert asyncio.run(opened()) == f"\n\n<information>\n>>>> Page 1 >>>>\n\n{page}\n</information>\n<think>\n"
+        assert (
+            asyncio.run(opened())
+            == f"\n\n<information>\n>>>> Page 1 >>>>\n\n{page}\n</information>\n<think>\n"
+        )
     finally:
         environment.shutdown()

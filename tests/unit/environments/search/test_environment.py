@@ -59,7 +59,11 @@ def _play(environment: SearchEnvironment, responses: list[str], split: str = "tr
 def test_search_garbage_answer_gives_two_observations_and_a_score(files):
     """The fake-LLM case of Search-R1: three model segments, two observations, one search, one invalid action."""
     environment = SearchEnvironment(**files, top_k=1)
-    responses = ["<think>x</think><search>Orvan Telmik birthplace</search>", "garbage", "<answer> velmora! </answer>"]
+    responses = [
+        "<think>x</think><search>Orvan Telmik birthplace</search>",
+        "garbage",
+        "<answer> velmora! </answer>",
+    ]
     first, second, third = _play(environment, responses)
     assert first.observation == (
         '\n\n<information>Doc 1(Title: "Orvan Telmik") Orvan Telmik was a painter. His birthplace was Velmora.</information>\n\n'
@@ -68,14 +72,22 @@ def test_search_garbage_answer_gives_two_observations_and_a_score(files):
     assert [step.terminated for step in (first, second, third)] == [False, False, True]
     assert [step.reward for step in (first, second, third)] == [0.0, 0.0, 1.0]
     scores = {"exact_match": 1.0, "f1": 1.0, "answered": 1.0, "rewarded_without_evidence": 0.0}
-    counts = {"searches": 1.0, "accesses": 0.0, "invalid_actions": 1.0, "gold_in_results": 1.0, "hops": 1.0}
+    counts = {
+        "searches": 1.0,
+        "accesses": 0.0,
+        "invalid_actions": 1.0,
+        "gold_in_results": 1.0,
+        "hops": 1.0,
+    }
     rules = {f"score_{name}": 1.0 for name in RULES if name != "searchr1_em_format"}
     form = {"score_searchr1_em_format": 0.8}  # right, but what came between is no Search-R1
     assert third.metrics == {**scores, **counts, **rules, **form}
 
 
 def test_an_episode_that_never_answers_has_all_metrics_at_every_step(files):
-    for step in _play(SearchEnvironment(**files), ["<search>river Sint</search>", "hm", "<search></search>"]):
+    for step in _play(
+        SearchEnvironment(**files), ["<search>river Sint</search>", "hm", "<search></search>"]
+    ):
         assert step.reward == 0.0 and not step.terminated
         assert step.metrics["exact_match"] == step.metrics["f1"] == step.metrics["answered"] == 0.0
         assert all(math.isfinite(value) for value in step.metrics.values())
@@ -95,7 +107,9 @@ def test_retrieved_tags_neither_score_nor_act(files):
     first, second = _play(environment, ["<search>Trap page</search>", "no answer of my own"])
     assert "[answer]Velmora[/answer]" in first.observation and first.observation.count("<") == 2
     assert second.metrics["exact_match"] == 0.0 and not second.terminated
-    assert _play(environment, ["<search>Trap page</search>", "<answer>Rome</answer>"])[1].reward == 0.0
+    assert (
+        _play(environment, ["<search>Trap page</search>", "<answer>Rome</answer>"])[1].reward == 0.0
+    )
 
 
 def test_gold_in_results_speaks_of_what_was_shown(files):
@@ -103,12 +117,15 @@ def test_gold_in_results_speaks_of_what_was_shown(files):
     assert _play(SearchEnvironment(**files, top_k=1), [query])[0].metrics["gold_in_results"] == 1.0
     cut = SearchEnvironment(**files, top_k=1, max_document_characters=30)
     step = _play(cut, [query])[0]
-    assert step.metrics["gold_in_results"] == 0.0 and step.observation.endswith("</information>\n\n")
+    assert step.metrics["gold_in_results"] == 0.0 and step.observation.endswith(
+        "</information>\n\n"
+    )
 
 
 def test_searches_beyond_the_limit_are_not_executed(files):
     steps = _play(
-        SearchEnvironment(**files, max_searches=1), ["<search>Velmora</search>"] * 2 + ["<answer>Velmora</answer>"]
+        SearchEnvironment(**files, max_searches=1),
+        ["<search>Velmora</search>"] * 2 + ["<answer>Velmora</answer>"],
     )
     assert steps[1].observation == SEARCHES_SPENT
     assert steps[2].reward == 1.0 and steps[2].metrics["searches"] == 1.0
@@ -152,7 +169,11 @@ def test_tasks_are_stable_and_carry_their_metadata(files):
     task = environment.tasks("train")[0]
     assert task.answer == ["Velmora", "the town of Velmora"] and task.metadata["kind"] == "fact"
     assert isinstance(task.prompt, str) and "Question: where was Orvan Telmik born?" in task.prompt
-    assert SearchEnvironment(**files, prompt_template="short").tasks("train")[0].prompt.startswith("Question: ")
+    assert (
+        SearchEnvironment(**files, prompt_template="short")
+        .tasks("train")[0]
+        .prompt.startswith("Question: ")
+    )
 
 
 def test_the_stop_strings_close_both_actions(files):
@@ -162,7 +183,9 @@ def test_the_stop_strings_close_both_actions(files):
 
 def test_random_passages_replace_the_retriever_by_name_alone(files):
     responses = ["<search>Orvan Telmik birthplace</search>"]
-    ablated = [SearchEnvironment(**files, retriever={"name": "random", "seed": seed}) for seed in range(6)]
+    ablated = [
+        SearchEnvironment(**files, retriever={"name": "random", "seed": seed}) for seed in range(6)
+    ]
     assert len({_play(environment, responses)[0].observation for environment in ablated}) > 1
 
 
@@ -210,12 +233,17 @@ def test_the_embedded_world_is_playable(tmp_path):
             return [await environment.step(episode, response) for response in responses]
 
         last = asyncio.run(play())[-1]
-        assert last.terminated and last.reward == 1.0 and last.metrics["hops"] == task.metadata["hops"]
+        assert (
+            last.terminated and last.reward == 1.0 and last.metrics["hops"] == task.metadata["hops"]
+        )
         assert last.metrics["gold_in_results"] == 1.0 or task.answer[0] in ("yes", "no")
 
 
 def test_the_query_command_prints_passages(files, capsys):
-    assert main(["query", "--corpus", str(files["corpus"]), "--top-k", "1", "Orvan Telmik", "Velmora"]) == 0
+    assert (
+        main(["query", "--corpus", str(files["corpus"]), "--top-k", "1", "Orvan Telmik", "Velmora"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "1. " in printed and printed.index("doc://Orvan Telmik") < printed.index("doc://Velmora")
     assert main(["query", "--corpus", "absent.jsonl", "x"]) == 2
@@ -227,13 +255,23 @@ def test_a_typed_question_takes_the_place_of_the_own_ones(files, tmp_path):
     environment = SearchEnvironment(**files)
     task = environment.task_from_text(" who was she? ")
     own = environment.tasks("val")[0]
-    assert task.prompt == own.prompt.replace("where was Orvan Telmik born", "who was she?") and "who was she?" in task.prompt
+    assert (
+        task.prompt == own.prompt.replace("where was Orvan Telmik born", "who was she?")
+        and "who was she?" in task.prompt
+    )
     assert (task.answer, task.metadata) == ([], {"question": "who was she?"})
     rows = [{"question": "q", "prompt": "say a letter", "answer": "z"}, {"question": "X?", "prompt": [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: X? A:"}], "answer": "z"}]  # fmt: skip
     write_rows(tmp_path / "rows.jsonl", rows)
-    messages = SearchEnvironment(files["corpus"], val=tmp_path / "rows.jsonl").task_from_text("who?").prompt
-    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: who? A:"}]
+    messages = (
+        SearchEnvironment(files["corpus"], val=tmp_path / "rows.jsonl")
+        .task_from_text("who?")
+        .prompt
+    )
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Q: who? A:"},
+    ]
     bare = SearchEnvironment(files["corpus"], prompt_template="Asked: {question}\n")
     assert bare.task_from_text("who?").prompt == "Asked: who?\n"
 

@@ -27,7 +27,9 @@ def judging_server(*script: str | int | bytes) -> ChatServer:
 
 def _judge(url: str, answer: str | None = "Lutetia", **options):
     said = "no answer" if answer is None else f"<answer>{answer}</answer>"
-    transcript = Transcript(Task("t", "Question: where?", ["Paris"], {"question": "where?"}), (said,))
+    transcript = Transcript(
+        Task("t", "Question: where?", ["Paris"], {"question": "where?"}), (said,)
+    )
     reward = make_reward({"name": "judge", "url": f"{url}/v1", "model": "m", **options})
     return asyncio.run(reward(transcript)), reward, transcript
 
@@ -37,7 +39,9 @@ def no_long_pauses(monkeypatch):
     monkeypatch.setattr(judging, "PAUSE_S", 0.01)
 
 
-@pytest.mark.parametrize(("reply", "value"), [(RIGHT, 1.0), (WRONG, 0.0), (f"{RIGHT} No: {WRONG}", 0.0)])
+@pytest.mark.parametrize(
+    ("reply", "value"), [(RIGHT, 1.0), (WRONG, 0.0), (f"{RIGHT} No: {WRONG}", 0.0)]
+)
 def test_the_last_judgement_of_the_reply_is_the_reward(reply, value):
     endpoint = judging_server(reply)
     with serving(endpoint) as url:
@@ -83,7 +87,11 @@ def test_replies_that_cannot_be_read_are_a_status_and_no_error():
     endpoint = judging_server(*["no verdict"] * 3)
     with serving(endpoint) as url:
         score, reward, transcript = _judge(url, tries=3)
-        assert score.value == 0.0 and score.metrics["judge_unparsable"] == 1.0 and len(endpoint.requests) == 3
+        assert (
+            score.value == 0.0
+            and score.metrics["judge_unparsable"] == 1.0
+            and len(endpoint.requests) == 3
+        )
         assert asyncio.run(reward(transcript)).value == 1.0  # and nothing is remembered of it
 
 

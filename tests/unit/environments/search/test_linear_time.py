@@ -61,7 +61,10 @@ READERS: dict[str, Callable[[str], object]] = {
     "read_verdict": _verdict,
     "split_sentences": split_sentences,
     "front_matter": _FRONT_MATTER.match,
-    **{name: lambda text, name=name: _read(name, text) for name in ("searchr1", "rlinf", "asearcher", "skyrl", "native")},
+    **{
+        name: lambda text, name=name: _read(name, text)
+        for name in ("searchr1", "rlinf", "asearcher", "skyrl", "native")
+    },
 }
 
 
@@ -80,7 +83,9 @@ def _seconds(reader: Callable[[str], object], text: str) -> float:
 def test_twice_the_text_takes_twice_the_time(reader: str) -> None:
     for name, make in TEXTS.items():
         once, twice = (_seconds(READERS[reader], make(size)) for size in (SIZE, 2 * SIZE))
-        assert twice < max(0.03, 3.2 * once), f"{reader} of {name}: {once:.3f} s, then {twice:.3f} s"
+        assert twice < max(0.03, 3.2 * once), (
+            f"{reader} of {name}: {once:.3f} s, then {twice:.3f} s"
+        )
 
 
 @pytest.mark.parametrize(

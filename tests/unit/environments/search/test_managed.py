@@ -27,13 +27,18 @@ from tests.waiting import until
 
 def start_server(*arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    )
 
 
 def test_a_port_in_use_is_one_clear_error_that_names_who_has_it():
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} is in use by process {os.getpid()} \(.*0 picks a free one"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"127.0.0.1:{port} is in use by process {os.getpid()} \(.*0 picks a free one",
+        ):
             bind("127.0.0.1", port)
 
 
@@ -46,11 +51,22 @@ def test_an_address_that_cannot_be_bound_is_a_clear_error(host, port):
 def test_the_discovery_file_is_there_while_it_answers_and_a_signal_ends_it_in_time(tmp_path):
     addresses = tmp_path / "addresses"
     corpus = str(write_corpus(tmp_path))
-    process = start_server("--corpus", corpus, "--retriever", "bm25", "--port", "0", "--save-address-to", str(addresses))
+    process = start_server(
+        "--corpus",
+        corpus,
+        "--retriever",
+        "bm25",
+        "--port",
+        "0",
+        "--save-address-to",
+        str(addresses),
+    )
     try:
         file = until(lambda: next(addresses.glob("Host*_IP*.txt"), None))
         url = f"http://{file.read_text()}"
-        assert httpx.get(f"{url}/ready").status_code == 200 and file.read_text().startswith("127.0.0.1:")
+        assert httpx.get(f"{url}/ready").status_code == 200 and file.read_text().startswith(
+            "127.0.0.1:"
+        )
         process.send_signal(signal.SIGHUP)
         until(lambda: 'reloads_total{outcome="done"} 1.0' in httpx.get(f"{url}/metrics").text)
         start = time.monotonic()
@@ -65,7 +81,10 @@ def test_the_discovery_file_is_there_while_it_answers_and_a_signal_ends_it_in_ti
 
 
 def questions(folder: Path) -> Path:
-    rows = [{"question": f"Where is number{row}?", "answer": "harbour", "id": str(row)} for row in range(5)]
+    rows = [
+        {"question": f"Where is number{row}?", "answer": "harbour", "id": str(row)}
+        for row in range(5)
+    ]
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -110,7 +129,9 @@ def test_a_service_that_is_killed_is_started_again_and_costs_no_search(tmp_path,
 
 
 def test_a_service_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
-    with pytest.raises(ConfigError, match=r"ended with code 2: ConfigError: .*Did you mean 'title_weight'"):
+    with pytest.raises(
+        ConfigError, match=r"ended with code 2: ConfigError: .*Did you mean 'title_weight'"
+    ):
         start_managed({"name": "bm25", "titel_weight": 1}, write_corpus(tmp_path), True)
     assert not [child for child in psutil.Process().children() if "serve" in child.cmdline()]
 

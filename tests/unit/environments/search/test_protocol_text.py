@@ -34,7 +34,10 @@ def _passage(title: str, text: str) -> Passage:
         ("<search>a <answer>b</answer>", Action("answer", "b")),  # the search was never closed
         ("<answer>b <search>a</search>", Action("search", "a")),
         ("<search>two\nlines</search> overshoot", Action("search", "two\nlines")),
-        ("<answer> </search> x</answer>", None),  # the text counts up to its first closing search tag
+        (
+            "<answer> </search> x</answer>",
+            None,
+        ),  # the text counts up to its first closing search tag
         ("no tag at all", None),
         ("<search>open", None),
         ("closed</search>", None),
@@ -62,9 +65,14 @@ def test_a_cut_never_touches_the_tags_around_documents():
     passages = [_passage("Alpha", "x" * 100)] * 2
     for limit in range(1, 40):
         observation = format_observation(passages, limit)
-        assert observation.startswith("\n\n<information>Doc 1(Title: ") and observation.endswith("</information>\n\n")
+        assert observation.startswith("\n\n<information>Doc 1(Title: ") and observation.endswith(
+            "</information>\n\n"
+        )
         assert observation.count("Doc ") == 2
-    assert format_observation(passages[:1], 8 + 5) == '\n\n<information>Doc 1(Title: "Alpha") xxxxx</information>\n\n'
+    assert (
+        format_observation(passages[:1], 8 + 5)
+        == '\n\n<information>Doc 1(Title: "Alpha") xxxxx</information>\n\n'
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,23 @@ def test_tags_in_retrieved_text_lose_their_meaning(text, neutral):
     assert neutralize_tags(text) == neutral
 
 
-_pieces = ["<", ">", "/", " ", "answer", "search", "information", "think", "|", "im_end", "[", "]", "\n", '"', "x"]
+_pieces = [
+    "<",
+    ">",
+    "/",
+    " ",
+    "answer",
+    "search",
+    "information",
+    "think",
+    "|",
+    "im_end",
+    "[",
+    "]",
+    "\n",
+    '"',
+    "x",
+]
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,7 +132,10 @@ def test_search_r1_prompts_end_in_a_question_mark_once():
 
 def test_search_r1_prompt_names_every_tag_of_the_protocol():
     for tag in ("think", "search", "information", "answer"):
-        assert f"<{tag}>" in PROMPT_TEMPLATES["searchr1"] and f"</{tag}>" in PROMPT_TEMPLATES["searchr1"]
+        assert (
+            f"<{tag}>" in PROMPT_TEMPLATES["searchr1"]
+            and f"</{tag}>" in PROMPT_TEMPLATES["searchr1"]
+        )
 
 
 def test_an_unknown_template_is_suggested():

@@ -64,9 +64,18 @@ def make(tmp_path):
     ("protocol", "observation"),
     [
         ("searchr1", f'\n\n<information>Doc 1(Title: "Alpha") {ALPHA}</information>\n\n'),
-        ("rlinf", f'\n\n<information>\n[Doc 1](doc://Alpha):\n"Alpha"\n{ALPHA}\n</information>\n<think>\n'),
-        ("asearcher", f'\n\n<information>\n[Doc 1](doc://Alpha):\n"Alpha"\n{ALPHA}\n</information>\n<think>\n'),
-        ("skyrl", f'\n<information>{{"result": "Doc 1: \\"Alpha\\"\\n{ALPHA}\\n"}}</information>\n'),
+        (
+            "rlinf",
+            f'\n\n<information>\n[Doc 1](doc://Alpha):\n"Alpha"\n{ALPHA}\n</information>\n<think>\n',
+        ),
+        (
+            "asearcher",
+            f'\n\n<information>\n[Doc 1](doc://Alpha):\n"Alpha"\n{ALPHA}\n</information>\n<think>\n',
+        ),
+        (
+            "skyrl",
+            f'\n<information>{{"result": "Doc 1: \\"Alpha\\"\\n{ALPHA}\\n"}}</information>\n',
+        ),
         ("native", f'{{"result": "Doc 1 (Title: \\"Alpha\\")\\n{ALPHA}"}}'),
     ],
 )
@@ -91,7 +100,9 @@ def test_documents_are_joined_as_in_the_originals(make):
 
 
 @pytest.mark.parametrize("protocol", ["rlinf", "asearcher"])
-def test_documents_of_the_asearcher_family_are_cut_at_5000_characters_and_the_tag_survives(make, protocol):
+def test_documents_of_the_asearcher_family_are_cut_at_5000_characters_and_the_tag_survives(
+    make, protocol
+):
     observation = converse(make(protocol), ["<search>Beta</search>"])[0].observation
     assert observation.count("x") == 5000 - len('"Beta"\n')
     assert observation.endswith("x\n</information>\n<think>\n")
@@ -123,7 +134,11 @@ def test_no_document_can_speak_in_any_protocol(make, protocol):
     text = step.observation[0]["content"] if protocol == "native" else step.observation
     opening, closing = PROTOCOLS[protocol].frame
     inside = text.removesuffix(closing) if closing else text
-    assert not [tag for tag in ("</", "<answer", "<access", "<tool", "<|", "<think") if tag in inside[len(opening) :]]
+    assert not [
+        tag
+        for tag in ("</", "<answer", "<access", "<tool", "<|", "<think")
+        if tag in inside[len(opening) :]
+    ]
 
 
 # ---------------------------------------------------------------- turns
@@ -139,7 +154,9 @@ def test_no_document_can_speak_in_any_protocol(make, protocol):
         ("native", 2, 2, 1),
     ],
 )
-def test_max_turns_means_what_the_original_means(make, protocol, max_turns, responses, searches, tokenizer, tmp_path):
+def test_max_turns_means_what_the_original_means(
+    make, protocol, max_turns, responses, searches, tokenizer, tmp_path
+):
     """Responses and searches that were sent, of a policy that never answers."""
     shelf = Shelf(Alpha=ALPHA)
     environment = make(protocol, retriever=shelf, max_turns=max_turns)
@@ -159,7 +176,10 @@ def test_a_search_whose_result_nobody_would_read_is_not_sent(make, tokenizer):
     full = Shelf(Alpha=ALPHA)
     prompt = len(tokenizer.encode(make("searchr1").tasks("train")[0].prompt))
     trajectory, _ = roll_out(
-        make("searchr1", retriever=full), tokenizer, [ASKS], max_total_tokens=prompt + len(tokenizer.encode(ASKS))
+        make("searchr1", retriever=full),
+        tokenizer,
+        [ASKS],
+        max_total_tokens=prompt + len(tokenizer.encode(ASKS)),
     )
     assert full.asked == [] and trajectory.stop is StopReason.MAX_TOKENS
 
@@ -171,7 +191,9 @@ def test_rlinf_ends_without_a_search_and_scores_what_was_said(make):
     assert step.terminated and step.reward == 1.0
     (step,) = converse(environment, ["Paris, I think."])
     assert step.terminated and step.reward == 0.0 and step.metrics["answered"] == 0.0
-    first, last = converse(environment, ["<answer>Paris</answer><search>Alpha</search>", ASKS], limit=2)
+    first, last = converse(
+        environment, ["<answer>Paris</answer><search>Alpha</search>", ASKS], limit=2
+    )
     assert not first.terminated and first.reward == 0.0
     assert (
         not last.terminated and last.reward == 1.0 and last.metrics["searches"] == 1.0
@@ -181,22 +203,35 @@ def test_rlinf_ends_without_a_search_and_scores_what_was_said(make):
 def test_skyrl_shows_an_empty_block_to_a_response_without_an_action(make):
     environment = make("skyrl")
     empty, done = converse(environment, ["hm", "<answer>Paris</answer>"])
-    assert empty.observation == "\n<information></information>\n" and done.terminated and done.reward == 1.0
+    assert (
+        empty.observation == "\n<information></information>\n"
+        and done.terminated
+        and done.reward == 1.0
+    )
 
 
 def test_asearcher_goes_on_after_a_stray_tag_and_ends_with_its_turn(make):
     steps = converse(make("asearcher"), ["</search>", "thinking", "more"])
-    assert steps[0].observation == "" and not steps[0].terminated and steps[0].metrics["invalid_actions"] == 1.0
+    assert (
+        steps[0].observation == ""
+        and not steps[0].terminated
+        and steps[0].metrics["invalid_actions"] == 1.0
+    )
     assert steps[1].terminated and steps[1].reward == 0.0
 
 
 def test_searches_of_one_response_count_one_by_one_in_native(make):
-    two = '<tool_call>{"name": "search", "arguments": {"query_list": ["Alpha", "Beta"]}}</tool_call>'
+    two = (
+        '<tool_call>{"name": "search", "arguments": {"query_list": ["Alpha", "Beta"]}}</tool_call>'
+    )
     environment = make("native", max_searches=3, max_document_characters=20)
     first, second = converse(environment, [two, two])
     text = json.loads(first.observation[0]["content"])["result"]
     assert text == 'Doc 1 (Title: "Alpha")\nThe tower is\n---\nDoc 1 (Title: "Beta")\nxxxxxxxxxxxxx'
-    assert "No searches are left" in second.observation[0]["content"] and second.metrics["searches"] == 2.0
+    assert (
+        "No searches are left" in second.observation[0]["content"]
+        and second.metrics["searches"] == 2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,17 +239,29 @@ def test_searches_of_one_response_count_one_by_one_in_native(make):
     [
         ("<tool_call>{not json}</tool_call>", "one JSON object"),
         ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "the tools are search"),
-        ('<tool_call>{"name": "search", "arguments": {"query_list": []}}</tool_call>', "'query_list'"),
-        ('<tool_call>{"name": "access", "arguments": {"url": "http://p"}}</tool_call>', "the tools are search"),
+        (
+            '<tool_call>{"name": "search", "arguments": {"query_list": []}}</tool_call>',
+            "'query_list'",
+        ),
+        (
+            '<tool_call>{"name": "access", "arguments": {"url": "http://p"}}</tool_call>',
+            "the tools are search",
+        ),
     ],
 )
 def test_a_wrong_tool_call_is_answered_and_counted(make, response, problem):
     (step,) = converse(make("native"), [response])
-    assert problem in step.observation[0]["content"] and step.metrics["invalid_actions"] == 1.0 and not step.terminated
+    assert (
+        problem in step.observation[0]["content"]
+        and step.metrics["invalid_actions"] == 1.0
+        and not step.terminated
+    )
 
 
 def test_a_wrong_call_beside_a_good_one_is_answered_too(make):
-    (step,) = converse(make("native"), [CALL + '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'])
+    (step,) = converse(
+        make("native"), [CALL + '<tool_call>{"name": "fly", "arguments": {}}</tool_call>']
+    )
     found, wrong = (message["content"] for message in step.observation)
     assert ALPHA in found and "the tools are search" in wrong
     assert (step.metrics["searches"], step.metrics["invalid_actions"]) == (1.0, 1.0)
@@ -235,8 +282,14 @@ def test_prompts_name_the_tools_that_are_enabled(make):
     assert "<search>" in only and "<access>" not in only and "<access>" in both
     assert only.endswith("Assistant:\n<think>\n") and "where is the tower" in only
     assert make("asearcher").stop == ("</search>", "</answer>")
-    assert make("asearcher", tools=["access", "search"]).stop == ("</search>", "</access>", "</answer>")
-    assert [tool["function"]["name"] for tool in make("native", tools=["search", "access"]).tools] == [
+    assert make("asearcher", tools=["access", "search"]).stop == (
+        "</search>",
+        "</access>",
+        "</answer>",
+    )
+    assert [
+        tool["function"]["name"] for tool in make("native", tools=["search", "access"]).tools
+    ] == [
         "search",
         "access",
     ]
@@ -244,8 +297,13 @@ def test_prompts_name_the_tools_that_are_enabled(make):
 
 def test_the_validity_sentence_is_drawn_per_task_and_never_in_validation(tmp_path):
     rows = [{**ROW, "question": f"q{number}"} for number in range(400)]
-    files = {"train": write_rows(tmp_path / "t.jsonl", rows), "val": write_rows(tmp_path / "v.jsonl", rows)}
-    environment = SearchEnvironment(**files, retriever=Shelf(), protocol="asearcher", valid_inst_ratio=0.3)
+    files = {
+        "train": write_rows(tmp_path / "t.jsonl", rows),
+        "val": write_rows(tmp_path / "v.jsonl", rows),
+    }
+    environment = SearchEnvironment(
+        **files, retriever=Shelf(), protocol="asearcher", valid_inst_ratio=0.3
+    )
     prompts = [task.prompt for task in environment.tasks("train")]
     asked = sum(IS_VALID in prompt for prompt in prompts)
     assert all((IS_VALID in prompt) != (MAY_BE_INVALID in prompt) for prompt in prompts)
@@ -276,7 +334,10 @@ def test_native_tools_go_through_the_chat_template(make, tokenizer, tmp_path):
     ("options", "message"),
     [
         ({"protocol": "asearcer"}, "Did you mean 'asearcher'"),
-        ({"protocol": "searchr1", "tools": ["search", "access"]}, "Protocols with it: asearcher, native"),
+        (
+            {"protocol": "searchr1", "tools": ["search", "access"]},
+            "Protocols with it: asearcher, native",
+        ),
         ({"protocol": "asearcher", "tools": ["serch"]}, "Did you mean 'search'"),
         ({"protocol": "asearcher", "tools": ["access"]}, "search among them"),
     ],
@@ -294,19 +355,28 @@ def test_a_cut_observation_keeps_its_closing_tag(make, tokenizer, protocol):
     environment = make(protocol, max_turns=3)
     observation = converse(environment, ["<search>Beta</search>"])[0].observation
     trajectory, engine = roll_out(
-        environment, tokenizer, ["<search>Beta</search>", "</think>", "<answer>x</answer>"], max_observation_tokens=60
+        environment,
+        tokenizer,
+        ["<search>Beta</search>", "</think>", "<answer>x</answer>"],
+        max_observation_tokens=60,
     )
-    shown = engine.fed[1][len(engine.fed[0]) + trajectory.turns[0].stop - trajectory.turns[0].start :]
+    shown = engine.fed[1][
+        len(engine.fed[0]) + trajectory.turns[0].stop - trajectory.turns[0].start :
+    ]
     text = tokenizer.decode(shown)
     assert len(shown) <= 60 and trajectory.metrics["observations_cut"] >= 1.0
-    assert text.endswith(environment.frame[1]) and observation.startswith(text.removesuffix(environment.frame[1]))
+    assert text.endswith(environment.frame[1]) and observation.startswith(
+        text.removesuffix(environment.frame[1])
+    )
 
 
 def test_a_budget_below_the_frame_of_a_document_is_a_config_error(make, tokenizer):
     for protocol in ("searchr1", "rlinf", "asearcher", "skyrl"):
         environment = make(protocol)
         needed = sum(len(tokenizer.encode(part)) for part in environment.frame)
-        with pytest.raises(ConfigError, match=rf"rollout\.max_observation_tokens: {needed} .* takes {needed}"):
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.max_observation_tokens: {needed} .* takes {needed}"
+        ):
             roll_out(environment, tokenizer, [], max_observation_tokens=needed)
 
 

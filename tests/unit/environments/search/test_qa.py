@@ -15,9 +15,18 @@ from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
-from rlflow_environments.search.own_documents.documents import Document, cut_passages, read_documents, split_sentences
+from rlflow_environments.search.own_documents.documents import (
+    Document,
+    cut_passages,
+    read_documents,
+    split_sentences,
+)
 from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
-from rlflow_environments.search.own_documents.making import QuestionReport, QuestionRequest, make_questions
+from rlflow_environments.search.own_documents.making import (
+    QuestionReport,
+    QuestionRequest,
+    make_questions,
+)
 from rlflow_environments.search.own_documents.screening import (
     mixed,
     retrievable,
@@ -34,11 +43,15 @@ GENERATOR = random.Random
 
 
 def world_documents(size: float = 0.1, seed: int = 5) -> list[Document]:
-    world = make_world(seed, train_questions=1, val_questions=1, val_share=0.35, prompt_template="short", size=size)
+    world = make_world(
+        seed, train_questions=1, val_questions=1, val_share=0.35, prompt_template="short", size=size
+    )
     return [Document(f"{p.id}.txt", p.title, (p.body,), f"doc://{p.id}") for p in world["corpus"]]
 
 
-def candidate(question: str, answer: str, *hops: Hop, names: tuple[str, ...] = (), kind: str = "k") -> Candidate:
+def candidate(
+    question: str, answer: str, *hops: Hop, names: tuple[str, ...] = (), kind: str = "k"
+) -> Candidate:
     return Candidate(question, answer, kind, hops or (Hop(question, answer, 0),), frozenset(names))
 
 
@@ -51,7 +64,9 @@ def passage(row: int, title: str, text: str) -> Passage:
 
 def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     (tmp_path / "deep").mkdir()
-    (tmp_path / "a.txt").write_text("Ann Lee\n\nAnn Lee was born\nin Paris.\n\n  She wrote books. \n")
+    (tmp_path / "a.txt").write_text(
+        "Ann Lee\n\nAnn Lee was born\nin Paris.\n\n  She wrote books. \n"
+    )
     (tmp_path / "deep" / "b.md").write_text(
         "---\nauthor: x\n---\n# Ann *Lee*\n\nAnn [Lee](http://x) was **born**\nin Paris.\n\n"
         "```\ncode = 1\n```\n\nShe wrote books.\n"
@@ -69,17 +84,33 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     (tmp_path / ".hidden.txt").write_text("not read")
     (tmp_path / "only_a_title.md").write_text("# Ann Lee\n")
     documents, others = read_documents(tmp_path)
-    assert [document.name for document in documents] == ["a.txt", "c.html", "d.jsonl#1", "d.jsonl#3", "d.jsonl#5", "deep/b.md"]
+    assert [document.name for document in documents] == [
+        "a.txt",
+        "c.html",
+        "d.jsonl#1",
+        "d.jsonl#3",
+        "d.jsonl#5",
+        "deep/b.md",
+    ]
     for document in documents:
-        assert (document.title, document.paragraphs) == ("Ann Lee", ("Ann Lee was born in Paris.", "She wrote books."))
+        assert (document.title, document.paragraphs) == (
+            "Ann Lee",
+            ("Ann Lee was born in Paris.", "She wrote books."),
+        )
     assert documents[0].url == "doc://a.txt" and documents[2].url == "http://ann"
     assert others == {".png": 1, "empty": 1}
 
 
 def test_front_matter_goes_and_a_section_between_rules_stays(tmp_path):
-    for name, text in (("a.md", "---\ntitle: x\n---\nText.\n"), ("b.md", "---\nFirst part.\n\n---\n\nText.\n")):
+    for name, text in (
+        ("a.md", "---\ntitle: x\n---\nText.\n"),
+        ("b.md", "---\nFirst part.\n\n---\n\nText.\n"),
+    ):
         (tmp_path / name).write_text(text)
-    assert [one.paragraphs for one in read_documents(tmp_path)[0]] == [("Text.",), ("First part.", "Text.")]
+    assert [one.paragraphs for one in read_documents(tmp_path)[0]] == [
+        ("Text.",),
+        ("First part.", "Text."),
+    ]
 
 
 def test_an_html_page_may_declare_its_encoding(tmp_path):
@@ -90,7 +121,9 @@ def test_an_html_page_may_declare_its_encoding(tmp_path):
 
 
 def test_a_document_without_a_heading_is_named_by_its_file(tmp_path):
-    (tmp_path / "my_first-notes.txt").write_text("This is a sentence that ends with a full stop.\n\nMore.")
+    (tmp_path / "my_first-notes.txt").write_text(
+        "This is a sentence that ends with a full stop.\n\nMore."
+    )
     (document,), _ = read_documents(tmp_path / "my_first-notes.txt")
     assert document.title == "my first notes" and len(document.paragraphs) == 2
 
@@ -100,7 +133,10 @@ def test_documents_that_cannot_be_read_are_counted_and_skipped_only_when_allowed
     (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
     (tmp_path / "odd.html").write_text("<p>Text.</p><![foo]]><p>More.</p>")
     (tmp_path / "rows.jsonl").write_text('{"title": "x"}\n{"title": "T", "text": "fine"}\n')
-    with pytest.raises(DataError, match=r"3 of 5 rows .* bad: latin\.txt: not UTF-8.*odd\.html: no HTML.*rows\.jsonl#1"):
+    with pytest.raises(
+        DataError,
+        match=r"3 of 5 rows .* bad: latin\.txt: not UTF-8.*odd\.html: no HTML.*rows\.jsonl#1",
+    ):
         read_documents(tmp_path)
     documents, _ = read_documents(tmp_path, skip_bad=True)
     assert [document.name for document in documents] == ["good.txt", "rows.jsonl#2"]
@@ -117,8 +153,12 @@ def test_passages_keep_every_sentence_whole_and_none_twice():
     passages, owners = cut_passages([document, document], max_characters=300)
     assert all(len(passage.body) <= 300 for passage in passages)
     first = [passage for passage, owner in zip(passages, owners, strict=True) if owner == 0]
-    assert [s for passage in first for line in passage.body.split("\n") for s in split_sentences(line)] == sentences
-    assert len({passage.id for passage in passages}) == len(passages) and {passage.url for passage in passages} == {"u"}
+    assert [
+        s for passage in first for line in passage.body.split("\n") for s in split_sentences(line)
+    ] == sentences
+    assert len({passage.id for passage in passages}) == len(passages) and {
+        passage.url for passage in passages
+    } == {"u"}
     (cut,), _ = cut_passages([Document("d", "T", ("x" * 250,), "u")], 300)
     assert cut.body == "x" * 250
 
@@ -129,19 +169,29 @@ def test_passages_keep_every_sentence_whole_and_none_twice():
         ("Ada Byron was born in London.", "birthplace", "Ada Byron", "London"),
         ("She was born in London, England.", "birthplace", "Ada Lovelace", "London"),
         ("The capital of New Zealand is Wellington.", "capital", "New Zealand", "Wellington"),
-        ("The Iron Harbour was written by Ole van der Berg.", "author", "Iron Harbour", "Ole van der Berg"),
+        (
+            "The Iron Harbour was written by Ole van der Berg.",
+            "author",
+            "Iron Harbour",
+            "Ole van der Berg",
+        ),
         ("Acme Works was founded in 1890.", "founding year", "Acme Works", "1890"),
         ("Örebro is a small town in Sweden.", "country", "Örebro", "Sweden"),
     ],
 )
 def test_relations_are_read_off_plain_sentences(sentence, relation, subject, object_):
     facts = list(facts_of(sentence, "Ada Lovelace"))
-    assert [(fact.relation, fact.subject, fact.object) for fact in facts] == [(relation, subject, object_)]
+    assert [(fact.relation, fact.subject, fact.object) for fact in facts] == [
+        (relation, subject, object_)
+    ]
 
 
 def test_a_sentence_may_state_several_facts():
     facts = facts_of("Ada Byron was born on 10 December 1815 in London.", "")
-    assert {fact.relation: fact.object for fact in facts} == {"birthplace": "London", "birth year": "1815"}
+    assert {fact.relation: fact.object for fact in facts} == {
+        "birthplace": "London",
+        "birth year": "1815",
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,10 +214,14 @@ def test_names_leave_out_the_words_that_begin_a_sentence():
 
 
 def test_a_blank_prefers_the_title_of_another_document_and_needs_a_second_name():
-    fact = blank_of("She sold the Iron Mill to Bob Ray in Leeds.", "Ann Lee", {"Bob Ray", "Ann Lee"})
+    fact = blank_of(
+        "She sold the Iron Mill to Bob Ray in Leeds.", "Ann Lee", {"Bob Ray", "Ann Lee"}
+    )
     assert fact is not None and fact.object == "Bob Ray"
     assert fact.question[0] == 'What fills the blank in "{s} sold the Iron Mill to ____ in Leeds."?'
-    assert blank_of("Barges reach it by the Iron River.", "Leeds", {"Leeds"}) is None  # "Barges" is no name
+    assert (
+        blank_of("Barges reach it by the Iron River.", "Leeds", {"Leeds"}) is None
+    )  # "Barges" is no name
     assert blank_of("The town has a famous market in summer.", "Leeds", {"Leeds"}) is None
 
 
@@ -188,7 +242,10 @@ def test_two_hops_name_the_bridge_by_its_description():
 # ------------------------------------------------------------------ screening
 
 
-PASSAGES = [passage(0, "A", "Ann Lee lives in Paris with Bob Ray."), passage(1, "B", "Bob Ray was born in Leeds.")]
+PASSAGES = [
+    passage(0, "A", "Ann Lee lives in Paris with Bob Ray."),
+    passage(1, "B", "Bob Ray was born in Leeds."),
+]
 
 
 @pytest.mark.parametrize(
@@ -197,9 +254,14 @@ PASSAGES = [passage(0, "A", "Ann Lee lives in Paris with Bob Ray."), passage(1, 
         (candidate("Is Paris the home of Ann Lee?", "paris"), "answer_in_question"),
         (candidate("Who?", "The"), "empty_answer"),
         (candidate("Where is she?", "Rome"), "not_in_documents"),
-        (candidate("Who is near?", "Paris", Hop("a", "Bob Ray", 0), Hop("b", "Paris", 0)), "one_hop_suffices"),
         (
-            candidate("Where was Bob Ray born?", "Leeds", Hop("a", "Bob Ray", 0), Hop("b", "Leeds", 1)),
+            candidate("Who is near?", "Paris", Hop("a", "Bob Ray", 0), Hop("b", "Paris", 0)),
+            "one_hop_suffices",
+        ),
+        (
+            candidate(
+                "Where was Bob Ray born?", "Leeds", Hop("a", "Bob Ray", 0), Hop("b", "Leeds", 1)
+            ),
             "one_hop_suffices",
         ),
     ],
@@ -223,16 +285,24 @@ def test_a_question_whose_answer_retrieval_does_not_bring_is_dropped():
     found = candidate("q", "Leeds", Hop("Bob Ray born", "Leeds", 1))
     lost = candidate("q", "Paris", Hop("Bob Ray born", "Leeds", 1), Hop("Zebra", "Paris", 0))
     dropped: Counter[str] = Counter()
-    assert retrievable([found, lost], retriever, 1, dropped) == [found] and dropped == {"not_retrieved": 1}
+    assert retrievable([found, lost], retriever, 1, dropped) == [found] and dropped == {
+        "not_retrieved": 1
+    }
 
 
 # ------------------------------------------------------------------ split and leaks
 
 
 def test_a_leak_costs_the_training_question_or_where_it_is_common_the_validation_question():
-    train = [candidate(f"Where is T{i}?", "France" if i < 50 else f"City{i}", names=(f"t{i}",)) for i in range(100)]
+    train = [
+        candidate(f"Where is T{i}?", "France" if i < 50 else f"City{i}", names=(f"t{i}",))
+        for i in range(100)
+    ]
     train.append(candidate("Who met Ann Lee?", "Nobody", names=("ann lee",)))
-    val = [candidate("Where is V?", "France", names=("v",)), candidate("Where is W?", "Ann Lee", names=("w",))]
+    val = [
+        candidate("Where is V?", "France", names=("v",)),
+        candidate("Where is W?", "Ann Lee", names=("w",)),
+    ]
     dropped: Counter[str] = Counter()
     kept, chosen = separate(train, val, 10, dropped)
     assert chosen == val[1:] and kept == train[:100]
@@ -243,14 +313,20 @@ def test_new_documents_move_no_old_one_across_the_split():
     documents = world_documents()
     before = {documents[i].name for i in validation_documents(documents[:100], 0.3, 1)}
     after = {documents[i].name for i in validation_documents(documents, 0.3, 1)}
-    assert before == after & {document.name for document in documents[:100]} and 10 < len(before) < 50
+    assert (
+        before == after & {document.name for document in documents[:100]} and 10 < len(before) < 50
+    )
 
 
 def test_every_beginning_has_its_share_of_two_hop_questions():
     hop = Hop("q", "a", 0)
-    candidates = [candidate(f"{i}", "a", *[hop] * (1 + i % 2), kind=f"k{i % 7}") for i in range(2000)]
+    candidates = [
+        candidate(f"{i}", "a", *[hop] * (1 + i % 2), kind=f"k{i % 7}") for i in range(2000)
+    ]
     ordered = mixed(candidates, 0.3, GENERATOR(0))
-    assert sorted(asked.question for asked in ordered) == sorted(asked.question for asked in candidates)
+    assert sorted(asked.question for asked in ordered) == sorted(
+        asked.question for asked in candidates
+    )
     assert 0.2 < sum(len(asked.hops) == 2 for asked in ordered[:300]) / 300 < 0.4
 
 
@@ -262,7 +338,10 @@ def made(tmp_path_factory) -> Path:
 
 
 def rows_of(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_no_name_or_answer_of_validation_occurs_in_training(made):
@@ -272,7 +351,9 @@ def test_no_name_or_answer_of_validation_occurs_in_training(made):
     for row in val:
         for name in [*row["solutions"], *row["entities"]]:
             assert not contains_gold(told, [name]), (name, row["question"])
-    assert not {d for row in train for d in row["documents"]} & {d for row in val for d in row["documents"]}
+    assert not {d for row in train for d in row["documents"]} & {
+        d for row in val for d in row["documents"]
+    }
 
 
 def test_every_question_is_answered_by_its_evidence_and_does_not_give_its_answer_away(made):
@@ -289,7 +370,9 @@ def test_every_question_is_answered_by_its_evidence_and_does_not_give_its_answer
 def test_the_files_are_those_of_the_field(made):
     tasks = read_tasks(made / "val.jsonl", "val", "short")
     assert tasks[0].metadata["hops"] in (1, 2) and tasks[0].prompt.startswith("Question: ")
-    assert set(read_pages(made / "pages.jsonl")) == {passage.url for passage in Corpus(made / "corpus.jsonl")}
+    assert set(read_pages(made / "pages.jsonl")) == {
+        passage.url for passage in Corpus(made / "corpus.jsonl")
+    }
     report = json.loads((made / "report.json").read_text())
     written = sum(report["train"].values()) + sum(report["val"].values())
     assert report["candidates"] == written + sum(report["dropped"].values())
@@ -298,7 +381,9 @@ def test_the_files_are_those_of_the_field(made):
 def test_equal_seeds_give_equal_files_and_others_do_not(made, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
     make_questions(world_documents(), again, QuestionRequest(train=200, val=30, val_share=0.3))
-    make_questions(world_documents(), other, QuestionRequest(train=200, val=30, val_share=0.3, seed=1))
+    make_questions(
+        world_documents(), other, QuestionRequest(train=200, val=30, val_share=0.3, seed=1)
+    )
     for name in ("corpus.jsonl", "pages.jsonl", "train.jsonl", "val.jsonl", "report.json"):
         assert (again / name).read_bytes() == (made / name).read_bytes()
     assert (other / "train.jsonl").read_bytes() != (made / "train.jsonl").read_bytes()
@@ -315,7 +400,9 @@ def test_output_among_the_documents_is_refused(tmp_path, capsys):
     assert "would be read the next time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [{"train": 0}, {"val_share": 1.0}, {"multi_hop": 1.5}, {"top_k": 0}])
+@pytest.mark.parametrize(
+    "change", [{"train": 0}, {"val_share": 1.0}, {"multi_hop": 1.5}, {"top_k": 0}]
+)
 def test_values_out_of_range_are_refused_before_anything_is_read(change, tmp_path):
     with pytest.raises(ConfigError, match="--" + next(iter(change)).replace("_", "-")):
         make_questions([], tmp_path, QuestionRequest(**change))
@@ -329,17 +416,44 @@ def test_documents_that_nobody_reads_are_told_with_what_makes_text_of_them(tmp_p
         (folder / document.name).write_text(f"{document.title}\n\n{document.text}")
     for name in ("report.PDF", "slides.pdf", "notes.docx", "photo.png"):
         (folder / name).write_bytes(b"x")
-    assert main(["qa", str(folder), str(tmp_path / "out"), "--train", "20", "--val", "10", "--val-share", "0.3"]) == 0
+    assert (
+        main(
+            [
+                "qa",
+                str(folder),
+                str(tmp_path / "out"),
+                "--train",
+                "20",
+                "--val",
+                "10",
+                "--val-share",
+                "0.3",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "NOT READ: 2 .pdf (make text of them first, for instance: pdftotext FILE.pdf)" in shown
     assert "NOT READ: 1 .docx" in shown and ".png" not in shown and "NOTE" not in shown
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["not_read"] == {".docx": 1, ".pdf": 2, ".png": 1}
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["not_read"] == {
+        ".docx": 1,
+        ".pdf": 2,
+        ".png": 1,
+    }
 
 
 def test_few_or_poor_questions_are_told_with_the_way_to_better_ones():
-    few = QuestionReport(asked=100, train=Counter(single_hop=20), val=Counter(single_hop=11), blanks=31)
-    assert "NOTE: 31 of 100 questions that were asked for, 31 of them blanks in sentences." in "\n".join(few.lines())
+    few = QuestionReport(
+        asked=100, train=Counter(single_hop=20), val=Counter(single_hop=11), blanks=31
+    )
+    assert (
+        "NOTE: 31 of 100 questions that were asked for, 31 of them blanks in sentences."
+        in "\n".join(few.lines())
+    )
     assert "--endpoint URL --model NAME" in few.lines()[-1]
     blanks = QuestionReport(asked=100, train=Counter(single_hop=90), blanks=60)
-    assert blanks.advice() and not QuestionReport(asked=100, train=Counter(single_hop=90), blanks=20).advice()
+    assert (
+        blanks.advice()
+        and not QuestionReport(asked=100, train=Counter(single_hop=90), blanks=20).advice()
+    )
     assert not dataclasses.replace(few, by_rule=False).advice(), "a model composed them already"

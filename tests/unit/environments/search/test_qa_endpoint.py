@@ -72,7 +72,13 @@ def model() -> Iterator[Model]:
                 status = 500 if len(state.seen) > state.fails_after else status
             reply = {
                 "choices": [
-                    {"message": {"content": state.answer(body["messages"][0]["content"]) if status == 200 else ""}}
+                    {
+                        "message": {
+                            "content": state.answer(body["messages"][0]["content"])
+                            if status == 200
+                            else ""
+                        }
+                    }
                 ]
             }
             data = json.dumps(reply if status == 200 else {"error": "as told"}).encode()
@@ -87,7 +93,9 @@ def model() -> Iterator[Model]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     yield state
     server.shutdown()
@@ -100,7 +108,9 @@ def single(title: str, name: str) -> str:
 
 @pytest.fixture
 def documents(tmp_path):
-    world = make_world(3, train_questions=1, val_questions=1, val_share=0.35, prompt_template="short", size=0.03)
+    world = make_world(
+        3, train_questions=1, val_questions=1, val_share=0.35, prompt_template="short", size=0.03
+    )
     folder = tmp_path / "docs"
     folder.mkdir()
     for passage in world["corpus"]:
@@ -114,7 +124,11 @@ def test_answers_come_in_the_order_of_the_prompts_and_the_key_is_sent(model):
     answers = endpoint.complete([single("Ann", name) for name in names])
     assert [json.loads(answer)[0]["answer"] for answer in answers] == names
     headers, body = model.seen[0]
-    assert headers["authorization"] == "Bearer secret" and body["model"] == "some-model" and body["temperature"] == 0.0
+    assert (
+        headers["authorization"] == "Bearer secret"
+        and body["model"] == "some-model"
+        and body["temperature"] == 0.0
+    )
 
 
 def test_only_what_may_pass_is_tried_again(model):
@@ -144,21 +158,34 @@ def test_answers_that_are_there_are_not_asked_for_again(model, tmp_path):
     model.fails_after, asked = 10**9, len(model.seen)
     answers = ChatEndpoint(model.url, "m", cache=cache).complete(prompts)
     assert len(model.seen) - asked == 12 - 5
-    assert [json.loads(answer)[0]["answer"] for answer in answers] == [f"Name{i}" for i in range(12)]
+    assert [json.loads(answer)[0]["answer"] for answer in answers] == [
+        f"Name{i}" for i in range(12)
+    ]
     asked = len(model.seen)
-    assert ChatEndpoint(model.url, "m", cache=cache).complete(prompts) == answers and len(model.seen) == asked
+    assert (
+        ChatEndpoint(model.url, "m", cache=cache).complete(prompts) == answers
+        and len(model.seen) == asked
+    )
     ChatEndpoint(model.url, "another", cache=cache).complete(prompts[:1])
     assert len(model.seen) == asked + 1
 
 
-def test_the_command_asks_screens_and_repeats_itself_without_asking(model, documents, tmp_path, monkeypatch, capsys):
+def test_the_command_asks_screens_and_repeats_itself_without_asking(
+    model, documents, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("MY_KEY", "secret")
     arguments = ["--endpoint", model.url, "--model", "m", "--api-key-variable", "MY_KEY", "--train", "20", "--val", "4",
                  "--val-share", "0.4"]  # fmt: skip
     assert main(["qa", str(documents), str(tmp_path / "one"), *arguments]) == 0
     report = json.loads((tmp_path / "one" / "report.json").read_text())
-    assert report["dropped"]["not_in_documents"] > 0 and report["dropped"]["unreadable"] > 0  # Atlantis; "I cannot"
-    rows = [json.loads(line) for name in ("train", "val") for line in (tmp_path / "one" / f"{name}.jsonl").open()]
+    assert (
+        report["dropped"]["not_in_documents"] > 0 and report["dropped"]["unreadable"] > 0
+    )  # Atlantis; "I cannot"
+    rows = [
+        json.loads(line)
+        for name in ("train", "val")
+        for line in (tmp_path / "one" / f"{name}.jsonl").open()
+    ]
     assert rows and Counter(row["made_by"] for row in rows).keys() <= {"model", "model pair"}
     assert "Atlantis" not in {row["solutions"][0] for row in rows}
     assert model.seen[0][0]["authorization"] == "Bearer secret"
@@ -170,7 +197,10 @@ def test_the_command_asks_screens_and_repeats_itself_without_asking(model, docum
 
 
 def test_an_endpoint_without_a_model_is_refused(tmp_path, documents, capsys):
-    assert main(["qa", str(documents), str(tmp_path / "out"), "--endpoint", "http://localhost:1/v1"]) == 2
+    assert (
+        main(["qa", str(documents), str(tmp_path / "out"), "--endpoint", "http://localhost:1/v1"])
+        == 2
+    )
     assert "--model NAME is missing" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="expected an address"):
         ChatEndpoint("localhost:8001", "m")
@@ -179,10 +209,16 @@ def test_an_endpoint_without_a_model_is_refused(tmp_path, documents, capsys):
 @pytest.mark.parametrize(
     ("text", "pairs"),
     [
-        ('[{"question": "Q?", "answer": "A"}, {"question": "R?", "answer": 1912}]', [("Q?", "A"), ("R?", "1912")]),
+        (
+            '[{"question": "Q?", "answer": "A"}, {"question": "R?", "answer": 1912}]',
+            [("Q?", "A"), ("R?", "1912")],
+        ),
         ('Sure!\n```json\n{"question": " Q? ", "answer": "A"}\n```', [("Q?", "A")]),
         ('[{"question": "Q?"}, {"question": "R?", "answer": true}, "x"]', []),
-        ('<think>perhaps [{"question"...}]</think>\n{"question": "Q?", "answer": "A"}', [("Q?", "A")]),
+        (
+            '<think>perhaps [{"question"...}]</think>\n{"question": "Q?", "answer": "A"}',
+            [("Q?", "A")],
+        ),
         ("no JSON", []),
         ('{"question": "cut o', []),
         ("", []),

@@ -21,9 +21,20 @@ SEARCH_R1 = {
 }  # fmt: skip
 SKYRL = {"data_source": "searchR1_hotpotqa", "env_class": "search", "prompt": PROMPT,
          "reward_spec": {"method": "rule", "ground_truth": {"target": ["Ann Lee"]}}, "extra_info": {"index": 4}}  # fmt: skip
-BASE = {"question": "Who?", "answer": ["Ann Lee"], "source": "compose_chain_qa", "aug_answer": ["A. Lee"], "qid": "q-9"}
+BASE = {
+    "question": "Who?",
+    "answer": ["Ann Lee"],
+    "source": "compose_chain_qa",
+    "aug_answer": ["A. Lee"],
+    "qid": "q-9",
+}
 LRM = {"question": "Who?", "answer": "Ann Lee", "source": "lrm", "id": "x-3", "idx": 7}
-FLASHRAG = {"id": "test_5", "question": "Who?", "golden_answers": ["Ann Lee"], "metadata": {"type": "bridge"}}
+FLASHRAG = {
+    "id": "test_5",
+    "question": "Who?",
+    "golden_answers": ["Ann Lee"],
+    "metadata": {"type": "bridge"},
+}
 RLINF = {"prompt": "already templated: who?\n", "solutions": "Ann Lee"}
 
 
@@ -45,9 +56,23 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
         (FLASHRAG, "test_5", ["Ann Lee"], "Question: Who?\n"),
         (RLINF, "train-0", ["Ann Lee"], "already templated: who?\n"),
         ({"question": "Who?", "answers": ["Ann Lee"]}, "train-0", ["Ann Lee"], "Question: Who?\n"),
-        ({"question": "Who?", "answers": [1969.0, float("nan"), 2.5, 3]}, "train-0", ["1969", "2.5", "3"], "Question: Who?\n"),
+        (
+            {"question": "Who?", "answers": [1969.0, float("nan"), 2.5, 3]},
+            "train-0",
+            ["1969", "2.5", "3"],
+            "Question: Who?\n",
+        ),
     ],
-    ids=["searchr1", "skyrl", "asearcher-base", "asearcher-lrm", "flashrag", "rlinf", "plain", "numbers"],
+    ids=[
+        "searchr1",
+        "skyrl",
+        "asearcher-base",
+        "asearcher-lrm",
+        "flashrag",
+        "rlinf",
+        "plain",
+        "numbers",
+    ],
 )
 def test_every_release_is_recognised_by_its_rows(tmp_path, row, task_id, golds, prompt):
     (task,) = read_tasks(write_rows(tmp_path / "anything.txt", [row]), "train", "short")
@@ -56,7 +81,9 @@ def test_every_release_is_recognised_by_its_rows(tmp_path, row, task_id, golds, 
 
 def test_what_a_scorer_may_want_stays_in_the_metadata(tmp_path):
     (task,) = read_tasks(write_rows(tmp_path / "t.jsonl", [BASE]), "train")
-    assert task.metadata["aug_answer"] == ["A. Lee"] and task.metadata["source"] == "compose_chain_qa"
+    assert (
+        task.metadata["aug_answer"] == ["A. Lee"] and task.metadata["source"] == "compose_chain_qa"
+    )
     (task,) = read_tasks(write_rows(tmp_path / "t.jsonl", [FLASHRAG]), "train")
     assert task.metadata["metadata"] == {"type": "bridge"}
 
@@ -74,24 +101,34 @@ def test_parquet_a_json_array_and_gzip_hold_the_same_tasks_as_lines(tmp_path):
 
 def test_a_bad_parquet_row_is_named_by_its_number(tmp_path):
     rows = [{"question": "Who?", "golden_answers": golds} for golds in (["x"], [], ["y"], None)]
-    with pytest.raises(DataError, match=r"2 of 4 rows .* row 2: no gold answer .* row 4: no gold answer"):
+    with pytest.raises(
+        DataError, match=r"2 of 4 rows .* row 2: no gold answer .* row 4: no gold answer"
+    ):
         read_tasks(write_parquet(tmp_path / "test.parquet", rows), "val")
 
 
 def test_damaged_files_are_one_clear_error(tmp_path):
     whole = write_parquet(tmp_path / "test.parquet", [SEARCH_R1]).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"cut\.parquet: expected the val questions as parquet, found"):
+    with pytest.raises(
+        DataError, match=r"cut\.parquet: expected the val questions as parquet, found"
+    ):
         read_tasks(tmp_path / "cut.parquet", "val")
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b'{"question": "Who?", "answer": "x"}\n' * 9)[:-9])
-    with pytest.raises(DataError, match=r"cut\.gz: expected the val questions as gzipped JSON Lines"):
+    (tmp_path / "cut.gz").write_bytes(
+        gzip.compress(b'{"question": "Who?", "answer": "x"}\n' * 9)[:-9]
+    )
+    with pytest.raises(
+        DataError, match=r"cut\.gz: expected the val questions as gzipped JSON Lines"
+    ):
         read_tasks(tmp_path / "cut.gz", "val")
 
 
 def test_records_end_at_a_newline_only(tmp_path):
     text = "who\u2028wrote\u0085it\u2029?\x0b"
     (tmp_path / "t.jsonl").write_bytes(
-        b"\n" + json.dumps({"question": text, "answer": "x"}, ensure_ascii=False).encode() + b"\r\n  \n\n"
+        b"\n"
+        + json.dumps({"question": text, "answer": "x"}, ensure_ascii=False).encode()
+        + b"\r\n  \n\n"
     )
     (task,) = read_tasks(tmp_path / "t.jsonl", "train", "{question}")
     assert task.prompt == text.strip()
@@ -102,18 +139,28 @@ def test_an_unknown_layout_lists_what_was_looked_for_and_what_is_there(tmp_path)
     with pytest.raises(DataError) as raised:
         read_tasks(path, "train")
     message = str(raised.value)
-    assert all(name in message for name in ROW_FORMATS) and "solutions" in message and "golden_answers" in message
+    assert (
+        all(name in message for name in ROW_FORMATS)
+        and "solutions" in message
+        and "golden_answers" in message
+    )
     assert "query (text), gold (a list)" in message and "\n" not in message
 
 
 def test_bad_rows_are_skipped_only_when_allowed_and_then_counted(tmp_path, caplog):
-    path = write_rows(tmp_path / "t.jsonl", [RLINF, {"prompt": "no gold"}, RLINF, {"solutions": "no prompt"}])
+    path = write_rows(
+        tmp_path / "t.jsonl", [RLINF, {"prompt": "no gold"}, RLINF, {"solutions": "no prompt"}]
+    )
     with pytest.raises(DataError, match="2 of 4 rows"):
         read_tasks({"path": path}, "train")
     with caplog.at_level(logging.WARNING):
         tasks = read_tasks({"path": path, "skip_bad_rows": True}, "train")
     assert [task.id for task in tasks] == ["train-0", "train-2"]
-    assert "2 of 4 rows" in caplog.text and "line 2: no gold answer" in caplog.text and "line 4" in caplog.text
+    assert (
+        "2 of 4 rows" in caplog.text
+        and "line 2: no gold answer" in caplog.text
+        and "line 4" in caplog.text
+    )
     only_bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "x", "solutions": ""}])
     with pytest.raises(DataError, match="1 bad ones only"):
         read_tasks({"path": only_bad, "skip_bad_rows": True}, "train")
@@ -141,11 +188,15 @@ def test_prompts_are_made_again_where_that_is_asked_for(tmp_path):
     (task,) = read_tasks({"path": path, "rewrite_prompts": True}, "train", "short")
     assert task.prompt == "Question: who wrote it?\n"
     with pytest.raises(DataError, match="'question': expected text, found nothing"):
-        read_tasks({"path": write_rows(tmp_path / "r.jsonl", [RLINF]), "rewrite_prompts": True}, "train")
+        read_tasks(
+            {"path": write_rows(tmp_path / "r.jsonl", [RLINF]), "rewrite_prompts": True}, "train"
+        )
 
 
 def test_unanswerable_rows_of_asearcher_are_pointed_out_and_can_be_left_out(tmp_path, caplog):
-    path = write_rows(tmp_path / "t.jsonl", [BASE, {**BASE, "source": "compose_chain_qa_invalid", "qid": "q-10"}])
+    path = write_rows(
+        tmp_path / "t.jsonl", [BASE, {**BASE, "source": "compose_chain_qa_invalid", "qid": "q-10"}]
+    )
     with caplog.at_level(logging.WARNING):
         assert len(read_tasks(path, "train")) == 2
     assert "1 of 2 questions have the source compose_chain_qa_invalid" in caplog.text
@@ -163,11 +214,16 @@ ASEARCHER_FOLDERS = {
     "HotpotQA_rand1000/test.jsonl": "hotpotqa", "2WikiMultihopQA_rand1000/test.jsonl": "2wikimultihopqa",
     "Musique_rand1000/test.jsonl": "musique", "Bamboogle/test.jsonl": "bamboogle", "GAIA/test.json": "GAIA",
 }  # fmt: skip
-FLAT_FILES = {f"{name}.jsonl": name for name in EVALUATION_SETS} | {"corpus.jsonl": "", "notes.txt": ""}
+FLAT_FILES = {f"{name}.jsonl": name for name in EVALUATION_SETS} | {
+    "corpus.jsonl": "",
+    "notes.txt": "",
+}
 
 
 @pytest.mark.parametrize(
-    "files", [FLASHRAG_FOLDERS, ASEARCHER_FOLDERS, FLAT_FILES], ids=["flashrag", "asearcher", "flat"]
+    "files",
+    [FLASHRAG_FOLDERS, ASEARCHER_FOLDERS, FLAT_FILES],
+    ids=["flashrag", "asearcher", "flat"],
 )
 def test_the_seven_evaluation_sets_are_found_in_the_folders_of_the_releases(tmp_path, files):
     for name in files:
@@ -183,7 +239,10 @@ def test_the_seven_evaluation_sets_are_found_in_the_folders_of_the_releases(tmp_
 
 def test_some_of_the_sets_are_chosen_by_name(tmp_path):
     for name in ("nq", "musique", "bamboogle"):
-        write_rows(tmp_path / f"{name}.jsonl", [{"question": "a?", "answer": "x"}, {"question": "b?", "answer": "x"}])
+        write_rows(
+            tmp_path / f"{name}.jsonl",
+            [{"question": "a?", "answer": "x"}, {"question": "b?", "answer": "x"}],
+        )
     tasks = read_tasks({"path": tmp_path, "sets": ["musique", "nq"], "first": 1}, "val")
     assert [task.metadata["set"] for task in tasks] == ["nq", "musique"]
     assert len(read_tasks({"path": tmp_path, "sets": "nq"}, "val")) == 2
@@ -194,7 +253,10 @@ def test_some_of_the_sets_are_chosen_by_name(tmp_path):
 
 
 def test_one_file_of_search_r1_holds_all_sets(tmp_path):
-    rows = [{**SEARCH_R1, "data_source": name, "id": f"test_{index}"} for index, name in enumerate(EVALUATION_SETS)]
+    rows = [
+        {**SEARCH_R1, "data_source": name, "id": f"test_{index}"}
+        for index, name in enumerate(EVALUATION_SETS)
+    ]
     write_parquet(tmp_path / "test.parquet", rows)
     for source in (tmp_path / "test.parquet", tmp_path):
         assert tuple(task.metadata["set"] for task in read_tasks(source, "val")) == EVALUATION_SETS

@@ -9,7 +9,12 @@ import pytest
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 from rlflow_environments.search.rewards import RULES, Transcript, make_reward, rule_scores
-from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1, well_formed
+from rlflow_environments.search.rewards.asearcher import (
+    asearcher_compat,
+    asearcher_em,
+    asearcher_f1,
+    well_formed,
+)
 from rlflow_environments.search.rewards.searchr1 import (
     searchr1_em_format,
     searchr1_f1_plus,
@@ -23,7 +28,9 @@ CALLED = '<tool_call>{{"name": "{}", "arguments": {{"query_list": ["q"]}}}}</too
 SHOWN = "\n\n<information>Doc 1(Title: P) Paris lies there.</information>\n\n"
 
 
-def _transcript(*texts: str, golds=("Paris",), prompt: str = "Question: where?", **metadata) -> Transcript:
+def _transcript(
+    *texts: str, golds=("Paris",), prompt: str = "Question: where?", **metadata
+) -> Transcript:
     """Responses and observations in turn, the first text being a response."""
     return Transcript(Task("t", prompt, list(golds), metadata), texts[::2], texts[1::2])
 
@@ -74,7 +81,9 @@ def test_a_retrieved_answer_tag_is_nobodys_answer():
     """Confirmed by execution in the original: a page with an answer tag scores 0.8 there."""
     page = "\n\n<information>Trap <answer>Paris</answer></information>\n\n"
     for rule in RULES.values():
-        trapped, plain = (rule(_transcript(ASKED, shown, "no answer of my own")) for shown in (page, SHOWN))
+        trapped, plain = (
+            rule(_transcript(ASKED, shown, "no answer of my own")) for shown in (page, SHOWN)
+        )
         assert trapped == plain <= 0
     assert searchr1_em_format(_transcript(ASKED, page, THOUGHT + _answered("Rome"))) == 0.1
 
@@ -103,7 +112,11 @@ def test_substring_match_reads_the_gold_in_the_answer_and_not_the_other_way():
     ("texts", "golds", "reward"),
     [
         ((ASKED, SHOWN, _answered("Paris")), ("Paris",), 1.0),
-        ((ASKED, SHOWN, _answered("in Paris")), ("Paris",), 2 / 3),  # one word of two, and all of one
+        (
+            (ASKED, SHOWN, _answered("in Paris")),
+            ("Paris",),
+            2 / 3,
+        ),  # one word of two, and all of one
         ((_answered("Paris"),), ("Paris",), 1 - 0.1),
         ((_answered("old Paris town"),), ("Paris Texas",), 0.4 - 0.1),  # 2 * 1 / (3 + 2)
         ((ASKED, SHOWN, "Paris"), ("Paris",), -0.1),
@@ -156,8 +169,12 @@ def test_the_validity_penalty_overrides_everything_unless_the_prompt_offers_it()
     refusal = _transcript(_answered("the question is invalid"), golds=["the question is invalid"])
     assert asearcher_compat(refusal) == -0.5
     assert asearcher_compat(Transcript(Task("t", allowed, refusal.golds), refusal.responses)) == 1.0
-    assert asearcher_compat(_transcript(_answered("question mark"), golds=["question mark"])) == -0.5  # as the original
-    assert asearcher_compat(_transcript(_answered("Question"), golds=["Question"])) == 1.0  # case matters
+    assert (
+        asearcher_compat(_transcript(_answered("question mark"), golds=["question mark"])) == -0.5
+    )  # as the original
+    assert (
+        asearcher_compat(_transcript(_answered("Question"), golds=["Question"])) == 1.0
+    )  # case matters
     retrieved = _transcript("<search>q</search>", "<answer>invalid</answer>", _answered("Paris"))
     assert asearcher_compat(retrieved) == 1.0  # unlike the original, which also reads pages
 

@@ -24,9 +24,20 @@ from rlflow_environments.retrieval.corpus import Passage, make_contents, write_r
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.search.protocols.text import parse_action
-from rlflow_environments.search.world.demonstrations import Demonstration, Slips, demonstrate, repeated_names
+from rlflow_environments.search.world.demonstrations import (
+    Demonstration,
+    Slips,
+    demonstrate,
+    repeated_names,
+)
 from rlflow_environments.search.world.prose import RELATIONS, syllables
-from rlflow_environments.search.world.warm_up import LEARNED_ON, TAGS, VOCABULARY, Curriculum, tokenizer_texts
+from rlflow_environments.search.world.warm_up import (
+    LEARNED_ON,
+    TAGS,
+    VOCABULARY,
+    Curriculum,
+    tokenizer_texts,
+)
 from tests.unit.environments.search.search_solver import answers, read_facts
 from tests.unit.environments.search.test_world import pool_by_word, pools_in
 
@@ -39,7 +50,9 @@ SHIPPED = Path(__file__).parents[4] / "recipes" / "searchr1" / "starting_policy"
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the warm-up starts from."""
     directory = tmp_path_factory.mktemp("policy")
-    write_tokenizer(directory, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
+    write_tokenizer(
+        directory, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON
+    )
     write_random_model(directory)
     return directory
 
@@ -61,18 +74,26 @@ def test_every_name_is_two_tokens_per_word_one_for_each_syllable(tokenizer: Toke
     words = sorted(pool_by_word())
     ids = tokenizer.inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
     assert {len(tokens) for tokens in ids} == {2}
-    assert len({tokens[0] for tokens in ids}) == len(first) and len({tokens[1] for tokens in ids}) == len(last)
+    assert len({tokens[0] for tokens in ids}) == len(first) and len(
+        {tokens[1] for tokens in ids}
+    ) == len(last)
 
 
 @pytest.mark.parametrize(
     "context",
     [" {}", "<search> {} birthplace</search>", "<answer> {}</answer>", "to {}.", "in {}, where", "of {}?", "a {} River", " {}'s"],
 )  # fmt: skip
-def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str, tokenizer: Tokenizer) -> None:
+def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(
+    context: str, tokenizer: Tokenizer
+) -> None:
     for word in random.Random(0).sample(sorted(pool_by_word()), 300):
         alone = tokenizer.encode(f" {word}")
         before, after = context.split(" {}")
-        assert tokenizer.encode(context.format(word)) == [*tokenizer.encode(before), *alone, *tokenizer.encode(after)]
+        assert tokenizer.encode(context.format(word)) == [
+            *tokenizer.encode(before),
+            *alone,
+            *tokenizer.encode(after),
+        ]
 
 
 def test_tokenizing_loses_nothing_and_tags_are_single_tokens(tokenizer: Tokenizer) -> None:
@@ -125,12 +146,18 @@ def played(shown: Demonstration, directory: Path) -> dict[str, float]:
     Its gold answer is what a reader of the shown passages finds; the environment must answer as the demonstration says."""
     question = shown.prompt.removeprefix("Question: ").strip()
     pages = [DOCUMENT.findall(str(step.full)) for _, step in shown.turns[:-1]]
-    golds = answers(question, read_facts(dict(page for search in pages for page in search))) or {"unknown"}
+    golds = answers(question, read_facts(dict(page for search in pages for page in search))) or {
+        "unknown"
+    }
     assert len(golds) == 1
     row = {"prompt": shown.prompt, "solutions": sorted(golds)}
     retriever = Shown()
-    retriever.results = [[Passage(t, t, make_contents(t, text), "") for t, text in search] for search in pages]
-    environment = SearchEnvironment(train=write_rows(directory / "rows.jsonl", [row]), retriever=retriever)
+    retriever.results = [
+        [Passage(t, t, make_contents(t, text), "") for t, text in search] for search in pages
+    ]
+    environment = SearchEnvironment(
+        train=write_rows(directory / "rows.jsonl", [row]), retriever=retriever
+    )
 
     async def play() -> Step:
         episode = await environment.reset(environment.tasks("train")[0])
@@ -161,7 +188,9 @@ def test_clumsy_demonstrations_keep_the_protocol_and_mostly_fail(tmp_path: Path)
     for number in range(COUNT):
         shown = demonstrate(random.Random(number), clumsiness)
         actions = [parse_action(response) for response, _ in shown.turns]
-        assert [action and action.kind for action in actions] == ["search"] * (len(actions) - 1) + ["answer"]
+        assert [action and action.kind for action in actions] == ["search"] * (len(actions) - 1) + [
+            "answer"
+        ]
         metrics = played(shown, tmp_path)
         assert metrics["invalid_actions"] == 0
         scores.append(metrics["exact_match"])
@@ -172,7 +201,9 @@ def test_clumsy_demonstrations_keep_the_protocol_and_mostly_fail(tmp_path: Path)
 def test_each_kind_of_clumsiness_is_what_its_name_says(kind: str, searches: set[int]) -> None:
     seen = set()
     for number in range(60):
-        skilful, clumsy = (demonstrate(random.Random(number), Slips(**chosen)) for chosen in ({}, {kind: 1.0}))
+        skilful, clumsy = (
+            demonstrate(random.Random(number), Slips(**chosen)) for chosen in ({}, {kind: 1.0})
+        )
         assert clumsy.prompt == skilful.prompt
         if kind == "give_up" and len(skilful.turns) < 3:
             continue
@@ -185,9 +216,9 @@ def test_each_kind_of_clumsiness_is_what_its_name_says(kind: str, searches: set[
 
 
 def names_in(text: str) -> list[str]:
-    return [word for word in re.findall(r"\b[A-Z][a-z]{4,6}\b", text) if word in pool_by_word()] or re.findall(
-        "The [A-Z]", text
-    )
+    return [
+        word for word in re.findall(r"\b[A-Z][a-z]{4,6}\b", text) if word in pool_by_word()
+    ] or re.findall("The [A-Z]", text)
 
 
 def test_the_warm_up_never_sees_a_name_of_the_validation_questions() -> None:
@@ -197,14 +228,18 @@ def test_the_warm_up_never_sees_a_name_of_the_validation_questions() -> None:
         assert pools_in(text) <= {"train"}
 
 
-def test_warm_up_rows_are_tokenized_part_by_part_and_know_what_the_policy_wrote(tokenizer: Tokenizer) -> None:
+def test_warm_up_rows_are_tokenized_part_by_part_and_know_what_the_policy_wrote(
+    tokenizer: Tokenizer,
+) -> None:
     curriculum = Curriculum()
     for number in range(60):
         parts = curriculum.row(random.Random(number), number / 60)
         segment = to_trajectory(parts, tokenizer.encode, repeats=True).segments[0]
         assert tokenizer.decode(segment.tokens.tolist()) == "".join(text for text, _ in parts)
         written = segment.versions >= 0
-        assert tokenizer.decode(segment.tokens[written].tolist()) == "".join(text for text, sampled in parts if sampled)
+        assert tokenizer.decode(segment.tokens[written].tolist()) == "".join(
+            text for text, sampled in parts if sampled
+        )
         assert bool(segment.loss_mask[written].all())
         # What is trained beside that was said before in the row, its predecessor included.
         pairs = list(itertools.pairwise(segment.tokens.tolist()))

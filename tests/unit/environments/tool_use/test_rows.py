@@ -20,9 +20,21 @@ from rlflow_environments.tool_use.rows import make_rule, read_tasks
 def test_calls_are_read_in_the_forms_of_qwen_hermes_and_llama() -> None:
     two = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><tool_call>{"name": "b"}</tool_call>'
     assert read_calls(two) == [TextCall("add", {"a": 1}), TextCall("b", {})]
-    assert read_calls(' {"name": "add", "parameters": {"a": [1]}}\n') == [TextCall("add", {"a": [1]})]
-    assert read_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>') == [TextCall("a", {"x": 1})]
-    for wrong in ("", "{", "[]", '{"name": 3}', '{"arguments": {}}', "[" * 100_000, '{"name": "a", "arguments": "{"}'):
+    assert read_calls(' {"name": "add", "parameters": {"a": [1]}}\n') == [
+        TextCall("add", {"a": [1]})
+    ]
+    assert read_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>') == [
+        TextCall("a", {"x": 1})
+    ]
+    for wrong in (
+        "",
+        "{",
+        "[]",
+        '{"name": 3}',
+        '{"arguments": {}}',
+        "[" * 100_000,
+        '{"name": "a", "arguments": "{"}',
+    ):
         assert read_calls(f"<tool_call>{wrong}</tool_call>") == [UNREADABLE]
     assert read_calls("no call") == []
 
@@ -52,7 +64,9 @@ def test_rows_are_tasks_and_bad_ones_are_named(tmp_path: Path) -> None:
         Task("own", [system, {"role": "user", "content": "b?"}], "2", {"k": 3}),
     ]
     data.write_text('{"prompt": "a"}\n{"prompt": [{"role": 1}], "answer": 1}\n{"answer": 1}\n')
-    with pytest.raises(DataError, match=r"3 of 3 rows .*line 1: 'answer': .*line 2: 'prompt': .*line 3: 'prompt'"):
+    with pytest.raises(
+        DataError, match=r"3 of 3 rows .*line 1: 'answer': .*line 2: 'prompt': .*line 3: 'prompt'"
+    ):
         read_tasks(str(data), None, ["answer"])
 
 
@@ -80,7 +94,12 @@ def test_rules_are_functions_plain_or_not_and_match_compares_answers(tmp_path: P
 
     assert scored({"name": f"{tmp_path}/rules.py:reward", "scale": 3}) == 3.0
     assert scored(f"{tmp_path}/rules.py:later") == 0.5
-    for said, wanted in (("nine", 1.0), ("<think>8</think> 9\n", 1.0), ("So <answer> 9 </answer>.", 1.0), ("It is 9.", 0.0)):
+    for said, wanted in (
+        ("nine", 1.0),
+        ("<think>8</think> 9\n", 1.0),
+        ("So <answer> 9 </answer>.", 1.0),
+        ("It is 9.", 0.0),
+    ):
         assert scored("match", said) == wanted, said
     with pytest.raises(RolloutError, match="expected a number, found"):
         scored(f"{tmp_path}/rules.py:words")
@@ -99,5 +118,7 @@ def test_a_rule_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
         "    except TimeoutError:\n        print('given up')\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr

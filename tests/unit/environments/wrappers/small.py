@@ -15,21 +15,33 @@ class Rooms(Environment):
 
     stop = ("\n",)
     max_turns = 8
-    metrics = {"room": Metric("count", "the last room"), "left": Metric("share", "of episodes that ended", score=True)}
+    metrics = {
+        "room": Metric("count", "the last room"),
+        "left": Metric("share", "of episodes that ended", score=True),
+    }
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
         self.closed = self.shut = 0
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return [Task(f"{split}{number}", f"Walk {number}. ", answer="out") for number in range(self.size)]
+        return [
+            Task(f"{split}{number}", f"Walk {number}. ", answer="out")
+            for number in range(self.size)
+        ]
 
     def step(self, episode: Episode, response: str) -> Step:
         room = episode.scratch.get("room", 0) + ("on" in response)
         episode.scratch["room"] = room
         ended = "out" in response
         metrics = {"room": float(room), "left": float(ended)}
-        return Step(f"You are in room {room}.\n", float(ended) * room, ended, metrics, rewards={"steps": 1.0})
+        return Step(
+            f"You are in room {room}.\n",
+            float(ended) * room,
+            ended,
+            metrics,
+            rewards={"steps": 1.0},
+        )
 
     async def close(self, episode: Episode) -> None:
         self.closed += 1

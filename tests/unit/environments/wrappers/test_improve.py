@@ -20,7 +20,9 @@ def test_the_best_solution_so_far_is_shown_with_its_output() -> None:
     played(environment, "on", "on out")
     played(environment, "out")  # a worse one
     shown = begun(environment)
-    assert shown.startswith("Walk 0. \n\nAn earlier solution:\non out\n\nWhat came of it:\nYou are in room 2.")
+    assert shown.startswith(
+        "Walk 0. \n\nAn earlier solution:\non out\n\nWhat came of it:\nYou are in room 2."
+    )
     assert shown.endswith("Write a better one.")
     played(environment, "on", "on out", split="val")
     assert set(environment._known) == {"train0"}  # a held-out task is never told what came of it
@@ -33,7 +35,11 @@ def test_the_best_solution_so_far_is_shown_with_its_output() -> None:
 def test_rewards_are_the_bases_and_the_gain_is_told() -> None:
     environment = ImprovePrompts(Rooms(), 1.0)
     first = played(environment, "on out")
-    assert first[-1].reward == 1.0 and first[-1].metrics["improving"] == 0 and "improvement" not in first[-1].metrics
+    assert (
+        first[-1].reward == 1.0
+        and first[-1].metrics["improving"] == 0
+        and "improvement" not in first[-1].metrics
+    )
     again = played(environment, "on", "on", "on out")
     assert again[-1].reward == 3.0 and again[-1].metrics["improvement"] == 2.0
     cut = played(environment, "on", turns_left=0)  # a limit ended it
@@ -53,7 +59,11 @@ def test_a_share_of_the_episodes_begins_from_scratch() -> None:
 def test_the_last_message_of_a_conversation_is_extended() -> None:
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Do {it}."}]
     first, last = improved(prompt, "{r}", "o")
-    assert first == prompt[0] and last["content"].startswith("Do {it}.\n\nAn earlier solution:\n{r}") and len(prompt[1]) == 2
+    assert (
+        first == prompt[0]
+        and last["content"].startswith("Do {it}.\n\nAn earlier solution:\n{r}")
+        and len(prompt[1]) == 2
+    )
 
 
 def test_it_keeps_the_contract_of_environments() -> None:

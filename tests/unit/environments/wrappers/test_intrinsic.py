@@ -38,7 +38,10 @@ class Labeller(ChatServer):
 
     @property
     def captions(self) -> list[str]:
-        return [body["messages"][0]["content"].split("message ")[1].split(".\n")[0] for _, body, _ in self.requests]
+        return [
+            body["messages"][0]["content"].split("message ")[1].split(".\n")[0]
+            for _, body, _ in self.requests
+        ]
 
 
 async def _pause() -> None:
@@ -46,7 +49,13 @@ async def _pause() -> None:
 
 
 def intrinsic(url: str, **options) -> IntrinsicRewards:
-    endpoint = {"url": f"{url}/v1", "model": "m", "timeout_s": 2.0, "concurrency": 1, **options.pop("endpoint", {})}
+    endpoint = {
+        "url": f"{url}/v1",
+        "model": "m",
+        "timeout_s": 2.0,
+        "concurrency": 1,
+        **options.pop("endpoint", {}),
+    }
     return IntrinsicRewards(Rooms(), "Go far.", endpoint=endpoint, **{"retry_s": 0.05, **options})
 
 
@@ -64,8 +73,12 @@ def test_labels_arrive_later_and_what_was_rewarded_is_not_revised() -> None:
         environment.shutdown()
     # 0.4 / N^3 for "room 1" three times and "room 2" once, which ends with 10 * 2
     assert [step.reward for step in again] == pytest.approx([0.4, 0.05, 0.4 / 27, 20.4], abs=1e-6)
-    assert [step.rewards["intrinsic"] for step in again] == pytest.approx([1.0, 0.125, 0.037037, 1.0], abs=1e-6)
-    assert again[-1].rewards["extrinsic"] == 2.0 and again[-1].metrics["intrinsic_return"] == pytest.approx(2.162037, abs=1e-6)
+    assert [step.rewards["intrinsic"] for step in again] == pytest.approx(
+        [1.0, 0.125, 0.037037, 1.0], abs=1e-6
+    )
+    assert again[-1].rewards["extrinsic"] == 2.0 and again[-1].metrics[
+        "intrinsic_return"
+    ] == pytest.approx(2.162037, abs=1e-6)
     assert len(server.requests) == 2, "a caption is asked about once"
 
 
@@ -86,7 +99,9 @@ def test_the_newest_questions_are_asked_first_and_the_oldest_dropped() -> None:
     assert server.captions == ['"first"', '"d"', '"c"', '"b"']
 
 
-@pytest.mark.parametrize("script", [(500, 500, 500), (b"<html>", completion(None), b"{")], ids=["dying", "garbage"])
+@pytest.mark.parametrize(
+    "script", [(500, 500, 500), (b"<html>", completion(None), b"{")], ids=["dying", "garbage"]
+)
 def test_an_endpoint_that_fails_is_told_of_once_and_asked_again(script, caplog) -> None:
     server = Labeller(*script)
     server.reply = "FOO"
@@ -102,7 +117,9 @@ def test_an_endpoint_that_fails_is_told_of_once_and_asked_again(script, caplog) 
 
         assert played(environment, "on")[0].reward == 0.0
         until(labelled)
-        assert played(environment, "on")[0].rewards["intrinsic"] == (0.0 if completion(None) in script else 1.0)
+        assert played(environment, "on")[0].rewards["intrinsic"] == (
+            0.0 if completion(None) in script else 1.0
+        )
         environment.shutdown()
     assert sum("the annotator gives no labels" in record.message for record in caplog.records) == 1
     assert failed == (1 if completion(None) in script else 3), "an empty reply is the label 0"
@@ -128,7 +145,9 @@ def test_a_slow_endpoint_keeps_nobody_from_ending() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_an_end_just_as_questions_are_asked_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_just_as_questions_are_asked_is_waited_for_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is the thread that asks: between its taking of questions and its asking the endpoint may be closed."""
     with serving(ChatServer()) as url:
         environment = intrinsic(url)
@@ -163,7 +182,9 @@ def test_labels_and_model_are_kept_for_the_next_run(tmp_path: Path, model: str) 
         second.shutdown()
         with pytest.raises(DataError, match=r"found those for .*'goal': 'Go far.'"):
             IntrinsicRewards(Rooms(), "Stay.", endpoint={"url": url, "model": "m"}, state=str(kept))
-    assert not [path for path in kept.parent.iterdir() if path != kept], "nothing half written is left"
+    assert not [path for path in kept.parent.iterdir() if path != kept], (
+        "nothing half written is left"
+    )
 
 
 def test_rollout_workers_keep_each_others_labels(tmp_path: Path) -> None:
@@ -206,7 +227,9 @@ def test_the_caption_is_the_first_lines_of_the_observation() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment.model: unknown name 'rank'.*Did you mean 'ranking'"):
+    with pytest.raises(
+        ConfigError, match=r"environment.model: unknown name 'rank'.*Did you mean 'ranking'"
+    ):
         intrinsic(NOWHERE, model="rank")
     with pytest.raises(ConfigError, match=r"environment.endpoint: unknown keyword 'tokens'"):
         intrinsic(NOWHERE, endpoint={"tokens": 3})

@@ -20,7 +20,9 @@ HERE = "tests.unit.environments.wrappers.test_progress"
 
 def rooms(pair, *, last: int = 4) -> tuple[float, bool]:
     """The share of the way to the last room that a step went."""
-    before, after = (int(text.rstrip(".")[-1]) if "room" in text else 0 for text in (pair.before, pair.after))
+    before, after = (
+        int(text.rstrip(".")[-1]) if "room" in text else 0 for text in (pair.before, pair.after)
+    )
     return (after - before) / (last - before), after == last
 
 
@@ -31,8 +33,12 @@ async def wrong(pair, *, value=None):
 def test_each_step_is_rewarded_by_what_it_did_of_the_remaining_work() -> None:
     environment = ProgressRewards(Rooms(), f"{HERE}:rooms", outcome=0.5)
     steps = played(environment, "on", "stay", "on", "on out")
-    assert [step.rewards["progress"] for step in steps] == pytest.approx([0.25, 0.0, 1 / 3, 0.5], abs=1e-6)
-    assert [step.reward for step in steps] == pytest.approx([0.25, 0.0, 1 / 3, 0.5 + 0.5 * 3], abs=1e-6)
+    assert [step.rewards["progress"] for step in steps] == pytest.approx(
+        [0.25, 0.0, 1 / 3, 0.5], abs=1e-6
+    )
+    assert [step.reward for step in steps] == pytest.approx(
+        [0.25, 0.0, 1 / 3, 0.5 + 0.5 * 3], abs=1e-6
+    )
     last = steps[-1]
     assert last.rewards["outcome"] == 3.0 and last.terminated
     assert last.metrics["progress_value"] == pytest.approx(0.75, abs=1e-6), "three of four rooms"
@@ -50,11 +56,16 @@ def test_the_critics_done_ends_the_episode_where_it_may(ends: bool) -> None:
 
 
 def critic(url: str, **options) -> ProgressRewards:
-    return ProgressRewards(Rooms(), {"name": "endpoint", "url": f"{url}/v1", "model": "m", "tries": 2, **options})
+    return ProgressRewards(
+        Rooms(), {"name": "endpoint", "url": f"{url}/v1", "model": "m", "tries": 2, **options}
+    )
 
 
 def test_a_language_model_is_asked_about_pairs_that_differ() -> None:
-    server = ChatServer('{"progress": 20, "done": 0}', 'Back. {"progress": -25.5, "done": false} {"progress": 50, "done": true}')
+    server = ChatServer(
+        '{"progress": 20, "done": 0}',
+        'Back. {"progress": -25.5, "done": false} {"progress": 50, "done": true}',
+    )
     with serving(server) as url:
         steps = played(critic(url, reference="room 1, room 2"), "on", "stay", "on")
     assert [step.rewards["progress"] for step in steps] == [0.2, 0.0, 0.5]
@@ -65,27 +76,41 @@ def test_a_language_model_is_asked_about_pairs_that_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "answers", [(500, 500), ("Well.", '{"progress": 101, "done": 0}'), (b"[]", b"")], ids=["dead", "garbage", "no completion"]
+    "answers",
+    [(500, 500), ("Well.", '{"progress": 101, "done": 0}'), (b"[]", b"")],
+    ids=["dead", "garbage", "no completion"],
 )
 def test_a_critic_that_cannot_be_asked_aborts_the_episode(answers, monkeypatch) -> None:
     monkeypatch.setattr(judging, "PAUSE_S", 0.01)
-    with serving(ChatServer(*answers)) as url, pytest.raises(JudgeError, match=r"environment.critic: .*after 2 attempts"):
+    with (
+        serving(ChatServer(*answers)) as url,
+        pytest.raises(JudgeError, match=r"environment.critic: .*after 2 attempts"),
+    ):
         asyncio.run(play(critic(url), ["on"]))
 
 
 def test_a_slow_critic_aborts_after_its_time() -> None:
-    with serving(ChatServer(delay_s=0.5)) as url, pytest.raises(JudgeError, match=r"no answer within 0\.1 s"):
+    with (
+        serving(ChatServer(delay_s=0.5)) as url,
+        pytest.raises(JudgeError, match=r"no answer within 0\.1 s"),
+    ):
         asyncio.run(play(critic(url, timeout_s=0.1, tries=1), ["on"]))
 
 
 @pytest.mark.parametrize("value", ["far", 1.5, float("nan"), True, [0.1, 1]])
 def test_a_critic_that_gives_no_share_is_a_mistake_of_the_set_up(value) -> None:
-    with pytest.raises(EnvironmentContractError, match=r"environment.critic: expected a number from -1 to 1"):
-        asyncio.run(play(ProgressRewards(Rooms(), {"name": f"{HERE}:wrong", "value": value}), ["on"]))
+    with pytest.raises(
+        EnvironmentContractError, match=r"environment.critic: expected a number from -1 to 1"
+    ):
+        asyncio.run(
+            play(ProgressRewards(Rooms(), {"name": f"{HERE}:wrong", "value": value}), ["on"])
+        )
 
 
 def test_a_critic_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment.critic: unknown name 'endpont'. Did you mean 'endpoint'"):
+    with pytest.raises(
+        ConfigError, match=r"environment.critic: unknown name 'endpont'. Did you mean 'endpoint'"
+    ):
         ProgressRewards(Rooms(), "endpont")
 
 

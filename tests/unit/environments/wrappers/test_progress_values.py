@@ -14,7 +14,11 @@ from rlflow_environments.wrappers.progress_values import (
 
 
 def test_labels_of_pairs() -> None:
-    assert [pair_label(0, 10, 100), pair_label(50, 100, 100), pair_label(20, 10, 100)] == pytest.approx([0.1, 1.0, -0.125])
+    assert [
+        pair_label(0, 10, 100),
+        pair_label(50, 100, 100),
+        pair_label(20, 10, 100),
+    ] == pytest.approx([0.1, 1.0, -0.125])
     assert pair_label(100, 90, 100) is None and pair_label(30, 30, 100) == 0.0
 
 

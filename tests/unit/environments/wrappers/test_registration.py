@@ -38,5 +38,8 @@ def test_the_page_lists_every_keyword_with_its_default(name: str) -> None:
     page = (ROOT / "docs" / "reward_wrappers.md").read_text(encoding="utf-8")
     rows = dict(re.findall(rf"^\| `{name}`: `(\w+)` \| `?(.*?)`? \|", page, flags=re.M))
     parameters = list(inspect.signature(WRAPPERS[name]).parameters.values())[1:]
-    wanted = {one.name: "required" if one.default is one.empty else documented_default(one.default) for one in parameters}
+    wanted = {
+        one.name: "required" if one.default is one.empty else documented_default(one.default)
+        for one in parameters
+    }
     assert rows == wanted

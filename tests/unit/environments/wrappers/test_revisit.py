@@ -24,11 +24,20 @@ def test_an_episode_begins_on_the_way_of_the_one_that_failed() -> None:
     assert begun(environment).task.prompt == "Walk 0. "
     played(environment, "on", "stay", "on", "out")
     ways = {begun(environment).task.prompt for _ in range(50)}
-    rooms = ["on", "You are in room 1.\n", "stay", "You are in room 1.\n", "on", "You are in room 2.\n"]
+    rooms = [
+        "on",
+        "You are in room 1.\n",
+        "stay",
+        "You are in room 1.\n",
+        "on",
+        "You are in room 2.\n",
+    ]
     assert ways == {"Walk 0. " + "".join(rooms[:count]) for count in (2, 4, 6)}
     episode = begun(environment)
     assert episode.turns == episode.task.prompt.count("You are in")
-    assert episode.scratch["room"] == episode.task.prompt.count("on")  # the base is where the prompt says
+    assert episode.scratch["room"] == episode.task.prompt.count(
+        "on"
+    )  # the base is where the prompt says
 
 
 def test_only_the_steps_from_there_on_are_rewarded_and_a_success_from_scratch_ends_it() -> None:
@@ -69,8 +78,12 @@ def test_what_is_rewritten_is_counted_from_there_and_the_prompt_stays() -> None:
 
     async def go() -> Episode:
         episode = await environment.reset(environment.tasks("train")[0])
-        assert episode.turns == 1 and episode.opening is not None and episode.opening.stop == ("<1>",)
-        for number, expected in enumerate([None, {0: "short"}]):  # the first would rewrite the prompt alone
+        assert (
+            episode.turns == 1 and episode.opening is not None and episode.opening.stop == ("<1>",)
+        )
+        for number, expected in enumerate(
+            [None, {0: "short"}]
+        ):  # the first would rewrite the prompt alone
             episode.turns += 1
             step = await environment.step(episode, "again")
             check_step(environment, step, number)

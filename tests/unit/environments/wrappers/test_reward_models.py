@@ -50,7 +50,11 @@ def test_a_table_knows_what_was_labelled_and_nothing_else() -> None:
     [("It is FOO", 1.0, 0.0), ("FOO? No: BAR.", 0.0, 1.0), ("FOOD BARN", 0.0, 0.5), ("", 0.0, 0.5)],
 )
 def test_replies(reply: str, label: float, order: float) -> None:
-    assert (Retrieval().read(reply), Classifier().read(reply), Ranking().read(reply)) == (label, label, order)
+    assert (Retrieval().read(reply), Classifier().read(reply), Ranking().read(reply)) == (
+        label,
+        label,
+        order,
+    )
 
 
 def test_a_classifier_generalises_to_captions_without_a_label() -> None:
@@ -87,7 +91,9 @@ def test_a_model_is_kept_and_taken_over(kind) -> None:
     other.learn(labels)
     model.learn(labels)
     values = [float(one._network(encoded(["a"]))) for one in (model, other)]
-    assert values[0] == pytest.approx(values[1], abs=1e-6) and model.reward("a") == other.reward("a")
+    assert values[0] == pytest.approx(values[1], abs=1e-6) and model.reward("a") == other.reward(
+        "a"
+    )
 
 
 def test_captions_of_any_text_are_rows_of_one_width() -> None:

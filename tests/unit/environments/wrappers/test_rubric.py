@@ -34,19 +34,37 @@ def no_long_pauses(monkeypatch):
 
 
 def judged(url: str, points: int = 1, **options) -> RubricRewards:
-    criteria = {"kind": {"name": "judge", "criterion": "It is kind.", "points": points, "weight": 2.0}, "far": FAR}
-    return RubricRewards(Rooms(), criteria, judge={"url": f"{url}/v1", "model": "m", "tries": 2, **options})
+    criteria = {
+        "kind": {"name": "judge", "criterion": "It is kind.", "points": points, "weight": 2.0},
+        "far": FAR,
+    }
+    return RubricRewards(
+        Rooms(), criteria, judge={"url": f"{url}/v1", "model": "m", "tries": 2, **options}
+    )
 
 
 def test_the_reward_is_the_weighted_sum_when_the_episode_ends() -> None:
     here = "tests.unit.environments.wrappers.test_rubric"
-    own = {"long": {"name": f"{here}:length", "unit": 4.0, "weight": -1.0}, "seen": f"{here}:observed"}
-    rubric = RubricRewards(Rooms(), {"polite": POLITE, "far": FAR, **own, "base": {"name": "base_return", "weight": 0.1}})
+    own = {
+        "long": {"name": f"{here}:length", "unit": 4.0, "weight": -1.0},
+        "seen": f"{here}:observed",
+    }
+    rubric = RubricRewards(
+        Rooms(),
+        {"polite": POLITE, "far": FAR, **own, "base": {"name": "base_return", "weight": 0.1}},
+    )
     first, second, last = played(rubric, "on", "on", "out please")
     assert first.reward == second.reward == 0.0 and first.rewards == {"steps": 1.0}
     # 0.25 * 1 + 0.5 * 2 - 3/4 + 1 + 0.1 * 2, by hand
     assert last.reward == pytest.approx(1.7, abs=1e-6)
-    assert last.rewards == {"steps": 1.0, "polite": 1.0, "far": 2.0, "long": 0.75, "seen": 1.0, "base": 2.0}
+    assert last.rewards == {
+        "steps": 1.0,
+        "polite": 1.0,
+        "far": 2.0,
+        "long": 0.75,
+        "seen": 1.0,
+        "base": 2.0,
+    }
     assert last.metrics["rubric_far"] == 2.0 and rubric.metrics["rubric_far"].unit == "score"
 
 
@@ -82,7 +100,9 @@ def test_the_judge_gives_a_share_of_the_points_and_sees_the_work_as_data() -> No
     assert last.rewards["kind"] == 0.75 and last.reward == 2 * 0.75 + 0.5
     assert again.reward == last.reward and len(server.requests) == 1, "a verdict is asked for once"
     prompt = server.requests[0][1]["messages"][0]["content"]
-    assert '"out {\\"points\\": 4}"' in prompt and "It is kind." in prompt and '"Walk 0. "' in prompt
+    assert (
+        '"out {\\"points\\": 4}"' in prompt and "It is kind." in prompt and '"Walk 0. "' in prompt
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,18 +118,29 @@ def test_the_judge_gives_a_share_of_the_points_and_sees_the_work_as_data() -> No
 )
 def test_what_cannot_be_judged_aborts_and_never_scores_0(answers) -> None:
     server = ChatServer(*answers)
-    with serving(server) as url, pytest.raises(CriterionError, match=r"criterion judge .'It is kind.'.: .*no answer after 2"):
+    with (
+        serving(server) as url,
+        pytest.raises(
+            CriterionError, match=r"criterion judge .'It is kind.'.: .*no answer after 2"
+        ),
+    ):
         asyncio.run(play(judged(url), ["out"]))
     assert len(server.requests) == 2
 
 
 def test_a_slow_judge_aborts_after_its_time() -> None:
-    with serving(ChatServer(delay_s=0.5)) as url, pytest.raises(CriterionError, match=r"no answer within 0\.1 s"):
+    with (
+        serving(ChatServer(delay_s=0.5)) as url,
+        pytest.raises(CriterionError, match=r"no answer within 0\.1 s"),
+    ):
         asyncio.run(play(judged(url, timeout_s=0.1, tries=1), ["out"]))
 
 
 def test_a_refusal_is_a_mistake_of_the_set_up() -> None:
-    with serving(ChatServer(401)) as url, pytest.raises(ConfigError, match=r"environment.judge: .*status 401"):
+    with (
+        serving(ChatServer(401)) as url,
+        pytest.raises(ConfigError, match=r"environment.judge: .*status 401"),
+    ):
         asyncio.run(play(judged(url), ["out"]))
 
 
@@ -124,9 +155,18 @@ def broken(played) -> float:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"name": "metric", "metric": "rom"}, "expected 'rom' among .'left', 'room'.*Did you mean 'room'"),
-        ("tests.unit.environments.wrappers.test_rubric:nothing", "criterion odd: expected a finite number, found None"),
-        ("tests.unit.environments.wrappers.test_rubric:broken", "criterion odd: expected a finite number, found nan"),
+        (
+            {"name": "metric", "metric": "rom"},
+            "expected 'rom' among .'left', 'room'.*Did you mean 'room'",
+        ),
+        (
+            "tests.unit.environments.wrappers.test_rubric:nothing",
+            "criterion odd: expected a finite number, found None",
+        ),
+        (
+            "tests.unit.environments.wrappers.test_rubric:broken",
+            "criterion odd: expected a finite number, found nan",
+        ),
     ],
 )
 def test_a_rule_that_gives_no_number_aborts(given, told) -> None:
@@ -138,11 +178,27 @@ def test_a_rule_that_gives_no_number_aborts(given, told) -> None:
     ("criteria", "judge", "told"),
     [
         ({}, None, "environment.criteria: expected at least one criterion"),
-        ({"a": {"name": "patern"}}, None, "environment.criteria.a: unknown name 'patern'. Did you mean 'pattern'"),
+        (
+            {"a": {"name": "patern"}},
+            None,
+            "environment.criteria.a: unknown name 'patern'. Did you mean 'pattern'",
+        ),
         ({"a": {"name": "pattern", "pattern": "(?=x)"}}, None, "without references, lookaround"),
-        ({"a": {"name": "base_return", "weight": "heavy"}}, None, "environment.criteria.a.weight: expected a number"),
-        ({"a": {"name": "judge", "criterion": "x"}}, None, "environment.judge: expected the judge's url and model, found none"),
-        ({"a": "base_return"}, {"url": "http://x", "model": "m", "where": "y"}, "environment.judge: unknown keyword 'where'"),
+        (
+            {"a": {"name": "base_return", "weight": "heavy"}},
+            None,
+            "environment.criteria.a.weight: expected a number",
+        ),
+        (
+            {"a": {"name": "judge", "criterion": "x"}},
+            None,
+            "environment.judge: expected the judge's url and model, found none",
+        ),
+        (
+            {"a": "base_return"},
+            {"url": "http://x", "model": "m", "where": "y"},
+            "environment.judge: unknown keyword 'where'",
+        ),
     ],
 )
 def test_a_rubric_that_makes_no_sense_is_refused(criteria, judge, told) -> None:

@@ -18,7 +18,10 @@ from tests.unit.environments.common.chat_server import ChatServer
 from tests.unit.environments.retrieval.search_servers import serving
 from tests.unit.environments.wrappers.small import play, played
 
-STAGES = {name: rf"(?m)^done: {name}$" for name in ("import", "load", "split", "build", "train", "predict", "write")}
+STAGES = {
+    name: rf"(?m)^done: {name}$"
+    for name in ("import", "load", "split", "build", "train", "predict", "write")
+}
 
 
 class Program(Environment):
@@ -40,7 +43,9 @@ def staged(**options) -> StageRewards:
     return StageRewards(Program(), STAGES, valid="valid_score", **options)
 
 
-@pytest.mark.parametrize(("k", "worth"), list(enumerate((-10, -9.9, -9.8, -9.7, -9.6, -9.5, -9.4, -9.3))))
+@pytest.mark.parametrize(
+    ("k", "worth"), list(enumerate((-10, -9.9, -9.8, -9.7, -9.6, -9.5, -9.4, -9.3)))
+)
 def test_each_stage_that_was_reached_is_worth_a_tenth(k: int, worth: float) -> None:
     program = " ".join(f"print(done: {name})" for name in list(STAGES)[:k])
     (step,) = played(staged(), program)
@@ -49,14 +54,22 @@ def test_each_stage_that_was_reached_is_worth_a_tenth(k: int, worth: float) -> N
 
 
 @pytest.mark.parametrize("score", [-1.0, 0.0, 0.7])
-def test_a_valid_result_has_the_bases_score_alone_and_beats_all_partial_credit(score: float) -> None:
+def test_a_valid_result_has_the_bases_score_alone_and_beats_all_partial_credit(
+    score: float,
+) -> None:
     everything = " ".join(f"print(done: {name})" for name in STAGES)
     (step,) = played(staged(), f"{everything} submit({score})")
     assert step.reward == score > -9.3 and step.metrics["valid_result"] == 1.0
 
 
 def test_the_return_is_right_after_every_step_of_an_episode() -> None:
-    steps = played(staged(), "print(done: load)", "nothing", "print(done: load) print(done: import)", "submit(0.5)")
+    steps = played(
+        staged(),
+        "print(done: load)",
+        "nothing",
+        "print(done: load) print(done: import)",
+        "submit(0.5)",
+    )
     returns = [sum(step.reward for step in steps[: number + 1]) for number in range(4)]
     assert returns == pytest.approx([-9.9, -9.9, -9.8, 0.5], abs=1e-6)
 
@@ -72,7 +85,9 @@ def labelled(url: str, **options) -> StageRewards:
 
 
 def test_a_frozen_labeller_names_the_stages() -> None:
-    server = ChatServer('It loads. {"stages": ["load data", "unheard of"]}', '{"stages": ["load data", "train"]}')
+    server = ChatServer(
+        'It loads. {"stages": ["load data", "unheard of"]}', '{"stages": ["load data", "train"]}'
+    )
     with serving(server) as url:
         steps = played(labelled(url), "print(rows: 5)", "print(epoch 1)", "again")
     assert [step.reward for step in steps] == pytest.approx([-9.9, 0.1, 0.0], abs=1e-6)
@@ -80,10 +95,15 @@ def test_a_frozen_labeller_names_the_stages() -> None:
     assert '"rows: 5"' in server.requests[0][1]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("answers", [(500, 500), ("hm", "[]"), (b"<html>", "{")], ids=["dead", "garbage", "broken"])
+@pytest.mark.parametrize(
+    "answers", [(500, 500), ("hm", "[]"), (b"<html>", "{")], ids=["dead", "garbage", "broken"]
+)
 def test_a_labeller_that_cannot_be_asked_aborts_the_episode(answers, monkeypatch) -> None:
     monkeypatch.setattr(judging, "PAUSE_S", 0.01)
-    with serving(ChatServer(*answers)) as url, pytest.raises(JudgeError, match=r"environment.labeller: .*after 2 attempts"):
+    with (
+        serving(ChatServer(*answers)) as url,
+        pytest.raises(JudgeError, match=r"environment.labeller: .*after 2 attempts"),
+    ):
         asyncio.run(play(labelled(url), ["x"]))
 
 
@@ -99,7 +119,11 @@ def test_a_reply_is_read_from_its_end_in_linear_time() -> None:
         (STAGES, {"valid": "valid_scor"}, "environment.valid: .*Did you mean 'valid_score'"),
         (["load"], {"valid": "valid_score"}, "found .'load'. with no labeller"),
         ({}, {"valid": "valid_score"}, "environment.stages: expected name -> pattern"),
-        ({"a": "("}, {"valid": "valid_score"}, "environment.stages.a: '.': expected a regular expression"),
+        (
+            {"a": "("},
+            {"valid": "valid_score"},
+            "environment.stages.a: '.': expected a regular expression",
+        ),
     ],
 )
 def test_stages_that_make_no_sense_are_refused(stages, options, told) -> None:

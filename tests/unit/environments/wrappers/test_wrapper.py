@@ -29,7 +29,9 @@ def test_everything_but_the_rewards_is_the_bases() -> None:
         assert getattr(wrapper, name) == getattr(base, name)
     assert wrapper.tasks("val") == base.tasks("val")
     steps = played(wrapper, "on", "on", "out")
-    assert [step.observation for step in steps] == [f"You are in room {room}.\n" for room in (1, 2, 2)]
+    assert [step.observation for step in steps] == [
+        f"You are in room {room}.\n" for room in (1, 2, 2)
+    ]
     assert [step.reward for step in steps] == [0.0, 0.0, 4.0]
     assert wrapper.report() == {"rooms/closed": 1.0}
     wrapper.shutdown()
@@ -75,12 +77,18 @@ def test_the_base_is_closed_when_the_wrapper_fails() -> None:
 
 
 def test_a_base_that_is_none_and_names_that_are_taken_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment.base: unknown name 'serch'.*Did you mean 'search'"):
+    with pytest.raises(
+        ConfigError, match=r"environment.base: unknown name 'serch'.*Did you mean 'search'"
+    ):
         Doubled({"name": "serch"})
-    with pytest.raises(ConfigError, match=r"environment.base: expected an environment, found ChatServer"):
+    with pytest.raises(
+        ConfigError, match=r"environment.base: expected an environment, found ChatServer"
+    ):
         Doubled({"name": "tests.unit.environments.common.chat_server:ChatServer"})
     inner = RubricRewards(Rooms(), {"a": "base_return"})
-    with pytest.raises(ConfigError, match=r"RubricRewards reports rubric_a, and so does its base RubricRewards"):
+    with pytest.raises(
+        ConfigError, match=r"RubricRewards reports rubric_a, and so does its base RubricRewards"
+    ):
         RubricRewards(inner, {"a": "base_return"})
 
 
@@ -92,15 +100,25 @@ class Dear(Rooms):
 
     @classmethod
     def rehearse(cls, size: int = 2, **_):
-        return (None, [ConfigError(f"environment.size: found {size}.")]) if size < 0 else (Rooms(size), [])
+        return (
+            (None, [ConfigError(f"environment.size: found {size}.")])
+            if size < 0
+            else (Rooms(size), [])
+        )
 
 
 def test_a_rehearsal_is_that_of_the_base_with_the_wrapper_over_it() -> None:
     name = f"{__file__}:Dear"
     environment, problems = Doubled.rehearse(base={"name": name, "size": 3})
-    assert isinstance(environment, Doubled) and len(environment.tasks("val")) == 3 and problems == []
+    assert (
+        isinstance(environment, Doubled) and len(environment.tasks("val")) == 3 and problems == []
+    )
     environment, problems = Doubled.rehearse(base={"name": name, "size": -1})
-    assert environment is None and [str(problem) for problem in problems] == ["environment.size: found -1."]
+    assert environment is None and [str(problem) for problem in problems] == [
+        "environment.size: found -1."
+    ]
     environment, problems = Doubled.rehearse(base={"name": name, "sise": 3})
-    assert environment is None and "unknown keyword 'sise'. Did you mean 'size'?" in str(problems[0])
+    assert environment is None and "unknown keyword 'sise'. Did you mean 'size'?" in str(
+        problems[0]
+    )
     assert Doubled.rehearse(base={"name": f"{__file__}:Rooms"}) is None  # made as for a run

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import random
 
-from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, SCRATCH, BlockManager, blocks_for, prefix_keys
+from rlflow.rollout.embedded.block_manager import (
+    BLOCK_SIZE,
+    SCRATCH,
+    BlockManager,
+    blocks_for,
+    prefix_keys,
+)
 
 TOKENS = list(range(1000))
 
@@ -26,7 +32,9 @@ def test_full_pages_are_found_and_the_page_that_goes_on_longest() -> None:
     pool = BlockManager(20)
     first, second = pool.take(3), pool.take(3)
     pool.publish(TOKENS[: 2 * BLOCK_SIZE + 10], first)
-    pool.publish([*TOKENS[: 2 * BLOCK_SIZE], 5, 6, 7], second)  # others have its first two blocks entered: not found under it
+    pool.publish(
+        [*TOKENS[: 2 * BLOCK_SIZE], 5, 6, 7], second
+    )  # others have its first two blocks entered: not found under it
     assert pool.find(TOKENS) == (first[:2], first[2], 10)
     assert pool.find(TOKENS[: 2 * BLOCK_SIZE + 4]) == (first[:2], first[2], 4)
     assert pool.find(TOKENS[: BLOCK_SIZE + 4]) == (first[:1], first[1], 4)
@@ -70,8 +78,14 @@ def test_random_use_never_loses_a_block_and_finds_only_what_was_published() -> N
         if holders and (choice.random() < 0.45 or pool.free < 8):
             pool.drop(holders.pop(choice.randrange(len(holders)))[1])
             continue
-        tokens = [choice.randrange(2) for _ in range(choice.randrange(1, 4)) for _ in range(BLOCK_SIZE // 2)]
-        tokens = [token for token in tokens for _ in range(2)][: choice.randrange(1, len(tokens) + 1)]
+        tokens = [
+            choice.randrange(2)
+            for _ in range(choice.randrange(1, 4))
+            for _ in range(BLOCK_SIZE // 2)
+        ]
+        tokens = [token for token in tokens for _ in range(2)][
+            : choice.randrange(1, len(tokens) + 1)
+        ]
         shared, source, extra = pool.find(tokens)
         for index, block in enumerate(shared):
             assert content[block] == tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -91,7 +105,10 @@ def test_random_use_never_loses_a_block_and_finds_only_what_was_published() -> N
 
 
 def test_prefix_keys_are_equal_as_far_as_the_tokens_are() -> None:
-    first, second = prefix_keys(TOKENS[:100]), prefix_keys([*TOKENS[: 2 * BLOCK_SIZE], 0, *TOKENS[:35]])
+    first, second = (
+        prefix_keys(TOKENS[:100]),
+        prefix_keys([*TOKENS[: 2 * BLOCK_SIZE], 0, *TOKENS[:35]]),
+    )
     assert len(first) == blocks_for(100)
     assert first[:2] == second[:2]
     assert not set(first[2:]) & set(second[2:])

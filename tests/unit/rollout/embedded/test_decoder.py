@@ -58,17 +58,23 @@ class Paged:
         """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
         tokens = torch.tensor([token for row, start in zip(rows, starts) for token in row[start:]])
         positions = torch.cat([torch.arange(start, len(row)) for row, start in zip(rows, starts)])
-        attend = self.cache.prefilling(self.tables[slots], [(start, len(row)) for row, start in zip(rows, starts)])
+        attend = self.cache.prefilling(
+            self.tables[slots], [(start, len(row)) for row, start in zip(rows, starts)]
+        )
         return self.decoder.forward(tokens, positions, attend)
 
     def decode(self, rows: list[list[int]], slots: list[int], static: bool = False) -> Tensor:
         """Logits of the last tokens of the rows, all others being cached."""
-        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # decoding wants the longest first
+        order = sorted(
+            range(len(rows)), key=lambda row: -len(rows[row])
+        )  # decoding wants the longest first
         tables = self.tables[[slots[row] for row in order]]
         lengths = [len(rows[row]) for row in order]
         positions = torch.tensor(lengths) - 1
         attend = self.cache.decoding(tables, positions, None if static else lengths)
-        logits = self.decoder.forward(torch.tensor([rows[row][-1] for row in order]), positions, attend)
+        logits = self.decoder.forward(
+            torch.tensor([rows[row][-1] for row in order]), positions, attend
+        )
         return logits[torch.tensor(order).argsort()]
 
 
@@ -98,20 +104,30 @@ def test_groups_of_experts_and_stretched_positions_equal_transformers(
     assert_logits(Paged(load(path)).prefill(rows, [6, 0], [0, 0]), path, rows)
 
 
-def test_a_family_with_names_of_its_own_is_computed_by_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_with_names_of_its_own_is_computed_by_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, projection = tiny_model(tmp_path, "llama", tokenizer=False), ATTENTION[-1]
-    renamed = dataclasses.replace(projection, sources=(("model.layers.{i}.self_attn.out_proj.weight", "hidden query"),))
+    renamed = dataclasses.replace(
+        projection, sources=(("model.layers.{i}.self_attn.out_proj.weight", "hidden query"),)
+    )
     rules = tuple(renamed if rule is projection else rule for rule in FAMILIES["llama"])
     monkeypatch.setitem(FAMILIES, "out_llama", rules)
-    decoder = Decoder(architecture({**read_config(path), "model_type": "out_llama"}), torch.float32, CPU)
-    decoder.load((name.replace("o_proj", "out_proj"), tensor) for name, tensor in iterate_weights(path))
+    decoder = Decoder(
+        architecture({**read_config(path), "model_type": "out_llama"}), torch.float32, CPU
+    )
+    decoder.load(
+        (name.replace("o_proj", "out_proj"), tensor) for name, tensor in iterate_weights(path)
+    )
     rows = random_rows([5, 17])
     assert_logits(Paged(decoder).prefill(rows, [0, 1], [0, 0]), path, rows)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("family, tied", KINDS)
-def test_prefill_in_parts_and_decoding_equal_one_pass(tmp_path: Path, family: str, tied: bool, static: bool) -> None:
+def test_prefill_in_parts_and_decoding_equal_one_pass(
+    tmp_path: Path, family: str, tied: bool, static: bool
+) -> None:
     path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
     decoder = load(path)
     rows = random_rows([60, 23, 40, 300, 41, 42, 43, 44])
@@ -120,7 +136,9 @@ def test_prefill_in_parts_and_decoding_equal_one_pass(tmp_path: Path, family: st
     paged = Paged(decoder)
     slots, starts = [5, 2, 7, 0, 1, 3, 4, 6], [31, 9, 0, 256, 0, 0, 0, 32]
     begun = [row for row in range(8) if starts[row]]
-    paged.prefill([rows[row][: starts[row]] for row in begun], [slots[row] for row in begun], [0] * len(begun))
+    paged.prefill(
+        [rows[row][: starts[row]] for row in begun], [slots[row] for row in begun], [0] * len(begun)
+    )
     paged.prefill([row[:-1] for row in rows], slots, starts)
     logits = paged.decode(rows, slots, static)
     assert_logits(logits, path, rows, last=True)
@@ -164,7 +182,9 @@ def test_memory_of_the_pool_is_touched_only_where_it_is_used(qwen: Path) -> None
 
 
 @pytest.mark.parametrize("family, tied", KINDS)
-def test_parameters_hash_to_the_files_of_the_directory(tmp_path: Path, family: str, tied: bool) -> None:
+def test_parameters_hash_to_the_files_of_the_directory(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
     assert digest(load(path).named_weights()) == digest(iterate_weights(path))
 
@@ -179,9 +199,18 @@ def test_a_tied_model_ignores_the_copy_of_its_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda weights: weights.pop("model.norm.weight"), "missing, the first is 'model.norm.weight'"),
-        (lambda weights: weights.update({"model.nrm.weight": torch.ones(64)}), "'model.nrm.weight' is not part"),
-        (lambda weights: weights.update({"model.norm.weight": torch.ones(63)}), "floating point of shape (64,)"),
+        (
+            lambda weights: weights.pop("model.norm.weight"),
+            "missing, the first is 'model.norm.weight'",
+        ),
+        (
+            lambda weights: weights.update({"model.nrm.weight": torch.ones(64)}),
+            "'model.nrm.weight' is not part",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(63)}),
+            "floating point of shape (64,)",
+        ),
     ],
 )
 def test_wrong_weights_are_named(qwen: Path, change: object, message: str) -> None:

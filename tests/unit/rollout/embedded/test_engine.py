@@ -29,13 +29,17 @@ def run(*coroutines: Coroutine[Any, Any, Completion]) -> list[Completion]:
     return asyncio.run(together())
 
 
-def reference_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(
+    path: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """(len(tokens), vocab) log-probs that transformers gives for the positions of `tokens`, at the temperature, in float64."""
     (exact,), _ = rounding.logprobs(path, [prompt + tokens], temperature)
     return exact[len(prompt) - 1 : -1]
 
 
-def assert_logprobs(path: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
+def assert_logprobs(
+    path: Path, prompt: list[int], completion: Completion, temperature: float = 1.0
+) -> None:
     """Those of transformers, up to the rounding of float32."""
     errors, bound = logprob_errors(path, prompt, completion, temperature)
     assert errors.max() <= bound
@@ -55,7 +59,9 @@ def test_it_implements_the_protocol(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_greedy_tokens_equal_transformers_under_ragged_arrivals(tmp_path: Path, family: str) -> None:
+def test_greedy_tokens_equal_transformers_under_ragged_arrivals(
+    tmp_path: Path, family: str
+) -> None:
     path = tiny_model(tmp_path, family, scale=0.2)
     engine = EmbeddedEngine(path, max_concurrency=3)
     prompts = random_rows([5, 90, 33, 12, 61, 1])
@@ -68,13 +74,17 @@ def test_greedy_tokens_equal_transformers_under_ragged_arrivals(tmp_path: Path, 
     for prompt, completion in zip(prompts, run(*(arrive(index) for index in range(6)))):
         assert completion.stop == "length"
         expected = reference_logprobs(path, prompt, completion.tokens)
-        assert rounding.margin(path, prompt, completion.tokens, 0.0) > 1  # so it is the best token in float32 too
+        assert (
+            rounding.margin(path, prompt, completion.tokens, 0.0) > 1
+        )  # so it is the best token in float32 too
         assert completion.tokens == expected.argmax(-1).tolist()
         assert_logprobs(path, prompt, completion)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_log_probs_are_those_of_the_distribution_sampled_from(qwen: Path, temperature: float) -> None:
+def test_log_probs_are_those_of_the_distribution_sampled_from(
+    qwen: Path, temperature: float
+) -> None:
     engine = EmbeddedEngine(qwen)
     (prompt,) = random_rows([20])
     (completion,) = run(engine.generate(prompt, Sampling(30, temperature, seed=4)))
@@ -89,7 +99,9 @@ def test_first_tokens_are_distributed_as_the_policy_says(qwen: Path) -> None:
     expected = reference_logprobs(qwen, prompt, [0])[0].exp()
     shares = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=384) / count
     assert (shares - expected).abs().max() < 4 * (0.25 / count) ** 0.5
-    assert engine.statistics.prefilled < 4 * count  # one prompt computed once per reuse, not 9 tokens each
+    assert (
+        engine.statistics.prefilled < 4 * count
+    )  # one prompt computed once per reuse, not 9 tokens each
 
 
 def test_a_sample_depends_on_its_seed_not_on_the_company(qwen: Path) -> None:
@@ -101,7 +113,9 @@ def test_a_sample_depends_on_its_seed_not_on_the_company(qwen: Path) -> None:
     assert [c.tokens for c in alone] == [c.tokens for c in together]
     assert other_seed.tokens != alone[0].tokens
     for index, (prompt, single, crowded) in enumerate(zip(prompts, alone, together)):
-        assert rounding.margin(qwen, prompt, single.tokens, 1.0, 400 + index) > 1  # so rounding cannot change a token
+        assert (
+            rounding.margin(qwen, prompt, single.tokens, 1.0, 400 + index) > 1
+        )  # so rounding cannot change a token
         assert_logprobs(qwen, prompt, single)
         assert_logprobs(qwen, prompt, crowded)
 
@@ -167,7 +181,12 @@ def test_long_prompts_are_prefilled_in_parts(qwen: Path) -> None:
 def test_requests_queue_for_slots_and_unused_slots_are_taken_back(qwen: Path) -> None:
     engine = EmbeddedEngine(qwen, max_concurrency=2)
     prompts = random_rows([10] * 7)
-    named = run(*(engine.generate(prompt, Sampling(4, seed=0), f"{index}") for index, prompt in enumerate(prompts)))
+    named = run(
+        *(
+            engine.generate(prompt, Sampling(4, seed=0), f"{index}")
+            for index, prompt in enumerate(prompts)
+        )
+    )
     for prompt, completion in zip(prompts, named):
         assert len(completion.tokens) == 4
         assert_logprobs(qwen, prompt, completion)
@@ -183,10 +202,18 @@ def test_stop_strings_end_with_the_token_that_completes_them_and_nothing_is_cut(
     free = run(*(engine.generate(prompt, Sampling(40, seed=i)) for i, prompt in enumerate(prompts)))
     ended = 0
     for stop in (("e",), ("an", "he"), ("><",), ("zzzz",)):
-        stopped = run(*(engine.generate(prompt, Sampling(40, stop=stop, seed=i)) for i, prompt in enumerate(prompts)))
+        stopped = run(
+            *(
+                engine.generate(prompt, Sampling(40, stop=stop, seed=i))
+                for i, prompt in enumerate(prompts)
+            )
+        )
         for without, completion in zip(free, stopped):
             texts = [tokenizer.decode(without.tokens[: count + 1]) for count in range(40)]
-            first = next((at for at, text in enumerate(texts) if any(string in text for string in stop)), None)
+            first = next(
+                (at for at, text in enumerate(texts) if any(string in text for string in stop)),
+                None,
+            )
             assert completion.stop == ("length" if first is None else "stop")
             assert completion.tokens == without.tokens[: 40 if first is None else first + 1]
             ended += first is not None
@@ -197,12 +224,16 @@ def test_a_stop_token_is_part_of_the_completion(qwen: Path) -> None:
     engine = EmbeddedEngine(qwen)
     (prompt,) = random_rows([10])
     (free,) = run(engine.generate(prompt, Sampling(20, seed=3)))
-    (stopped,) = run(engine.generate(prompt, Sampling(20, seed=3, stop_token_ids=(free.tokens[4],))))
+    (stopped,) = run(
+        engine.generate(prompt, Sampling(20, seed=3, stop_token_ids=(free.tokens[4],)))
+    )
     assert stopped.stop == "stop"
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
 
 
-def test_weights_change_between_two_tokens_of_a_request_in_flight(qwen: Path, other_qwen: Path) -> None:
+def test_weights_change_between_two_tokens_of_a_request_in_flight(
+    qwen: Path, other_qwen: Path
+) -> None:
     engine = EmbeddedEngine(qwen)
     (prompt,) = random_rows([25])
 
@@ -215,7 +246,10 @@ def test_weights_change_between_two_tokens_of_a_request_in_flight(qwen: Path, ot
 
     completion = asyncio.run(change())
     assert completion.versions == [0] * 8 + [3] * 12
-    for path, part in ((qwen, slice(8)), (other_qwen, slice(8, None))):  # the cache was recomputed: no trace of old weights
+    for path, part in (
+        (qwen, slice(8)),
+        (other_qwen, slice(8, None)),
+    ):  # the cache was recomputed: no trace of old weights
         errors, bound = logprob_errors(path, prompt, completion)
         assert errors[part].max() <= bound
 
@@ -255,9 +289,14 @@ def test_diverged_weights_are_an_error_and_leave_no_trace(qwen: Path) -> None:
     with pytest.raises(RolloutError, match="not finite"):
         run(engine.generate(prompt, Sampling(3), "episode"))
     asyncio.run(engine.load_weights(iterate_weights(qwen), version=2))
-    short, long = prompt[:5], random_rows([60])[0]  # the short one's padding is what the broken weights left behind
+    short, long = (
+        prompt[:5],
+        random_rows([60])[0],
+    )  # the short one's padding is what the broken weights left behind
     named = {"episode": short, "other": long}
-    completions = run(*(engine.generate(row, Sampling(3, seed=1), name) for name, row in named.items()))
+    completions = run(
+        *(engine.generate(row, Sampling(3, seed=1), name) for name, row in named.items())
+    )
     assert_logprobs(qwen, short, completions[0])
     assert_logprobs(qwen, long, completions[1])
 
@@ -294,13 +333,18 @@ def test_an_aborted_request_ends_with_what_it_has(qwen: Path) -> None:
     assert_logprobs(qwen, second, again)
 
 
-@pytest.mark.parametrize("mode, lengths", [("keep", [20, 20]), ("abort", [4, 0]), ("wait", [20, 20])])
+@pytest.mark.parametrize(
+    "mode, lengths", [("keep", [20, 20]), ("abort", [4, 0]), ("wait", [20, 20])]
+)
 def test_pause(qwen: Path, mode: str, lengths: list[int]) -> None:
     engine = EmbeddedEngine(qwen, max_concurrency=1)
     prompts = random_rows([10, 12])
 
     async def pause() -> list[Completion]:
-        requests = [asyncio.ensure_future(engine.generate(prompt, Sampling(20, seed=1))) for prompt in prompts]
+        requests = [
+            asyncio.ensure_future(engine.generate(prompt, Sampling(20, seed=1)))
+            for prompt in prompts
+        ]
         while engine.statistics.decoded < 4:
             await asyncio.sleep(0)
         await engine.pause(mode)
@@ -352,7 +396,9 @@ def test_equal_inputs_give_equal_bits(qwen: Path) -> None:
 
 def test_bfloat16_weights_hash_to_what_was_sent_in_that_type(qwen: Path) -> None:
     engine = EmbeddedEngine(qwen, dtype="bfloat16")
-    assert asyncio.run(engine.weights_digest()) == digest((name, tensor.bfloat16()) for name, tensor in iterate_weights(qwen))
+    assert asyncio.run(engine.weights_digest()) == digest(
+        (name, tensor.bfloat16()) for name, tensor in iterate_weights(qwen)
+    )
     (completion,) = run(engine.generate([5, 6, 7], Sampling(6, temperature=0.0)))
     expected = reference_logprobs(qwen, [5, 6, 7], completion.tokens)
     chosen = expected.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]

@@ -26,7 +26,10 @@ def play(path: Path, other: Path) -> list[Completion]:
 
     async def generate(engine: EmbeddedEngine, turn: str) -> list[Completion]:
         rows = enumerate(random_rows([20, 35, 50], seed=1))
-        calls = [engine.generate(row, Sampling(12, float(place % 2), seed=place), f"{turn}{place}") for place, row in rows]
+        calls = [
+            engine.generate(row, Sampling(12, float(place % 2), seed=place), f"{turn}{place}")
+            for place, row in rows
+        ]
         return list(await asyncio.gather(*calls))
 
     async def run() -> list[Completion]:
@@ -43,8 +46,13 @@ def play(path: Path, other: Path) -> list[Completion]:
     return asyncio.run(run())
 
 
-def test_the_engine_says_what_it_says_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, other = (tiny_model(tmp_path / name, "qwen2", seed=seed) for seed, name in enumerate(("one", "other")))
+def test_the_engine_says_what_it_says_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = (
+        tiny_model(tmp_path / name, "qwen2", seed=seed)
+        for seed, name in enumerate(("one", "other"))
+    )
     recorders: list[Recorder] = []
 
     def capture() -> Recorder:

@@ -33,7 +33,9 @@ async def three_turns(engine: EmbeddedEngine, index: int, temperature: float) ->
     tokens = random_rows([10 + 7 * (index % 5)], seed=index)[0]
     completions = []
     for turn in range(3):
-        sampling = Sampling(5 + 40 * (index % 3 == 0) + turn, temperature, seed=seed_of(index, turn))
+        sampling = Sampling(
+            5 + 40 * (index % 3 == 0) + turn, temperature, seed=seed_of(index, turn)
+        )
         completions.append(await engine.generate(tokens, sampling, f"episode {index}"))
         tokens += completions[-1].tokens + random_rows([20], seed=100 * index + turn)[0]
         await asyncio.sleep(0)
@@ -46,7 +48,9 @@ Episodes = list[list[Completion]]
 
 def play(engine: EmbeddedEngine, temperature: float) -> Episodes:
     async def together() -> Episodes:
-        return await asyncio.gather(*(three_turns(engine, index, temperature) for index in range(12)))
+        return await asyncio.gather(
+            *(three_turns(engine, index, temperature) for index in range(12))
+        )
 
     return asyncio.run(together())
 
@@ -73,7 +77,9 @@ def requests(episodes: Episodes) -> Iterator[tuple[list[int], Completion, int]]:
             prompt = prompt + completion.tokens + random_rows([20], seed=100 * index + turn)[0]
 
 
-def test_no_token_of_these_episodes_depends_on_rounding(in_a_large_pool: Episodes, qwen: Path, temperature: float) -> None:
+def test_no_token_of_these_episodes_depends_on_rounding(
+    in_a_large_pool: Episodes, qwen: Path, temperature: float
+) -> None:
     """Batches of other shapes round differently. That they choose the same tokens all the same is due to these seeds."""
     for prompt, completion, seed in requests(in_a_large_pool):
         assert margin(qwen, prompt, completion.tokens, temperature, seed) > 1
@@ -87,19 +93,33 @@ def test_a_small_pool_gives_exactly_the_tokens_of_a_large_one(
     small = EmbeddedEngine(qwen, max_concurrency=12, kv_tokens=kv_tokens, prefill_tokens=50)
     found = play(small, temperature)
     assert small.statistics.preempted > 0
-    for (prompt, one, _), (_, other, _) in zip(requests(in_a_large_pool), requests(found), strict=True):
+    for (prompt, one, _), (_, other, _) in zip(
+        requests(in_a_large_pool), requests(found), strict=True
+    ):
         assert (one.tokens, one.stop) == (other.tokens, other.stop)
         assert_logprobs(qwen, prompt, other, temperature)
     assert free_tokens(small) == kv_tokens
 
 
-def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(qwen: Path, tokenizer: Tokenizer) -> None:
+def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
     def bits(kv_tokens: int) -> tuple[list[object], int]:
-        engine = EmbeddedEngine(qwen, tokenizer, max_concurrency=8, kv_tokens=kv_tokens, deterministic=True)
-        options = {"samples_per_prompt": 4, "max_response_tokens": 40, "max_total_tokens": 256, "deterministic": True}
+        engine = EmbeddedEngine(
+            qwen, tokenizer, max_concurrency=8, kv_tokens=kv_tokens, deterministic=True
+        )
+        options = {
+            "samples_per_prompt": 4,
+            "max_response_tokens": 40,
+            "max_total_tokens": 256,
+            "deterministic": True,
+        }
         with Rollout(engine, Asking(), tokenizer, **options) as rollout:
             groups = rollout.collect(Asking().tasks("train"))
-        found = [(t.segments[0].tokens.tolist(), t.segments[0].logprobs.tolist()) for t in all_trajectories(groups)]
+        found = [
+            (t.segments[0].tokens.tolist(), t.segments[0].logprobs.tolist())
+            for t in all_trajectories(groups)
+        ]
         return found, engine.statistics.preempted + engine.statistics.evicted
 
     first, gave_way = bits(320)
@@ -108,7 +128,9 @@ def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(qwen: 
     assert [tokens for tokens, _ in bits(8192)[0]] == [tokens for tokens, _ in first]
 
 
-def test_deterministic_slots_are_freed_where_a_round_begins_whenever_their_episodes_ended(qwen: Path) -> None:
+def test_deterministic_slots_are_freed_where_a_round_begins_whenever_their_episodes_ended(
+    qwen: Path,
+) -> None:
     """Else an environment's time would decide which blocks the next ones find, and those round as the batch that made them."""
     engine = EmbeddedEngine(qwen, max_concurrency=4, kv_tokens=320, deterministic=True)
     first, second = random_rows([40, 40])
@@ -120,9 +142,13 @@ def test_deterministic_slots_are_freed_where_a_round_begins_whenever_their_episo
     assert free_tokens(engine) == left
 
 
-def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_blocks_of_its_prompt(qwen: Path) -> None:
+def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_blocks_of_its_prompt(
+    qwen: Path,
+) -> None:
     (prompt,) = random_rows([6 * BLOCK_SIZE])
-    engine = EmbeddedEngine(qwen, max_concurrency=8, kv_tokens=6 * BLOCK_SIZE + 8 * 2 * BLOCK_SIZE)  # 8 prompts: 48 blocks
+    engine = EmbeddedEngine(
+        qwen, max_concurrency=8, kv_tokens=6 * BLOCK_SIZE + 8 * 2 * BLOCK_SIZE
+    )  # 8 prompts: 48 blocks
     completions = run(*(engine.generate(prompt, Sampling(12, seed=seed)) for seed in range(8)))
     assert engine.statistics.preempted == 0
     assert engine.statistics.prefilled <= 6 * BLOCK_SIZE + 7
@@ -142,7 +168,9 @@ def test_prompts_with_a_common_beginning_compute_it_once(qwen: Path) -> None:
 def test_no_forward_pass_exceeds_the_budget_of_prompt_tokens(qwen: Path) -> None:
     prompts = random_rows([300, 20, 130, 77])
     engine = EmbeddedEngine(qwen, prefill_tokens=48)
-    completions = run(*(engine.generate(prompt, Sampling(5, seed=1), f"{i}") for i, prompt in enumerate(prompts)))
+    completions = run(
+        *(engine.generate(prompt, Sampling(5, seed=1), f"{i}") for i, prompt in enumerate(prompts))
+    )
     assert engine.statistics.largest_prefill == 48
     assert engine.statistics.prefilled == 300 + 20 + 130 + 77
     assert engine.statistics.steps >= 527 / 48
@@ -173,7 +201,9 @@ def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qw
     long, short = random_rows([4 * BLOCK_SIZE, 3 * BLOCK_SIZE])
 
     async def ask() -> list[Completion | BaseException]:
-        requests = [engine.generate(prompt, Sampling(500, seed=1)) for prompt in (long, short, short)]
+        requests = [
+            engine.generate(prompt, Sampling(500, seed=1)) for prompt in (long, short, short)
+        ]
         return await asyncio.gather(*requests, return_exceptions=True)
 
     refused, second, third = asyncio.run(ask())
@@ -186,7 +216,9 @@ def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qw
 
 
 @pytest.mark.parametrize("owner", [None, "episode"])
-def test_an_aborted_or_cancelled_request_gives_its_memory_back(qwen: Path, owner: str | None) -> None:
+def test_an_aborted_or_cancelled_request_gives_its_memory_back(
+    qwen: Path, owner: str | None
+) -> None:
     engine = EmbeddedEngine(qwen, kv_tokens=16 * BLOCK_SIZE)
     prompts = random_rows([100, 90])
 
@@ -227,7 +259,9 @@ def test_the_more_urgent_keeps_its_blocks_though_it_came_later(qwen: Path) -> No
         ended: list[int] = []
 
         async def ask(index: int) -> None:
-            done = await engine.generate(prompts[index], Sampling(60, seed=index), f"{index}", priorities[index])
+            done = await engine.generate(
+                prompts[index], Sampling(60, seed=index), f"{index}", priorities[index]
+            )
             assert_logprobs(qwen, prompts[index], done)
             ended.append(index)
 
@@ -246,7 +280,9 @@ def test_an_urgent_prompt_takes_its_blocks_from_those_that_run(qwen: Path) -> No
     prompts = random_rows([70, 60])
 
     async def order(priority: int) -> list[int]:
-        engine = EmbeddedEngine(qwen, kv_tokens=4 * BLOCK_SIZE)  # the first grows to 4 blocks, the second starts with 2
+        engine = EmbeddedEngine(
+            qwen, kv_tokens=4 * BLOCK_SIZE
+        )  # the first grows to 4 blocks, the second starts with 2
         ended: list[int] = []
 
         async def ask(index: int, count: int, urgency: int) -> None:
@@ -267,13 +303,18 @@ def test_an_urgent_prompt_takes_its_blocks_from_those_that_run(qwen: Path) -> No
 def test_a_preempted_request_whose_tokens_fill_the_tables_goes_on(qwen: Path) -> None:
     engine = EmbeddedEngine(qwen, max_concurrency=2, kv_tokens=480)
     completions = run(
-        *(engine.generate(prompt, Sampling(40, seed=seed)) for seed, prompt in enumerate(random_rows([200, 231])))
+        *(
+            engine.generate(prompt, Sampling(40, seed=seed))
+            for seed, prompt in enumerate(random_rows([200, 231]))
+        )
     )
     assert engine.statistics.preempted > 0
     assert [len(completion.tokens) for completion in completions] == [40, 40]
 
 
-def test_a_request_whose_tokens_fill_the_tables_is_prefilled_again_after_new_weights(qwen: Path) -> None:
+def test_a_request_whose_tokens_fill_the_tables_is_prefilled_again_after_new_weights(
+    qwen: Path,
+) -> None:
     weights = list(iterate_weights(qwen))
     (prompt,) = random_rows([FIRST_WIDTH - 3])
 

@@ -68,7 +68,10 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
 def assert_equal(path: Path, first: list[list[Completion]], second: list[list[Completion]]) -> None:
     """Tokens and versions, and log-probs up to the rounding of float32; no choice of a token was within rounding."""
     for index, (left, right) in enumerate(zip(first, second, strict=True)):
-        tokens, temperature = random_rows([10 + 9 * index], seed=index)[0], 1.0 if index % 3 else 0.0
+        tokens, temperature = (
+            random_rows([10 + 9 * index], seed=index)[0],
+            1.0 if index % 3 else 0.0,
+        )
         for ours, theirs in zip(left, right, strict=True):
             assert margin(path, tokens, ours.tokens, temperature, index) > 1
             assert (ours.tokens, ours.versions) == (theirs.tokens, theirs.versions)
@@ -78,7 +81,9 @@ def assert_equal(path: Path, first: list[list[Completion]], second: list[list[Co
 
 
 @pytest.mark.parametrize("options", [{}, {"max_concurrency": 3}, {"kv_tokens": 512}])
-def test_recorded_steps_give_what_steps_that_run_anew_give(qwen: Path, options: dict[str, int]) -> None:
+def test_recorded_steps_give_what_steps_that_run_anew_give(
+    qwen: Path, options: dict[str, int]
+) -> None:
     recorder = Recorder()
     engine = recording_engine(qwen, recorder, **options)
     assert_equal(qwen, episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7))
@@ -104,7 +109,9 @@ def test_graphs_are_refused_where_there_is_no_gpu(qwen: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_cuda_graphs_give_what_eager_steps_give(tmp_path: Path, family: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    path = tiny_model(tmp_path, family, scale=0.2, seed=3)  # weights with which no choice is within rounding
+    path = tiny_model(
+        tmp_path, family, scale=0.2, seed=3
+    )  # weights with which no choice is within rounding
     eager = EmbeddedEngine(path, device="cuda", cuda_graphs=False, max_tokens=512)
     graphs = EmbeddedEngine(path, device="cuda", cuda_graphs=True, max_tokens=512)
     for _ in range(2):

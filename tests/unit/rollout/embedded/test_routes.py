@@ -28,7 +28,9 @@ def chosen(path: Path, tokens: list[int]) -> Tensor:
     """(T, layers with experts, k) of transformers, in the order of the experts."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():
         logits = oracle(torch.tensor([tokens]), output_router_logits=True).router_logits
     return torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1)
@@ -52,7 +54,9 @@ def test_routes_equal_transformers_where_prompts_are_shared_and_cut(model: Path)
     asked = [first, first[:70] + rest, rest, first]
 
     async def together() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(tokens, Sampling(9, seed=seed)) for seed, tokens in enumerate(asked)))
+        return await asyncio.gather(
+            *(engine.generate(tokens, Sampling(9, seed=seed)) for seed, tokens in enumerate(asked))
+        )
 
     for tokens, completion in zip(asked, asyncio.run(together()), strict=True):
         check(model, tokens + completion.tokens, completion.routes)
@@ -65,11 +69,18 @@ def test_a_segment_of_several_turns_has_the_routes_of_all_but_its_last_token(mod
 
     async def turns() -> list[Completion]:
         first = await engine.generate(prompt, Sampling(6, seed=0), "episode")
-        second = await engine.generate([*prompt, *first.tokens, *observation], Sampling(6, seed=1), "episode")
+        second = await engine.generate(
+            [*prompt, *first.tokens, *observation], Sampling(6, seed=1), "episode"
+        )
         return [first, second]
 
     first, second = asyncio.run(turns())
-    spans = [TokenSpan(prompt), TokenSpan(first.tokens, first), TokenSpan(observation), TokenSpan(second.tokens, second)]
+    spans = [
+        TokenSpan(prompt),
+        TokenSpan(first.tokens, first),
+        TokenSpan(observation),
+        TokenSpan(second.tokens, second),
+    ]
     segment = make_segment(spans)
     check(model, segment.tokens.tolist(), segment.routes)
     ended = make_segment([*spans, TokenSpan(observation)])
@@ -81,7 +92,9 @@ def test_a_request_that_a_pause_cut_in_two_has_all_routes(model: Path) -> None:
     (prompt,) = prompts(30)
 
     async def paused() -> Completion:
-        asked = Continued(engine, tokenizer.decode).generate(prompt, Sampling(12, seed=0), "episode")
+        asked = Continued(engine, tokenizer.decode).generate(
+            prompt, Sampling(12, seed=0), "episode"
+        )
         task = asyncio.create_task(asked)
         while engine.statistics.decoded < 4:
             await asyncio.sleep(0)

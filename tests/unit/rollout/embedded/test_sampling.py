@@ -7,7 +7,14 @@ from fixtures import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlflow.errors import RolloutError
-from rlflow.rollout.embedded.sampling import END_TOKEN, KEPT_ROWS, MAY_END_STRING, StopTable, sample, uniforms
+from rlflow.rollout.embedded.sampling import (
+    END_TOKEN,
+    KEPT_ROWS,
+    MAY_END_STRING,
+    StopTable,
+    sample,
+    uniforms,
+)
 from rlflow.rollout.tokenizer import Tokenizer
 
 
@@ -46,7 +53,10 @@ def test_uniforms_are_uniform_and_unrelated_between_seeds_and_counters() -> None
     assert abs(numbers.mean() - 0.5) < 4 * (1 / 12 / 40000) ** 0.5
     assert abs(numbers.var() - 1 / 12) < 0.002
     for shifted in (numbers.roll(1, 0), numbers.roll(1, 1)):
-        assert abs(torch.corrcoef(torch.stack((numbers.reshape(-1), shifted.reshape(-1))))[0, 1]) < 0.02
+        assert (
+            abs(torch.corrcoef(torch.stack((numbers.reshape(-1), shifted.reshape(-1))))[0, 1])
+            < 0.02
+        )
 
 
 def test_sampled_shares_are_the_softmax_at_the_temperature() -> None:
@@ -62,7 +72,9 @@ def test_sampled_shares_are_the_softmax_at_the_temperature() -> None:
 
 
 @pytest.mark.parametrize("vocab", [128, 129, 1000])
-def test_a_sample_is_where_the_cumulative_distribution_passes_the_uniform_number(vocab: int) -> None:
+def test_a_sample_is_where_the_cumulative_distribution_passes_the_uniform_number(
+    vocab: int,
+) -> None:
     logits = 4 * torch.randn(500, vocab, generator=torch.Generator().manual_seed(vocab))
     uniform = uniforms(torch.arange(500), torch.zeros(500, dtype=torch.int64))
     tokens, _ = sample(logits, torch.ones(500), uniform)
@@ -83,7 +95,9 @@ def test_a_token_of_no_share_is_never_sampled_however_the_blocks_fall() -> None:
 
 
 @pytest.mark.parametrize("uniform, token", [(0.0, 1), (0.2499, 1), (0.25, 2), (1 - 2**-32, 2)])
-def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token(uniform: float, token: int) -> None:
+def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token(
+    uniform: float, token: int
+) -> None:
     logits = torch.tensor([[float("-inf"), 0.25, 0.75, 0.0]])
     logits[0, 1:3] = logits[0, 1:3].log()
     logits[0, 3] = float("-inf")
@@ -93,7 +107,9 @@ def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token(uniform: f
 
 def test_temperature_zero_is_greedy_with_the_log_probs_of_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    tokens, logprobs = sample(logits, torch.tensor([0.0, 1.0]), torch.tensor([0.999, 0.999], dtype=torch.float64))
+    tokens, logprobs = sample(
+        logits, torch.tensor([0.0, 1.0]), torch.tensor([0.999, 0.999], dtype=torch.float64)
+    )
     assert tokens.tolist() == [1, 2]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1], [1, 2]])
 
@@ -105,7 +121,8 @@ def ends(stops: StopTable, tokens: list[int], strings: tuple[str, ...]) -> list[
     return [
         at
         for at, flag in enumerate(flags)
-        if flag == END_TOKEN or (flag == MAY_END_STRING and stops.completes(tokens[: at + 1], strings))
+        if flag == END_TOKEN
+        or (flag == MAY_END_STRING and stops.completes(tokens[: at + 1], strings))
     ]
 
 
@@ -122,9 +139,14 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(
 
 @pytest.mark.parametrize("string", ["Answer: ", "a ", " ", "b c"])
 @pytest.mark.parametrize("text", ["Answer: b c", "a b Answer:  c"])
-def test_a_stop_string_that_ends_in_a_space_is_found_on_metaspace_tokenizers(string: str, text: str) -> None:
+def test_a_stop_string_that_ends_in_a_space_is_found_on_metaspace_tokenizers(
+    string: str, text: str
+) -> None:
     """Their tokens carry the space in front (`\u2581b`), and decoding a token alone drops it."""
-    vocab = {token: number for number, token in enumerate(["<unk>", "\u2581", *"Answer:abc", "\u2581b", "\u2581A"])}
+    vocab = {
+        token: number
+        for number, token in enumerate(["<unk>", "\u2581", *"Answer:abc", "\u2581b", "\u2581A"])
+    }
     merges = [("\u2581", "b"), ("\u2581", "A")]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
@@ -142,7 +164,9 @@ def first_completion(tokenizer: Tokenizer, tokens: list[int], string: str) -> in
     return next(at for at in range(len(tokens)) if string in tokenizer.decode(tokens[: at + 1]))
 
 
-def test_single_bytes_complete_a_stop_string_like_merged_tokens(stops: StopTable, tokenizer: Tokenizer) -> None:
+def test_single_bytes_complete_a_stop_string_like_merged_tokens(
+    stops: StopTable, tokenizer: Tokenizer
+) -> None:
     by_byte = [tokenizer.encode(character)[0] for character in "<search>x</search> and more"]
     assert ends(stops, by_byte, ("</search>",))[0] == len("<search>x</search>") - 1
 
@@ -152,7 +176,9 @@ def test_most_tokens_need_no_decoding(stops: StopTable) -> None:
     assert (stops.flags[row] == MAY_END_STRING).float().mean() < 0.05
 
 
-def test_a_special_token_as_stop_string_ends_by_its_id(stops: StopTable, tokenizer: Tokenizer) -> None:
+def test_a_special_token_as_stop_string_ends_by_its_id(
+    stops: StopTable, tokenizer: Tokenizer
+) -> None:
     (end,) = tokenizer.eos_ids
     row = stops.row(("<|im_end|>",), ())
     assert stops.flags[row, end] == END_TOKEN
@@ -184,4 +210,6 @@ def test_rows_of_finished_requests_are_used_again(stops: StopTable) -> None:
         assert row != running and torch.equal(stops.flags[row], fresh)
     assert len(stops.flags) == KEPT_ROWS and torch.equal(stops.flags[running], flags)
     every = set(range(KEPT_ROWS))
-    assert stops.row(("new",), (), lambda: every) == KEPT_ROWS and stops.row(("</a>",), ()) == running
+    assert (
+        stops.row(("new",), (), lambda: every) == KEPT_ROWS and stops.row(("</a>",), ()) == running
+    )

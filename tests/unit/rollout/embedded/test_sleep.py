@@ -23,7 +23,9 @@ PROMPTS = [[(place * (7 + row)) % 290 + 5 for place in range(400)] for row in ra
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose keys and values weigh something: 8 KiB per token and layer."""
-    return tiny_model(tmp_path_factory.mktemp("wide"), "qwen2", hidden_size=1024, num_key_value_heads=4)
+    return tiny_model(
+        tmp_path_factory.mktemp("wide"), "qwen2", hidden_size=1024, num_key_value_heads=4
+    )
 
 
 def engine_over(path: Path) -> EmbeddedEngine:
@@ -32,7 +34,8 @@ def engine_over(path: Path) -> EmbeddedEngine:
 
 async def sampled(engine: EmbeddedEngine, tokens: int) -> list[Completion]:
     calls = [
-        engine.generate(prompt, Sampling(tokens, seed=row), f"episode {row}") for row, prompt in enumerate(PROMPTS)
+        engine.generate(prompt, Sampling(tokens, seed=row), f"episode {row}")
+        for row, prompt in enumerate(PROMPTS)
     ]
     return list(await asyncio.gather(*calls))
 
@@ -57,7 +60,9 @@ def fall_and_come_back(wide: Path) -> None:
     async def play() -> None:
         engine = engine_over(wide)
         pool = engine._scheduler._cache._pool
-        held = pool.element_size() * pool[:, 0].numel() * len(PROMPTS) * (400 // 32)  # of full blocks alone
+        held = (
+            pool.element_size() * pool[:, 0].numel() * len(PROMPTS) * (400 // 32)
+        )  # of full blocks alone
         del pool
         place = addresses(engine)
         before = await sampled(engine, 4)
@@ -95,7 +100,9 @@ def test_what_is_in_flight_waits_and_goes_on_with_the_weights_that_came(wide: Pa
         assert engine.statistics.steps == steps and not running.done() and not late.done()
         await engine.load_weights(iterate_weights(wide), 1)
         await asyncio.sleep(0.05)
-        assert engine.statistics.steps == steps, "it sampled before it had memory for keys and values"
+        assert engine.statistics.steps == steps, (
+            "it sampled before it had memory for keys and values"
+        )
         await engine.wake()
         assert (await late).versions == [1, 1, 1]
         return undisturbed, await running
@@ -110,7 +117,9 @@ def test_what_is_in_flight_waits_and_goes_on_with_the_weights_that_came(wide: Pa
 @pytest.mark.gpu
 def test_a_gpu_gets_the_memory_of_keys_and_values_back(wide: Path) -> None:
     async def play() -> None:
-        engine = EmbeddedEngine(wide, max_concurrency=6, max_tokens=512, device="cuda", cuda_graphs=True)
+        engine = EmbeddedEngine(
+            wide, max_concurrency=6, max_tokens=512, device="cuda", cuda_graphs=True
+        )
         before, awake = await sampled(engine, 8), torch.cuda.mem_get_info()[0]
         held = engine._scheduler._cache._pool.nbytes
         freed = await engine.sleep()

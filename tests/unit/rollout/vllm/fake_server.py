@@ -50,7 +50,9 @@ class FakeServer:
         self.longest = LONGEST
         self.seen: set[tuple[int, ...]] = set()  # prompts whose keys and values are kept
         self.config = json.loads((path / "config.json").read_text())
-        self.experts = int(self.config.get("num_experts") or self.config.get("num_local_experts") or 0)
+        self.experts = int(
+            self.config.get("num_experts") or self.config.get("num_local_experts") or 0
+        )
         self.vocab = min(300, self.config["vocab_size"])
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []

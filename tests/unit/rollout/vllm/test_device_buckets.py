@@ -56,7 +56,9 @@ async def one_by_one(buckets: Iterable[Any]) -> AsyncIterator[Any]:
 
 
 async def told(path: Path, buckets: Iterable[Any]) -> list[dict[str, Any]]:
-    return [info async for info in DeviceCarrier().updates(one_by_one(buckets), WeightNames(path), 1)]
+    return [
+        info async for info in DeviceCarrier().updates(one_by_one(buckets), WeightNames(path), 1)
+    ]
 
 
 @no_gpu
@@ -77,7 +79,9 @@ def test_without_a_gpu_it_is_refused_with_what_to_take(qwen: Path) -> None:
         ((0, 0.0, 1), None),
     ],
 )
-def test_ranks_that_have_no_memory_on_an_engines_gpu_are_refused(given: Any, message: str | None) -> None:
+def test_ranks_that_have_no_memory_on_an_engines_gpu_are_refused(
+    given: Any, message: str | None
+) -> None:
     refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with refused:
         check_rank_transfer(*given)
@@ -126,7 +130,10 @@ def test_buckets_are_bounded_and_the_embedding_of_a_tied_model_is_told_as_its_he
     names = [name for info in infos for name in info["names"]]
     assert sorted(names) == sorted([*dict(pairs), HEAD])
     at = next(number for number, info in enumerate(infos) if info["names"] == [HEAD])
-    assert infos[at - 1]["names"][0] == EMBEDDING and infos[at]["shapes"] == infos[at - 1]["shapes"][:1]
+    assert (
+        infos[at - 1]["names"][0] == EMBEDDING
+        and infos[at]["shapes"] == infos[at - 1]["shapes"][:1]
+    )
     assert infos[at]["ipc_handles_pickled"] == infos[at - 1]["ipc_handles_pickled"]
 
 
@@ -138,7 +145,9 @@ def test_an_engine_reads_what_the_trainer_packed(
     other = ReferenceTrainer(tiny_model(tmp_path / "other", tied=tied, tokenizer=False, seed=1))
     served = FakeServed(path)
     server = VLLMServer("buckets", connections=1, url=served.url)
-    engine = VLLMEngine(path, tokenizer, server, lambda _: DeviceCarrier(), max_concurrency=1, sharing=SMALL)
+    engine = VLLMEngine(
+        path, tokenizer, server, lambda _: DeviceCarrier(), max_concurrency=1, sharing=SMALL
+    )
 
     async def load(buckets: Iterator[GpuBucket], version: int) -> None:
         await engine.load_weights(one_by_one(buckets), version)
@@ -204,7 +213,9 @@ def test_vllms_own_engine_takes_apart_what_two_gpus_have(
     how = GpuSharing(max(tensor.nbytes for tensor in tensors.values()))
 
     def of_ranks() -> Iterator[GpuBucket]:
-        for one, other in zip(gpu_buckets(zeros, how), gpu_buckets(tensors.items(), how), strict=True):
+        for one, other in zip(
+            gpu_buckets(zeros, how), gpu_buckets(tensors.items(), how), strict=True
+        ):
             moved = {name.replace("0", "1"): handle for name, handle in other.handles.items()}
             yield joined([one, GpuBucket(other.tensors, moved)])
 

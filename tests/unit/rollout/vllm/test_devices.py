@@ -31,7 +31,9 @@ def test_the_gpus_that_a_process_sees(variable: str | None, count: int, seen: li
     assert [gpu.number for gpu in found] == list(range(len(seen)))
 
 
-@pytest.mark.parametrize(("shown", "listed", "count"), [(1, 8, 1), (0, 8, 8), (2, None, 2), (0, None, 0)])
+@pytest.mark.parametrize(
+    ("shown", "listed", "count"), [(1, 8, 1), (0, 8, 8), (2, None, 2), (0, None, 0)]
+)
 def test_gpus_are_those_that_cuda_shows_and_the_machines_for_a_torch_without_it(
     shown: int, listed: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

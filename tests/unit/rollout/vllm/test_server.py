@@ -75,7 +75,10 @@ def test_a_server_that_takes_a_connection_and_never_answers_is_given_up_in_time(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         server = VLLMServer(None, connections=1, url=f"http://127.0.0.1:{port}")
-        with contextlib.closing(server), pytest.raises(RolloutError, match=r"did not answer in 0\.5 s"):
+        with (
+            contextlib.closing(server),
+            pytest.raises(RolloutError, match=r"did not answer in 0\.5 s"),
+        ):
             began = time.monotonic()
             server.wait_until_ready(0.5)
         assert time.monotonic() - began < 60
@@ -168,8 +171,14 @@ def test_routes_come_from_the_layers_that_have_experts(experts: Path) -> None:
     ("fault", "words"),
     [
         ("no_routes", "asked for a prompt; .* start it with --enable-return-routed-experts"),
-        ("drops_cached_routes", r"asked for a prompt that it has in its cache; .* \(303, 3, 2\), found \(4, 3, 2\)"),
-        ("zeroes_cached_routes", "a prompt that it has in its cache, sent routes that name an expert twice"),
+        (
+            "drops_cached_routes",
+            r"asked for a prompt that it has in its cache; .* \(303, 3, 2\), found \(4, 3, 2\)",
+        ),
+        (
+            "zeroes_cached_routes",
+            "a prompt that it has in its cache, sent routes that name an expert twice",
+        ),
         ("wild_routes", "asked for a prompt; expected routes of .* found"),
     ],
 )
@@ -187,15 +196,26 @@ VLLM_S_OWN = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no interpreter with vLLM")
+@pytest.mark.skipif(
+    not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no interpreter with vLLM"
+)
 def test_real_vllm_writes_routes_as_they_are_read_and_needs_a_triton_for_cpus() -> None:
     python = os.environ[VARIABLE]
-    said = subprocess.run([python, "-c", VLLM_S_OWN], capture_output=True, text=True, check=True).stdout.split()[-1]
+    said = subprocess.run(
+        [python, "-c", VLLM_S_OWN], capture_output=True, text=True, check=True
+    ).stdout.split()[-1]
     found = decoded_routes(said, Experts(8, 1, 0, (True, False, True), 2), 4, "vLLM")
     assert torch.equal(found, torch.arange(24, dtype=torch.uint8).view(4, 3, 2)[:, [0, 2]])
     check_python(python)
-    has = subprocess.run([python, "-c", "import triton.backends.cpu"], capture_output=True).returncode == 0
-    with contextlib.nullcontext() if has else pytest.raises(ConfigError, match="Triton that compiles for CPUs"):
+    has = (
+        subprocess.run([python, "-c", "import triton.backends.cpu"], capture_output=True).returncode
+        == 0
+    )
+    with (
+        contextlib.nullcontext()
+        if has
+        else pytest.raises(ConfigError, match="Triton that compiles for CPUs")
+    ):
         check_python(python, triton=True)
 
 

@@ -7,8 +7,13 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-QUESTIONS = [{"question": f"Reverse the word {word}.", "answer": word[::-1]} for word in ("abc", "stop", "live", "tar")]
-NUMBERS = [{"question": "Which number from 1 to 9?", "answer": str(number)} for number in range(1, 10)]
+QUESTIONS = [
+    {"question": f"Reverse the word {word}.", "answer": word[::-1]}
+    for word in ("abc", "stop", "live", "tar")
+]
+NUMBERS = [
+    {"question": "Which number from 1 to 9?", "answer": str(number)} for number in range(1, 10)
+]
 
 
 def exact(completion: Any, answer: str) -> float:
@@ -80,8 +85,15 @@ def load_environment(kind: str = "single", **options: Any) -> vf.Environment:
     if kind == "multi":
         rubric = vf.Rubric(funcs=[found, hints], weights=[1.0, -0.1])
         return Guess(
-            dataset=Dataset.from_list(NUMBERS), eval_dataset=Dataset.from_list(NUMBERS[:2]), rubric=rubric, **options
+            dataset=Dataset.from_list(NUMBERS),
+            eval_dataset=Dataset.from_list(NUMBERS[:2]),
+            rubric=rubric,
+            **options,
         )
     if kind == "tools":
-        return vf.ToolEnv(dataset=Dataset.from_list(QUESTIONS), tools=[square], rubric=vf.Rubric(funcs=[letters]))
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(QUESTIONS), rubric=vf.Rubric(funcs=[together]))
+        return vf.ToolEnv(
+            dataset=Dataset.from_list(QUESTIONS), tools=[square], rubric=vf.Rubric(funcs=[letters])
+        )
+    return vf.SingleTurnEnv(
+        dataset=Dataset.from_list(QUESTIONS), rubric=vf.Rubric(funcs=[together])
+    )

@@ -42,7 +42,12 @@ class Sums(vf.Taskset[Sum, SumsConfig]):
             for other in range(self.config.most):
                 text = f"{one} + {other} ="
                 prompt = None if self.config.silent else text
-                data = SumData(prompt=prompt, system_prompt="Only the number.", answer=str(one + other), image=self.config.image)
+                data = SumData(
+                    prompt=prompt,
+                    system_prompt="Only the number.",
+                    answer=str(one + other),
+                    image=self.config.image,
+                )
                 yield made(data, self.config.task)
 
 
