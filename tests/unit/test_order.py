@@ -1,51 +1,15 @@
-"""What has been tidied stays tidy: lengths, circles, names, and docs that list what the code has."""
+"""The house stays in order: no import circles, one meaning per class name, docs that list what the code has."""
 
 from __future__ import annotations
 
 import ast
 import collections
-from pathlib import Path
 
 import pytest
 
 from tests.unit.sources import PACKAGES, ROOT, files, imported_modules, module_name, modules, tree
 
 SOURCES = (*PACKAGES, "recipes", "benchmarks")
-MOST_LINES = 400  # of a file
-MOST_FUNCTION_LINES = 60
-
-
-def functions(path: Path) -> list[tuple[str, int]]:
-    """(place, lines) of every function of a file, docstring and decorators excluded."""
-    found = []
-    for node in ast.walk(tree(path)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            docstring = node.body[0] if ast.get_docstring(node) is not None else None
-            described = (
-                (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring is not None else 0
-            )
-            lines = (node.end_lineno or 0) - node.lineno + 1 - described
-            found.append((f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", lines))
-    return found
-
-
-def test_no_file_is_longer_than_it_should_be() -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in files(*SOURCES)
-    }
-    long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
-    assert not long, f"at most {MOST_LINES} lines; split by what changes for one reason: {long}"
-
-
-def test_no_function_is_longer_than_it_should_be() -> None:
-    long = [
-        place
-        for path in files(*PACKAGES, "recipes")
-        for place in functions(path)
-        if place[1] > MOST_FUNCTION_LINES
-    ]
-    assert not long, f"at most {MOST_FUNCTION_LINES} lines without the docstring: {long}"
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
