@@ -81,7 +81,18 @@ EXTRAS = {
         "mypy>=1.11",
         "types-PyYAML",
     ],
+    # Agents' libraries that the endpoint is tested with, and LoRA adapters as peft writes them.
+    "vendors": [
+        "anthropic>=2.12",
+        "smolagents>=1.26",
+        "langgraph>=1.2",
+        "langchain-openai>=1.7",
+        "peft>=0.21",
+    ],
 }
+# What `bash tests/run.sh` installs: all that pip can bring to a machine without a compiler.
+TESTED = "search agents data gymnasium mathematics mcp nethack qdrant ray tensorboard browser dev vendors"
+EXTRAS["test"] = sorted({package for extra in TESTED.split() for package in EXTRAS[extra]})
 
 
 def packages() -> list[str]:
@@ -158,6 +169,8 @@ setup(
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

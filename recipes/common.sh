@@ -84,7 +84,7 @@ rlflow_extras() {
         browser) echo search,miniwob ;;
         nethack) echo search,nethack ;;
         cluster) echo search,ray ;;
-        test) echo search,data,qdrant,ray,tensorboard,browser,dev ;;
+        test) echo test ;;
     esac
 }
 
@@ -112,6 +112,8 @@ if sys.argv[1] == "cluster":
 if sys.argv[1] == "test":
     names += ["uvloop", "httptools", "prometheus_client", "qdrant_client"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+    names += ["openai", "anthropic", "smolagents", "langgraph", "langchain_openai", "peft"]
+    names += ["gymnasium", "math_verify", "mcp", "nle", "pyarrow"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:
     sys.exit(1)
@@ -194,9 +196,40 @@ rlflow_step() {
 
 rlflow_step_or_fail() {
     rlflow_step "$@" && return
-    tail -n 15 "$RLFLOW_SETUP_LOG" | sed 's/^/    /' >&2
+    rlflow_pip_reason | sed 's/^/    /' >&2
     rm -f "$RLFLOW_SETUP_MARK" # a clean failure: what is installed so far is whole and serves the next attempt
-    rlflow_fail "the last step failed; the log is $RLFLOW_SETUP_LOG. Fix the cause (network? disk space?) and start again."
+    rlflow_fail "the last step failed: $(rlflow_pip_advice) Then start again. The whole log: $RLFLOW_SETUP_LOG"
+}
+
+# The lines of the log in which pip says why it failed: its errors and the requirements that exclude each other, without those that
+# only say that it failed. The last lines where it says nothing of the kind.
+rlflow_pip_reason() {
+    local reason
+    reason=$(tail -n 400 "$RLFLOW_SETUP_LOG" | awk '
+        /^ERROR: (ResolutionImpossible|Failed to build installable wheels)/ { next }
+        /^The conflict is caused by:/ { conflict = 1 }
+        /^$/ || /^To fix this/ { if (conflict > 1) conflict = 0 }
+        conflict { conflict++; print; next }
+        /^ *(ERROR|error):/ { print }' | cut -c1-300 | tail -n 15)
+    [ -n "$reason" ] && echo "$reason" || tail -n 15 "$RLFLOW_SETUP_LOG"
+}
+
+# What to do about the failure that the end of the log shows.
+rlflow_pip_advice() {
+    local python; python=$("$(dirname "$RLFLOW_PYTHON")/python" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null) || python=
+    case $(tail -n 200 "$RLFLOW_SETUP_LOG") in
+        *'No space left'* | *'Disk quota exceeded'*)
+            echo "no disk space is left for $(dirname "$RLFLOW_SETUP_LOG"); free some (the environment takes 2 to 3 GB), or set RLFLOW_VENV to another disk." ;;
+        *'Requires-Python'* | *'requires a different Python'*)
+            echo "a package above needs another Python than this${python:+ one ($python)}; name a newer one in RLFLOW_BASE_PYTHON, or correct its version in constraints/cpu.txt." ;;
+        *'ResolutionImpossible'* | *'conflicting dependencies'*)
+            echo "the versions above exclude each other${python:+ on Python $python}; correct constraints/cpu.txt or setup.py." ;;
+        *'Failed to establish a new connection'* | *'name resolution'* | *'Name or service not known'* | *'timed out'* | *'ConnectionError'* | *'SSLError'* | *'ProxyError'*)
+            echo "pip does not reach its package index; check the network, or pip's own settings (pip config list)." ;;
+        *"command 'gcc' failed"* | *"command 'x86_64-linux-gnu-gcc' failed"* | *'gcc: No such file'* | *'No such file or directory: '*gcc* | *'Failed building wheel'* | *'Failed to build'*)
+            echo "a package above has no wheel for this Python${python:+ ($python)} and cannot be compiled here; take Python 3.11 to 3.13 (RLFLOW_BASE_PYTHON) or install a compiler." ;;
+        *) echo "see pip's words above." ;;
+    esac
 }
 
 # The CPU build of torch where there is no NVIDIA GPU: what pip's own configuration offers, else PyTorch's CPU index, else plain.

@@ -26,6 +26,7 @@ case "$*" in
 *"pip install"*--index-url*) ;;
 *"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { echo "No matching distribution found"; exit 1; } ;;
 *"pip install -e"*) printf "${FAKE_SAYS:-}"; sleep "${FAKE_SECONDS:-0}"
+    [ "${FAKE_BROKEN:-}" != silently ] || exit 1
     [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
 esac
 """
@@ -123,7 +124,7 @@ def test_second_start_does_nothing_and_a_set_up_for_tests_covers_runs(
     shell: Shell, tmp_path: Path
 ) -> None:
     assert shell("rlflow_setup test").returncode == 0
-    assert installs(tmp_path)[-1] == f"-e {ROOT}[search,data,qdrant,ray,tensorboard,browser,dev]"
+    assert installs(tmp_path)[-1] == f"-e {ROOT}[test]"
     (tmp_path / "log").write_text("")
     start = time.perf_counter()
     done = shell("rlflow_setup run; rlflow_setup test")
@@ -148,6 +149,45 @@ def test_a_failed_step_is_said_with_its_reason_and_the_next_start_goes_on(
     (tmp_path / "log").write_text("")
     assert shell("rlflow_setup run").returncode == 0
     assert "-m venv" not in (tmp_path / "log").read_text()
+
+
+PIP_SAYS = {
+    "conflict": (
+        "Collecting x\\nERROR: Cannot install soupsieve because these package versions have conflicting dependencies.\\n"
+        "\\nThe conflict is caused by:\\n    beautifulsoup4 4.15.0 depends on soupsieve>=1.6.1\\n"
+        "    The user requested (constraint) soupsieve==4.1.1\\n\\nTo fix this you could try to:\\n1. loosen\\n"
+        "ERROR: ResolutionImpossible: for help visit a page\\n",
+        ("The user requested (constraint) soupsieve==4.1.1", "exclude each other"),
+    ),
+    "python": (
+        "ERROR: Ignored the following versions that require a different python version: 4.1.1 Requires-Python >=3.11.5\\n"
+        "ERROR: No matching distribution found for soupsieve==4.1.1\\n",
+        ("Requires-Python >=3.11.5", "needs another Python"),
+    ),
+    "disk": (
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\\n",
+        ("[Errno 28]", "no disk space is left"),
+    ),
+    "network": (
+        "WARNING: Retrying: NewConnectionError: Failed to establish a new connection\\nERROR: No matching distribution\\n",
+        ("No matching distribution", "does not reach its package index"),
+    ),
+    "compiler": (
+        "  error: command 'gcc' failed: No such file or directory\\nERROR: Failed building wheel for pycosat\\n",
+        ("Failed building wheel for pycosat", "cannot be compiled here"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PIP_SAYS)
+def test_a_failed_installation_gives_pips_reason_and_what_to_do(
+    shell: Shell, tmp_path: Path, kind: str
+) -> None:
+    said, expected = PIP_SAYS[kind]
+    done = shell("rlflow_setup run", FAKE_BROKEN="silently", FAKE_SAYS=said)
+    assert done.returncode == 2
+    assert [words for words in expected if words not in done.stderr] == [], done.stderr
+    assert "ResolutionImpossible" not in done.stderr, "this word says nothing to a newcomer"
 
 
 def test_an_interrupted_set_up_is_made_anew(shell: Shell, tmp_path: Path) -> None:

