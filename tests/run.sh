@@ -9,7 +9,7 @@
 #
 # RLFLOW_TEST_PROCESSES=1 runs one test after another (2). Both make environments with vLLM, TRL, Transformer Engine's Python, what the
 # adapters adapt and another megatron-core, once, where that can be (5.1 GB; RLFLOW_VLLM_PYTHON and others: see environments.sh; `none`
-# leaves one out). The tests of adapters and endpoint, and of the other megatron-core, run when there are no further arguments.
+# leaves one out). The tests of adapters, and of the other megatron-core, run when there are no further arguments.
 # All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
@@ -46,7 +46,7 @@ pytest=(-m pytest -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscop
 "$RLFLOW_PYTHON" "${pytest[@]}" -m "$select" "$@" || status=$?
 if [ "$kind" = full ] && [ $# -eq 0 ]; then
     for python in $RLFLOW_ADAPTERS; do
-        "$python" -m pytest -m "$select" tests/unit/environments/adapters tests/unit/endpoint || status=$?
+        "$python" -m pytest -m "$select" tests/unit/environments/adapters || status=$?
     done
 elif [ "$kind" = matrix ] && [ $# -eq 0 ] && [ -n "$RLFLOW_MEGATRON" ]; then
     "$RLFLOW_MEGATRON" "${pytest[@]}" -m 'not slow and not gpu' \
