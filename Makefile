@@ -1,7 +1,7 @@
 # Development targets; PYTHON is the environment's interpreter.
 PYTHON ?= python
 
-.PHONY: check check-full lint types docs
+.PHONY: check check-full lint format types docs
 
 check: types
 	bash tests/run.sh
@@ -12,6 +12,9 @@ check-full: types
 
 lint:
 	$(PYTHON) -m ruff check .
+
+format:
+	$(PYTHON) -m ruff format .
 
 types:
 	$(PYTHON) -m mypy

@@ -40,6 +40,7 @@ cd "$RLFLOW_ROOT"
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 status=0
 "$RLFLOW_PYTHON" -m ruff check --quiet --output-format concise . || status=1
+"$RLFLOW_PYTHON" -m ruff format --quiet --check . || { echo "ruff format: see 'make format'"; status=1; }
 [ $status -eq 0 ] && echo "ruff: no findings" || echo "ruff: findings above"
 # Two processes, each with whole files in their order: the files of several ranks come first and take longest.
 pytest=(-m pytest -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder)
