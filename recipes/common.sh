@@ -243,7 +243,8 @@ rlflow_install_torch() {
         return
     fi
     rlflow_step "no NVIDIA GPU: installing the CPU build of torch $version (200 MB)" "${pip[@]}" "torch==$version+cpu" && return
-    if ! tail -n 5 "$RLFLOW_SETUP_LOG" | grep -q 'No matching distribution'; then
+    # Newer pips call it a conflict where a constraint of the machine's own names torch.
+    if ! tail -n 15 "$RLFLOW_SETUP_LOG" | grep -qE "No matching distribution|Cannot install torch==$version\+cpu because"; then
         rlflow_step_or_fail "trying again" "${pip[@]}" "torch==$version+cpu"
         return
     fi

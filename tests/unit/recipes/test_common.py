@@ -24,7 +24,7 @@ case "$*" in
 *importlib.metadata*) exit 1 ;;
 *urllib*) [ "$FAKE_NETWORK" = yes ] ;;
 *"pip install"*--index-url*) ;;
-*"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { echo "No matching distribution found"; exit 1; } ;;
+*"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { printf "${FAKE_NONE:-No matching distribution found\\n}"; exit 1; } ;;
 *"pip install -e"*) printf "${FAKE_SAYS:-}"; sleep "${FAKE_SECONDS:-0}"
     [ "${FAKE_BROKEN:-}" != silently ] || exit 1
     [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
@@ -110,6 +110,20 @@ def test_plain_torch_is_the_last_resort(shell: Shell, tmp_path: Path) -> None:
         f"torch=={VERSION}",
         f"-e {ROOT}[search]",
     ]
+
+
+def test_a_constraint_of_the_machines_own_hides_no_other_build(
+    shell: Shell, tmp_path: Path
+) -> None:
+    """pip 25 then says that versions exclude each other, not that there is none."""
+    said = (
+        f"ERROR: Cannot install torch=={VERSION}+cpu because these package versions have conflicting dependencies.\\n\\n"
+        f"The conflict is caused by:\\n    The user requested torch=={VERSION}+cpu\\n    The user requested (constraint) torch<=9\\n\\n"
+        "To fix this you could try to:\\n1. loosen\\n2. remove\\n\\nERROR: ResolutionImpossible: for help visit a page\\n"
+    )
+    done = shell("rlflow_setup run", FAKE_CPU_BUILD="no", FAKE_NETWORK="no", FAKE_NONE=said)
+    assert done.returncode == 0, done.stderr
+    assert installs(tmp_path)[1:] == [f"torch=={VERSION}", f"-e {ROOT}[search]"]
 
 
 def test_plain_torch_is_installed_where_there_is_a_gpu(shell: Shell, tmp_path: Path) -> None:
