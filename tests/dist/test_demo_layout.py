@@ -156,14 +156,13 @@ def smallest_gradients(demo: Demo) -> dict[str, Tensor]:
     return {name: torch.stack([update[name] for update in updates]).amin(0) for name in updates[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         {"ranks": 2, "tensor_parallel": 2},
-        pytest.param(
-            {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param({"ranks": 4, "tensor_parallel": 2}, marks=pytest.mark.slow),
+        {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2},
+        {"ranks": 4, "tensor_parallel": 2},
     ],
     ids=["TP2", "TP2xPP2", "TP2xDP2"],
 )

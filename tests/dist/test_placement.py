@@ -80,11 +80,12 @@ def seen_by_workers(count: int, each: int, share: float, placement: Placement | 
         workers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "engines", "each"),
     [
-        pytest.param(4, 4, 1, marks=pytest.mark.slow),
-        pytest.param(4, 2, 2, marks=pytest.mark.slow),
+        (4, 4, 1),
+        (4, 2, 2),
         (2, 1, 2),
     ],
 )
@@ -104,6 +105,7 @@ def test_ranks_and_workers_share_gpus_as_the_table_says(
         placement.close()
 
 
+@pytest.mark.slow
 def test_workers_without_the_ranks_gpus_have_others(four_gpus: None) -> None:
     placement = Placement(None, 2, cpus=1, gpus=True)
     try:

@@ -74,6 +74,7 @@ def exact_match(folder: Path, run: str) -> float:
     return json.loads((folder / "runs" / run / "summary.json").read_text())["eval/exact_match"]
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -299,14 +299,23 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
     assert_equal_runs(run, whole)
 
 
+INTERRUPTED = (signal.SIGINT, 130, ())
+TERMINATED = (signal.SIGTERM, 143, ("--resume",))
+
+
+@pytest.mark.parametrize(
+    "signals", [(INTERRUPTED,), pytest.param((INTERRUPTED, TERMINATED), marks=pytest.mark.slow)]
+)
 def test_signals_end_a_run_cleanly_and_it_resumes(
-    disturbed: tuple[Path, RunDirectory], whole: RunDirectory
+    signals: Sequence[tuple[signal.Signals, int, Sequence[str]]],
+    disturbed: tuple[Path, RunDirectory],
+    whole: RunDirectory,
 ) -> None:
     from rlflow.config.schema import load_config
 
     config, run = disturbed
     step = 1
-    for sent, code, words in ((signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--resume",))):
+    for sent, code, words in signals:
         process = start(config, *words)
         wait_for(reached(run, step), process)
         process.send_signal(sent)

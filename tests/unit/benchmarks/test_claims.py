@@ -68,6 +68,7 @@ def script(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
     run = script("-c", SCRIPT, str(tmp_path))
     assert run.returncode == 0, run.stderr
@@ -91,6 +92,7 @@ def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
     assert "| good | 1.05 (1 to 1.1) |" in page and "**Verdict: reproduces: by the mean**" in page
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_refused_in_one_line() -> None:
     refused = {
         ("--only", "areel"): "there is no experiment 'areel'. Did you mean 'areal'?",
@@ -199,6 +201,7 @@ def test_a_quick_cell_of_each_experiment_about_staleness_runs(name: str) -> None
     assert 0 < figures["start"] < 0.1 and 0 < figures["success"] <= 1 and not figures["collapsed"]
 
 
+@pytest.mark.slow
 def test_few_bfloat16_weights_change_at_a_small_learning_rate() -> None:
     [one] = experiments.load(["sparsity"])
     small, large = (one.run(arm, 0, True) for arm in (one.arms[0], one.arms[-1]))

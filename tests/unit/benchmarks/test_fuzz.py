@@ -102,6 +102,7 @@ def fuzz(*arguments: str) -> dict:
     return figures
 
 
+@pytest.mark.slow
 def test_a_second_of_nonsense_rows_find_nothing() -> None:
     assert list(fuzz("--minutes", "0.017", "--only", "corpora")["targets"]) == ["corpora"]
 

@@ -51,6 +51,7 @@ def rows(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 # ---------------------------------------------------------------- the session
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_case_says_so(tmp_path: Path) -> None:
     code, out, found = run("--part", "1", "--out", str(tmp_path))
     assert code == 0 and found["gpu"] is None and len(found["results"]) > 12
@@ -58,6 +59,7 @@ def test_without_a_gpu_every_case_says_so(tmp_path: Path) -> None:
     assert out.count("no NVIDIA GPU") == 2 * len(found["results"])  # the table and the JSON
 
 
+@pytest.mark.slow
 def test_figures_are_lines_of_a_file_and_the_last_line(tmp_path: Path) -> None:
     code, out, found = run("--part", "1", "--cpu", "--only", "collectives", "--out", str(tmp_path))
     assert code == 0, out
@@ -92,6 +94,7 @@ def test_a_way_to_train_is_compared_parameter_by_parameter(
     assert len(lines) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "HostAdamW", "offload_snapshots"])
 def test_the_gpus_side_is_compared_on_a_gpu_that_is_not_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +150,7 @@ def works(report, number):
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_or_fails_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ assert "different signs at 4: `aipo` with dppo." in told and "same signs" in saf
 """
 
 
+@pytest.mark.slow
 def test_a_verdict_is_by_the_median_seed_and_by_what_a_policy_can_still_find_out() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
