@@ -22,7 +22,7 @@ from rlflow_environments.sandboxed.folders import (
     Files,
     TaskFolder,
     entering,
-    files_below,
+    files_of_tests,
     packed,
     read_folders,
 )
@@ -140,7 +140,7 @@ class HarborTasks(ToolEnvironment):
     async def _tested(self, box: Sandbox, folder: TaskFolder) -> tuple[dict[str, float], float]:
         """(rewards by name, 1 where a limit ended the tests)."""
         try:
-            await _lay(box, "its tests", EMPTY, files_below(folder.path / "tests", TESTS))
+            await _lay(box, "its tests", EMPTY, files_of_tests(folder))
         except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox
             return {"reward": 0.0}, 1.0
         variables = {**folder.variables, **folder.tests_variables, "PYTHONNOUSERSITE": "1"}
