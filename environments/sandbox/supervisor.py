@@ -199,7 +199,10 @@ class Supervisor:
                 if not program.feed():
                     poll.unregister(fd)
             now = time.monotonic()
-            if program.mark in ready and (mark := os.read(program.mark, 1)):
+            mark = os.read(program.mark, 1) if program.mark in ready else b""
+            if program.mark in ready and not mark:
+                poll.unregister(program.mark)  # the cell closed it: it would be ready for ever
+            if mark:
                 self._signal(signal.SIGSTOP)  # until the next cell: nobody looks at it meanwhile
                 limit = self._reached(cpu_s, now - began)
                 return limit, b"" if limit else mark, now - began
