@@ -387,20 +387,19 @@ print(socket.if_nameindex())"""
     within("bubblewrap", play)
 
 
-@pytest.mark.parametrize("closed", ["0, 256", "3, 256", "0, 3"])
 def test_a_cell_that_closes_its_descriptors_does_not_make_the_supervisor_spin(
-    kind: Confinement, closed: str
+    kind: Confinement,
 ) -> None:
+    """It goes on to sleep between its looks: a process that waits for a processor says nothing about that."""
+
     async def play(box: Sandbox) -> None:
         assert (await box.cell("import os, time\n1 + 1")).stdout == "2\n"
         assert box._process is not None
         main = psutil.Process(box._process.pid)
         supervisor = main.children()[0] if kind == "bubblewrap" else main
-        before = supervisor.cpu_times()
-        await box.cell(f"os.closerange({closed})\ntime.sleep(60)", timeout_s=0.7)
-        after = supervisor.cpu_times()
-        used_s = after.user + after.system - before.user - before.system
-        assert used_s < 0.35, "the supervisor computes all the time"
+        before = supervisor.num_ctx_switches().voluntary
+        await box.cell("os.closerange(0, 256)\ntime.sleep(60)", timeout_s=0.7)
+        assert supervisor.num_ctx_switches().voluntary - before > 5, "14 looks in 0.7 s"
         assert (await box.cell("1 + 1")).stdout == "2\n"
 
     within(kind, play)
