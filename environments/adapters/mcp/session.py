@@ -184,7 +184,7 @@ async def _bounding(client: Any) -> AsyncIterator[None]:
     those nobody knows the length."""
     library = importlib.import_module(type(client).__module__.partition(".")[0])
 
-    class Bounded(library.AsyncByteStream):  # type: ignore[misc, name-defined]
+    class Bounded(library.AsyncByteStream):  # type: ignore[name-defined]
         def __init__(self, stream: Any, most: int) -> None:
             self._stream, self._most = stream, most
 
