@@ -10,7 +10,7 @@ LONGEST_LINE = 4_000  # characters
 LONGEST_NAME = 100  # characters
 MOST_NAMES = 200
 """Of one thing's numbers. A run of a thousand metrics is read by nobody and fills its files."""
-_NAME = re.compile(rf"[\w+@()#%:.][\w+@()#%:./ -]{{0,{LONGEST_NAME - 1}}}")
+_NAME = re.compile(rf"[\w.+@()#%:=<>,][\w.+@()#%:=<>,/ -]{{0,{LONGEST_NAME - 1}}}")
 
 
 def printable(text: str) -> str:
@@ -38,6 +38,6 @@ def wrong_name(names: Iterable[object]) -> str:
         if count == MOST_NAMES:
             return f"more than {MOST_NAMES} names"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            expected = f"letters, digits, . _ - / of at most {LONGEST_NAME} characters"
-            return f"the name {one_line(repr(name), 60)}; expected {expected}"
+            expected = f"expected letters, digits, . _ - / and at most {LONGEST_NAME} characters"
+            return f"the name {one_line(repr(name), 60)}; {expected}"
     return ""

@@ -17,6 +17,7 @@ from rlflow.components import Kind, names_code
 from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
+from rlflow.texts import one_line
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, held_out, read_each
@@ -130,9 +131,11 @@ class ProgramEnvironment(AgentEnvironment):
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": session.key,
-            "RLFLOW_EPISODE": f"{task.id}/{secrets.token_hex(8)}",
+            "RLFLOW_EPISODE": f"{one_line(task.id, 100)}/{secrets.token_hex(8)}",
         }
-        return await AgentProcess.start(f"agent of {task.id}", agent, given, variables)
+        return await AgentProcess.start(
+            f"agent of {one_line(task.id, 100)}", agent, given, variables
+        )
 
     async def score(self, episode: Episode) -> float:
         state, task = episode.scratch, episode.task

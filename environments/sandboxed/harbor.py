@@ -12,6 +12,7 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 from rlflow.report.metrics import Metric
+from rlflow.texts import wrong_name
 from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.jsonl import held_out
@@ -183,7 +184,7 @@ def _rewards(text: str, where: str) -> dict[str, float]:
         found = json.loads(text)
         named = found if isinstance(found, dict) and found else {"reward": found}
         rewards = {str(name): float(value) for name, value in named.items()}
-        if all(map(math.isfinite, rewards.values())):
+        if all(map(math.isfinite, rewards.values())) and not wrong_name(rewards):
             return rewards
     except (ValueError, TypeError, RecursionError):
         pass

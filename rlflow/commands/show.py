@@ -31,6 +31,7 @@ from rlflow.report.records import (
     text_of,
 )
 from rlflow.run.directory import RunDirectory
+from rlflow.texts import one_line
 
 _CODES = {
     "bold": "1",
@@ -196,7 +197,7 @@ def episode_text(
     record: Mapping[str, Any], registered: Metrics, paint: Paint, prompt: bool = True
 ) -> str:
     """One episode: prompt (unless left out), turns with answers marked, outcome, token counts."""
-    title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
+    title = f"{one_line(str(record['task_id']), 200)} · attempt {record['attempt'] + 1}"
     if record.get("group_mean") is not None:
         title += f" · group {record['group_mean']:.2f} ± {record['group_std']:.2f}"
     answers, question = answers_of(record), question_of(record)
