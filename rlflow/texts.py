@@ -10,6 +10,8 @@ LONGEST_LINE = 4_000  # characters
 LONGEST_NAME = 100  # characters
 MOST_NAMES = 200
 """Of one thing's numbers. A run of a thousand metrics is read by nobody and fills its files."""
+_STYLE = re.compile(r"\x1b\[[0-7;]{1,8}m")
+"""Colours and weights; not `conceal`, which is 8."""
 _NAME = re.compile(rf"[\w.+@()#%:=<>,][\w.+@()#%:=<>,/ -]{{0,{LONGEST_NAME - 1}}}")
 
 
@@ -20,6 +22,14 @@ def printable(text: str) -> str:
     return "".join(
         letter if letter in "\n\t" or letter.isprintable() else "\ufffd" for letter in text
     )
+
+
+def printable_styled(text: str) -> str:
+    """The printable text with the colours that it has: what `Paint` makes, of texts of others
+    too."""
+    styles = [*_STYLE.findall(text), ""]
+    parts = map(printable, _STYLE.split(text))
+    return "".join(part + style for part, style in zip(parts, styles, strict=True))
 
 
 def one_line(text: str, most: int = LONGEST_LINE) -> str:

@@ -13,7 +13,7 @@ from rlflow.environment import step_problem
 from rlflow.errors import EnvironmentContractError, described
 from rlflow.report.terminal import Progress, RunLog
 from rlflow.rollout.environment_calls import reported, tasks_of
-from rlflow.texts import LONGEST_LINE, MOST_NAMES, one_line, printable, wrong_name
+from rlflow.texts import LONGEST_LINE, MOST_NAMES, one_line, printable, printable_styled, wrong_name
 from rlflow.types import Episode, Step, Task
 
 CLEARS = "\x1b[2J\x1b]0;title\x07"
@@ -28,6 +28,13 @@ def test_no_control_character_is_printable_but_line_breaks_and_tabs() -> None:
         assert one_line(f"a{letter}b").isprintable()
     text = "naïve Größe 数学 \U0001f600\n\t~"
     assert printable(text) == text
+
+
+def test_our_colours_stay_and_no_other_sequence() -> None:
+    painted = f"\x1b[32;1mgood {CLEARS}\x1b[0m \x1b[8mhidden"
+    shown = printable_styled(painted)
+    assert shown.startswith("\x1b[32;1mgood \ufffd[2J") and shown.count("\x1b") == 2
+    assert printable_styled("plain") == "plain"
 
 
 def test_a_line_has_a_bounded_length_and_keeps_both_ends() -> None:
