@@ -122,6 +122,8 @@ def become(request: dict[str, Any], limits: dict[str, Any], descriptors: list[in
             resource.setrlimit(kind, (most, most))
         for name, data in request["contents"]:
             os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            if os.path.lexists(name) and (os.path.islink(name) or not os.path.isfile(name)):
+                os.unlink(name)  # a link or pipe of another program: it would lead elsewhere
             with open(name, "wb") as file:
                 file.write(data)
         os.execvp(argv[0], argv)

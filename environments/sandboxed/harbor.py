@@ -144,9 +144,9 @@ class HarborTasks(ToolEnvironment):
             await _lay(box, "its tests", EMPTY, files_of_tests(folder))
         except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox
             return {"reward": 0.0}, 1.0
-        variables = {**folder.variables, **folder.tests_variables, "PYTHONNOUSERSITE": "1"}
+        variables = {**folder.variables, **folder.tests_variables}
         script = entering(folder.workdir, variables) + (self._tests or f"bash {TESTS}/test.sh")
-        result = await box.bash(f"{script}\n", folder.tests_s)
+        result = await box.check(f"{script}\n", folder.tests_s)
         if result.limit or box.ended:
             return {"reward": 0.0}, 1.0
         if self._tests:
