@@ -311,7 +311,8 @@ class _Supervisor(Multiprocess):
             process.kill()
             process.join()
             if late and not self._shared.started():
-                told = [False, f"a process did not start within {START_S:g} s; is the disk slow?"]
+                why = f"a process did not start within {START_S:g} s"
+                told = [False, f"{why}: its modules load too slowly; try --processes 1."]
                 write_text(self._folder / PROBLEM, json.dumps(told), durable=False)
             if process.exitcode == STARTUP_FAILURE or (self._folder / PROBLEM).exists():
                 self.should_exit.set()
