@@ -11,6 +11,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, RLFlowError
 from rlflow.report.metrics import Metric
+from rlflow.texts import wrong_name
 from rlflow.types import Episode, Step, Task
 
 MAX_REWARD = 1e18
@@ -179,6 +180,9 @@ def step_problem(step: Any) -> tuple[str, str] | None:
     for kind in ("rewards", "metrics"):
         if not isinstance(getattr(step, kind), Mapping):
             return kind, f"{kind}: expected {{name: number}}, found {getattr(step, kind)!r}"
+    for kind in ("rewards", "metrics"):
+        if problem := wrong_name(getattr(step, kind)):
+            return kind, f"{kind}: {problem}"
     named = "expected names with finite numbers"
     for name, value in step.rewards.items():
         if not isinstance(name, str) or not is_finite(value) or abs(value) > MAX_REWARD:

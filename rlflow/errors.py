@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlflow.texts import one_line
+
 T = TypeVar("T")
 
 
@@ -109,9 +111,10 @@ def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def described(error: BaseException) -> str:
-    """`Type: text` in one line, whatever the text of others' errors holds or does."""
+    """`Type: text` in one line, whatever the text of others' errors holds or does: its length is
+    bounded, and it has no control characters."""
     try:
-        text = " ".join(str(error).split())
+        text = one_line(str(error))
     except Exception:  # noqa: BLE001 -- an error whose __str__ raises
         text = ""
     return f"{type(error).__name__}: {text or 'no reason given'}"

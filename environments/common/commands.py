@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError, as_called, described
+from rlflow.texts import printable
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
 Commands = Mapping[str, tuple[str, str]]
@@ -69,12 +70,17 @@ def add_option(
 
 def log_to_stderr() -> None:
     """What a service says while it runs: its own messages from INFO on, others' warnings."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("rlflow_environments").setLevel(logging.INFO)
+
+
+class _Printable(logging.Formatter):
+    """Keeps control characters of whoever asks a service out of its log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _LazyParser(argparse.ArgumentParser):

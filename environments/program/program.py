@@ -17,6 +17,8 @@ from rlflow.components import Kind, names_code
 from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, install_command, needing
+from rlflow.storage.child import Guard
+from rlflow.texts import one_line
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, held_out, read_each
@@ -29,6 +31,8 @@ REWARD = Kind("reward", call=2)
 """`def reward(task, played)`, async or not: a number. played: `output`, `returned`, `messages`."""
 HELD_BACK = ("agent", "answer", "answers", "solution", "solutions")
 """Keys of a row that the reward sees, and the agent does not."""
+RUN_MARK = "RLFLOW_AGENTS"
+"""Variable by which a guard knows all programs of an environment, whatever sessions they are in."""
 JUDGES = 256
 """Rewards at the same time, where their function is not async."""
 PROMPTS = ("prompt", "question", "instruction", "problem")
@@ -85,6 +89,8 @@ class ProgramEnvironment(AgentEnvironment):
         }
         if reward_command is not None:
             _is_code(reward_command, "environment.reward_command")
+        self._has_programs = len(self._functions) < len(agents)
+        self._mark = secrets.token_hex(8)
         self._reward = REWARD.resolve(reward, "environment.reward") if reward else None
         self._reward_command = reward_command
         self._variables = dict(variables or {})
@@ -112,6 +118,8 @@ class ProgramEnvironment(AgentEnvironment):
     async def begin(self) -> Endpoint:
         self._judges = CallThreads(JUDGES, "reward")
         self.held.callback(self._judges.close)
+        if self._has_programs:
+            self.held.callback(Guard(f"{RUN_MARK}={self._mark}").close)
         return await super().begin()
 
     async def start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
@@ -130,9 +138,12 @@ class ProgramEnvironment(AgentEnvironment):
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": session.key,
-            "RLFLOW_EPISODE": f"{task.id}/{secrets.token_hex(8)}",
+            RUN_MARK: self._mark,
+            "RLFLOW_EPISODE": f"{one_line(task.id, 100)}/{secrets.token_hex(8)}",
         }
-        return await AgentProcess.start(f"agent of {task.id}", agent, given, variables)
+        return await AgentProcess.start(
+            f"agent of {one_line(task.id, 100)}", agent, given, variables
+        )
 
     async def score(self, episode: Episode) -> float:
         state, task = episode.scratch, episode.task

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow_environments.sandbox.bubblewrap import (
+    CHECKING,
     FOLDER,
     HERE,
     Confines,
@@ -33,6 +35,10 @@ logger = logging.getLogger(__name__)
 START_S, GRACE_S, STOP_S = 60.0, 20.0, 10.0
 LONGEST_HEADER = 1 << 16  # bytes of the line before an answer
 PROGRAM, SCRIPT = "program.py", "script.sh"
+CHECK = (
+    "export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONPATH={folder} "
+    "HOME=$(mktemp -d 2>/dev/null || echo /nonexistent)\n"
+)
 
 
 class Sandbox:
@@ -101,7 +107,8 @@ class Sandbox:
     ) -> ProgramResult:
         """Runs a program to its end, or to a limit, and ends all that it started.
 
-        files: written before, by their names in the folder."""
+        files: written before, by their names in the folder; a link that has the name is
+        replaced."""
         contents = {name: _bytes(data) for name, data in (files or {}).items()}
         sizes = [(name, len(data)) for name, data in contents.items()]
         header = {"argv": list(argv), "files": sizes, "cell": False}
@@ -121,6 +128,17 @@ class Sandbox:
     async def bash(self, script: str, timeout_s: float | None = None) -> ProgramResult:
         """Runs the script of a shell."""
         return await self.run(["bash", SCRIPT], b"", timeout_s, {SCRIPT: script})
+
+    async def check(self, script: str, timeout_s: float | None = None) -> ProgramResult:
+        """Runs the script of a shell that judges what other programs left behind.
+
+        They have the folder to themselves and the check stands in it; but its HOME is a new one,
+        without their settings of git and others, and Python imports what they left there only
+        where nothing of that name is installed."""
+        place = "/run" if self._confined else str(HERE)
+        return await self.bash(
+            CHECK.format(folder=shlex.quote(f"{place}/{CHECKING}")) + script, timeout_s
+        )
 
     async def cell(self, source: str, timeout_s: float | None = None) -> ProgramResult:
         """Runs a piece of Python in the interpreter of all cells, so that names stay, and prints

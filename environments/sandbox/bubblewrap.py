@@ -24,6 +24,8 @@ Confinement = Literal["bubblewrap", "none"]
 FOLDER = "/box"
 """The one writable folder of a confined program."""
 HERE = Path(__file__).parent
+CHECKING = "checking"
+"""Folder with what Python in a check begins with."""
 OWN = (Path(inspect.getfile(RLFlowError)).parent, HERE.parent)
 """Which no program finds among its packages: who can make a task again has its answer."""
 UIDS = range(1_900_000_000, 2_100_000_000)  # given to nobody (systemd: UIDS-GIDS.md)
@@ -135,7 +137,7 @@ def _file_system(confines: Confines) -> list[str]:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for folder in folders:
         words += ["--ro-bind", folder, folder]
-    for name in ("supervisor.py", "kept.py"):
+    for name in ("supervisor.py", "kept.py", CHECKING):
         words += ["--ro-bind", str(HERE / name), f"/run/{name}"]
     for folder in ("/usr", *folders):
         for package in (one for one in OWN if one.is_relative_to(folder)):

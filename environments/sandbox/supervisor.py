@@ -122,6 +122,8 @@ def become(request: dict[str, Any], limits: dict[str, Any], descriptors: list[in
             resource.setrlimit(kind, (most, most))
         for name, data in request["contents"]:
             os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            if os.path.lexists(name) and (os.path.islink(name) or not os.path.isfile(name)):
+                os.unlink(name)  # a link or pipe of another program: it would lead elsewhere
             with open(name, "wb") as file:
                 file.write(data)
         os.execvp(argv[0], argv)
@@ -199,7 +201,10 @@ class Supervisor:
                 if not program.feed():
                     poll.unregister(fd)
             now = time.monotonic()
-            if program.mark in ready and (mark := os.read(program.mark, 1)):
+            mark = os.read(program.mark, 1) if program.mark in ready else b""
+            if program.mark in ready and not mark:
+                poll.unregister(program.mark)  # the cell closed it: it would be ready for ever
+            if mark:
                 self._signal(signal.SIGSTOP)  # until the next cell: nobody looks at it meanwhile
                 limit = self._reached(cpu_s, now - began)
                 return limit, b"" if limit else mark, now - began

@@ -1,7 +1,8 @@
 """The system calls that a confined program may not make, as a seccomp filter.
 
 They are those that reach into other processes, load code into the kernel, open namespaces, or keep
-memory that belongs to no process. Numbers are of x86-64 (arch/x86/entry/syscalls/syscall_64.tbl);
+memory that belongs to no process. Sockets are of listed families alone: a network namespace keeps
+programs from those, and of the others (VSOCK for one) it does not. Numbers are of x86-64 (arch/x86/entry/syscalls/syscall_64.tbl);
 the machine's instructions are of linux/bpf_common.h and linux/seccomp.h."""
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ DENIED = """
     memfd_secret 447
 """
 """Names and numbers."""
+FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6 (linux/socket.h)."""
+NETLINK, ROUTE = 16, 0
+"""AF_NETLINK, which lists the interfaces as NETLINK_ROUTE."""
+SOCKET, SOCKETPAIR = 41, 53
 CLONE, CLONE3, PRLIMIT = 56, 435, 302
 NEW_USER_NAMESPACE = 0x10000000
 X86_64, X32 = 0xC000003E, 0x40000000
 LOAD, IF_EQUAL, IF_AT_LEAST, IF_ANY_BIT, ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, THIRD_ARGUMENT = (
+    0,
+    4,
+    16,
+    32,
+)  # offsets in struct seccomp_data
 ALLOW, KILL, NOT_PERMITTED, NOT_THERE = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
+NO_SUCH_FAMILY = 0x50061
 
 
 def system_call_filter() -> bytes:
@@ -41,6 +53,8 @@ def system_call_filter() -> bytes:
     steps += [_step(IF_EQUAL, CLONE3, 0, 1), _step(ANSWER, NOT_THERE)]
     steps += _by_first_argument(CLONE, _step(IF_ANY_BIT, NEW_USER_NAMESPACE, 0, 1))
     steps += _by_first_argument(PRLIMIT, _step(IF_EQUAL, 0, 1, 0))  # 0: the caller's own limits
+    for number in (SOCKET, SOCKETPAIR):
+        steps += _of_listed_families(number)
     return b"".join([*steps, _step(ANSWER, ALLOW)])
 
 
@@ -52,3 +66,20 @@ def _by_first_argument(number: int, test: bytes) -> list[bytes]:
     """Refuses the call where the test goes on to the next step, allows it where it skips one."""
     argument, refused = _step(LOAD, FIRST_ARGUMENT), _step(ANSWER, NOT_PERMITTED)
     return [_step(IF_EQUAL, number, 0, 4), argument, test, refused, _step(ANSWER, ALLOW)]
+
+
+def _of_listed_families(number: int) -> list[bytes]:
+    """Allows the call where its first argument is a listed family, as the kernel reads it: 32
+    bits."""
+    allowed = len(FAMILIES) + 5  # the last step
+    tests = [_step(IF_EQUAL, family, allowed - at - 1) for at, family in enumerate(FAMILIES, 1)]
+    steps = [
+        _step(LOAD, FIRST_ARGUMENT),
+        *tests,
+        _step(IF_EQUAL, NETLINK, 0, 2),
+        _step(LOAD, THIRD_ARGUMENT),
+        _step(IF_EQUAL, ROUTE, 1),
+        _step(ANSWER, NO_SUCH_FAMILY),
+        _step(ANSWER, ALLOW),
+    ]
+    return [_step(IF_EQUAL, number, 0, len(steps)), *steps]

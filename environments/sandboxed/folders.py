@@ -1,6 +1,8 @@
 """Task folders of Harbor (Terminal-Bench 2), read: instruction, times, and what their Dockerfile
 lays out, as far as no image is needed for it.
 
+A folder is a download: whatever it names is followed to where it lies, and must lie in the folder.
+
 Source: harbor 0.25, `models/task/config.py`, `models/task/paths.py`, `verifier/verifier.py`."""
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def read_folders(path: str, installed: bool, own_tests: bool) -> list[TaskFolder
     """The folders with a task.toml at or below a path. installed: lines of a Dockerfile that
     install something are left out. own_tests: tests/test.sh decides. Raises DataError."""
     root = Path(path).expanduser()
-    found = sorted(file.parent for file in root.rglob("task.toml"))
+    found = sorted(_within(file.parent, root) for file in root.rglob("task.toml"))
     if not found:
         old = (
             " (task.yaml is Terminal-Bench 1: harbor task migrate)"
@@ -101,14 +103,25 @@ def packed(files: Files) -> bytes:
 
 def files_below(folder: Path, target: str) -> Files:
     """Every file below a folder, with its path below the target. Raises DataError for a link that
-    leads out of the folder."""
-    found: Files = []
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{file}: expected a file of the task, found a link out of it.")
-        name = f"{target.rstrip('/')}/{file.relative_to(folder).as_posix()}"
-        found.append((file.resolve(), name))
-    return found
+    leads out of the folder, whose own place is not looked at."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    start = target.rstrip("/")
+    return [
+        (_within(path, folder), f"{start}/{path.relative_to(folder).as_posix()}") for path in paths
+    ]
+
+
+def files_of_tests(task: TaskFolder) -> Files:
+    """The files of its tests. Raises DataError."""
+    return files_below(_within(task.path / "tests", task.path), TESTS)
+
+
+def _within(path: Path, root: Path) -> Path:
+    """Where a path lies, links followed. Raises DataError where that is not below the root."""
+    place = path.resolve()
+    if not place.is_relative_to(root.resolve()):
+        raise DataError(f"{path}: expected a file of the task, found a link out of it.")
+    return place
 
 
 def entering(workdir: str, variables: dict[str, str]) -> str:
@@ -120,8 +133,8 @@ def entering(workdir: str, variables: dict[str, str]) -> str:
 def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
     toml, instruction = folder / "task.toml", folder / "instruction.md"
     try:
-        config = tomllib.loads(toml.read_text(encoding="utf-8"))
-        text = instruction.read_text(encoding="utf-8")
+        config = tomllib.loads(_within(toml, folder).read_text(encoding="utf-8"))
+        text = _within(instruction, folder).read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise DataError(f"{folder}: expected a task of Harbor: {problem}.") from None
     agent, tests, world = (
@@ -150,7 +163,7 @@ def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
     _lay_out(task, installed)
     task.workdir = str(world.get("workdir") or task.workdir)
     if own_tests:
-        _check_tests(folder / "tests" / "test.sh")
+        _check_tests(_within(folder / "tests" / "test.sh", folder))
     for name in (task.workdir, *(name for _, name in task.files)):
         if PurePosixPath(name).parts[1:2] and PurePosixPath(name).parts[1] in CLOSED:
             raise _needs(folder / "environment" / "Dockerfile", f"an image ({name})")
@@ -159,8 +172,8 @@ def _read(folder: Path, installed: bool, own_tests: bool) -> TaskFolder:
 
 def _lay_out(task: TaskFolder, installed: bool) -> None:
     """Reads environment/Dockerfile; without one, the folder's files are in the working folder."""
-    context = (task.path / "environment").resolve()
-    file = task.path / "environment" / "Dockerfile"
+    context = _within(task.path / "environment", task.path)
+    file = _within(task.path / "environment" / "Dockerfile", context)
     if not file.exists():
         if context.is_dir():
             task.layers = [(str(context), "true", files_below(context, task.workdir))]

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 from rlflow.report.metrics import Metric
+from rlflow.texts import wrong_name
 from rlflow.types import Episode, Message, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.jsonl import held_out
@@ -22,7 +23,7 @@ from rlflow_environments.sandboxed.folders import (
     Files,
     TaskFolder,
     entering,
-    files_below,
+    files_of_tests,
     packed,
     read_folders,
 )
@@ -140,12 +141,12 @@ class HarborTasks(ToolEnvironment):
     async def _tested(self, box: Sandbox, folder: TaskFolder) -> tuple[dict[str, float], float]:
         """(rewards by name, 1 where a limit ended the tests)."""
         try:
-            await _lay(box, "its tests", EMPTY, files_below(folder.path / "tests", TESTS))
+            await _lay(box, "its tests", EMPTY, files_of_tests(folder))
         except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox
             return {"reward": 0.0}, 1.0
-        variables = {**folder.variables, **folder.tests_variables, "PYTHONNOUSERSITE": "1"}
+        variables = {**folder.variables, **folder.tests_variables}
         script = entering(folder.workdir, variables) + (self._tests or f"bash {TESTS}/test.sh")
-        result = await box.bash(f"{script}\n", folder.tests_s)
+        result = await box.check(f"{script}\n", folder.tests_s)
         if result.limit or box.ended:
             return {"reward": 0.0}, 1.0
         if self._tests:
@@ -183,7 +184,7 @@ def _rewards(text: str, where: str) -> dict[str, float]:
         found = json.loads(text)
         named = found if isinstance(found, dict) and found else {"reward": found}
         rewards = {str(name): float(value) for name, value in named.items()}
-        if all(map(math.isfinite, rewards.values())):
+        if all(map(math.isfinite, rewards.values())) and not wrong_name(rewards):
             return rewards
     except (ValueError, TypeError, RecursionError):
         pass

@@ -27,7 +27,7 @@ SHELL_METRICS = {
 class ShellTasks(ToolEnvironment):
     """Rows of tasks with `files` ({name: text}), which are there at the start, and a `check`, a
     script of bash that runs in the sandbox after the episode: the reward is 1 where it exits with
-    0, else 0."""
+    0, else 0. It stands in the policy's folder, with a HOME of its own."""
 
     shorthand = "data"
     metrics = SHELL_METRICS
@@ -93,7 +93,7 @@ class ShellTasks(ToolEnvironment):
             reward = await self._rule(episode.task, messages)
         elif not state["box"].ended:
             async with self._box_tools.places.here():
-                result = await state["box"].bash(episode.task.metadata["check"])
+                result = await state["box"].check(episode.task.metadata["check"])
             reward = float(result.succeeded)
         counts = {name: state[name] for name in ("limits_reached", "program_s")}
         return RuleScore(reward, {}, {"reward": reward, **counts})

@@ -34,6 +34,7 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.storage.redaction import redact_text
+from rlflow.texts import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
-        told = as_called(redact_text(str(error)))
+        told = printable(as_called(redact_text(str(error))))
         print(f"rlflow: {type(error).__name__}: {told}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
@@ -69,7 +70,7 @@ def _warnings_on_stderr() -> Iterator[None]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            shown = as_called(redact_text(self.format(record)))
+            shown = printable(as_called(redact_text(self.format(record))))
             # Today's stderr: a live display may stand in for it
             print(f"rlflow: {shown}", file=sys.stderr)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import Problems, RLFlowError, as_called
 from rlflow.storage.redaction import redact_text
+from rlflow.texts import printable
 
 if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig
@@ -44,13 +45,13 @@ def look(config: RunConfig) -> int:
     found.problems[:0] = unreached
     found.notes += waiting or []
     for problem in found.problems:
-        told = as_called(redact_text(str(problem)))
+        told = printable(as_called(redact_text(str(problem))))
         print(f"rlflow: {type(problem).__name__}: {told}", file=sys.stderr, flush=True)
     count = len(found.problems)
     found_some = f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
     print(found_some if count else "ready: nothing is in the way of this run.")
     for note in found.notes:
-        print(f"note: {redact_text(note)}")
+        print(f"note: {printable(redact_text(note))}")
     if found.fits and found.model is not None:
         _estimate(print_time, config, found.model)
     if found.fits:

@@ -23,6 +23,7 @@ from rlflow.commands.arguments import (
     quoted,
 )
 from rlflow.errors import ConfigError, as_called, described, raised_at
+from rlflow.texts import printable
 
 if TYPE_CHECKING:
     from rlflow.algorithms.imitation import Lessons
@@ -230,7 +231,7 @@ def run_check(args: argparse.Namespace) -> int:
             seed=args.seed,
             player=player,
         )
-    print(report)
+    print(printable(str(report)))
     return 0 if report.passed else 1
 
 

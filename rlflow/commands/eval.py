@@ -22,6 +22,7 @@ from rlflow.commands.arguments import (
 )
 from rlflow.errors import ConfigError, StorageError
 from rlflow.report.metrics import Metrics, shown
+from rlflow.texts import one_line
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -194,7 +195,7 @@ def _print_scores(
     from rlflow.report.lines import evaluation_line
 
     for name, values in by_set.items():
-        print(f"{name + ':':17}{evaluation_line(values, registered)}")
+        print(f"{one_line(name) + ':':17}{evaluation_line(values, registered)}")
     for name, value in means.items():
         print(f"{'mean over sets:':17}{shown(name, registered[name], value)}")
     line = evaluation_line(metrics, registered)

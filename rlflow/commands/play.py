@@ -12,9 +12,9 @@ from rlflow.checks.agents import Agent
 from rlflow.commands.show import Paint
 from rlflow.environment import Environment, awaited, check_fields, most_turns, note_response
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.report.lines import printable
 from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.texts import one_line, printable
 from rlflow.types import Observation, Task
 
 
@@ -71,7 +71,7 @@ async def _episode(
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
     told = told if agent is None else "The player is the policy."
-    print(paint(f"task {task.id}. {told}", "dim"))
+    print(paint(f"task {one_line(task.id, 200)}. {told}", "dim"))
     episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
     most = most_turns(environment, episode.task, max_turns)

@@ -31,6 +31,7 @@ from rlflow.report.records import (
     text_of,
 )
 from rlflow.run.directory import RunDirectory
+from rlflow.texts import one_line, printable_styled
 
 _CODES = {
     "bold": "1",
@@ -103,10 +104,10 @@ def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
     """Prints a run, an evaluation or a file of episodes."""
     registered = recorded.registered
     if recorded.is_run:
-        print(summary_text(recorded, paint))
+        print(printable_styled(summary_text(recorded, paint)))
     elif recorded.path.is_dir():  # of `rlflow eval`
         scored = evaluation_line(recorded.summary, registered)
-        print(paint(str(recorded.path), "bold"), scored, sep="\n")
+        print(printable_styled(f"{paint(str(recorded.path), 'bold')}\n{scored}"))
     if args.trajectories <= 0:
         return
     training = recorded.is_run and not args.eval
@@ -125,7 +126,7 @@ def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
     told = f"{len(picked)} of {len(wanted)} {what}, {len(records)} in all"
     print(paint(f"\n{files[asked]}: {told}", "dim"))
     for record in picked:
-        print("\n" + episode_text(record, registered, paint))
+        print(printable_styled("\n" + episode_text(record, registered, paint)))
 
 
 def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
@@ -151,7 +152,8 @@ def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> 
     for pair in wanted[: args.trajectories]:
         for step, record in zip((first, last), pair, strict=True):
             print("\n" + paint(f"step {step}", "bold"))
-            print(episode_text(record, registered, paint, prompt=step == first))
+            text = episode_text(record, registered, paint, prompt=step == first)
+            print(printable_styled(text))
 
 
 def _wanted(record: Mapping[str, Any], registered: Metrics, chosen: str) -> bool:
@@ -196,7 +198,7 @@ def episode_text(
     record: Mapping[str, Any], registered: Metrics, paint: Paint, prompt: bool = True
 ) -> str:
     """One episode: prompt (unless left out), turns with answers marked, outcome, token counts."""
-    title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
+    title = f"{one_line(str(record['task_id']), 200)} · attempt {record['attempt'] + 1}"
     if record.get("group_mean") is not None:
         title += f" · group {record['group_mean']:.2f} ± {record['group_std']:.2f}"
     answers, question = answers_of(record), question_of(record)

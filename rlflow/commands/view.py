@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from rlflow.commands.arguments import Commands, add_command, check_no_folder, flag, option
+from rlflow.texts import printable
 
 
 def add(commands: Commands) -> None:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     content, found = write_page(recorded, out)
     print(content.holds)
     for finding in found:
-        print(f"! {finding.title}: {finding.text}")
+        print(printable(f"! {finding.title}: {finding.text}"))
     advice = "" if args.open else "; open it in a browser, or add --open"
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB){advice}")
     if args.open:

@@ -96,6 +96,8 @@ class AgentSession:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     counts: RequestCounts = field(default_factory=RequestCounts)
     posted: dict[str, Any] | None = None
+    metric_names: set[str] = field(default_factory=set)
+    """Names that have been posted; an endpoint has one set for all its episodes."""
     truncated: bool = False
     """Whether a limit refused what the agent asked."""
     messages: list[dict[str, Any]] = field(default_factory=list)

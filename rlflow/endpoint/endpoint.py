@@ -16,6 +16,7 @@ from rlflow.endpoint import anthropic_messages, chat, openai_responses
 from rlflow.endpoint.agent_session import AgentSession
 from rlflow.endpoint.requests import RequestRefused
 from rlflow.errors import RLFlowError, install_command, needing
+from rlflow.texts import wrong_name
 
 MAX_BODY_BYTES = 64 << 20
 START_S, STOP_S = 30.0, 5.0
@@ -52,6 +53,7 @@ class Endpoint:
         self._socket: socket.socket | None = None
         self.outside = 0
         """Requests that came for no open episode."""
+        self._metric_names: set[str] = set()  # that agents have posted
         self.application = self._application()
         """The server as an ASGI application, for clients of this process."""
 
@@ -108,6 +110,7 @@ class Endpoint:
     def open(self, session: AgentSession) -> str:
         """The address of the episode; OpenAI's clients append nothing to it but `/v1`."""
         self._sessions[session.key] = session
+        session.metric_names = self._metric_names
         return f"http://{self._host}:{self._port}/episodes/{session.key}"
 
     def close(self, session: AgentSession) -> None:
@@ -191,6 +194,9 @@ async def _posted(session: AgentSession, interface: ModuleType, request: Any) ->
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not _finite(number):
             raise RequestRefused('expected {"reward": NUMBER, "metrics": {NAME: NUMBER}}.')
+    if problem := wrong_name(session.metric_names.union(metrics)):
+        raise RequestRefused(f"metrics: {problem}, of all episodes together.")
+    session.metric_names.update(metrics)
     session.posted = {"reward": float(body["reward"]), "metrics": metrics}
     return JSONResponse({"reward": session.posted["reward"]})
 

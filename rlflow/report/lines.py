@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.errors import command
 from rlflow.report.metrics import PHASES, Metrics, label, leading_score, scores, shown
+from rlflow.texts import printable as printable
 
 Records = Sequence[Mapping[str, float]]
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -241,10 +242,3 @@ def clock(seconds: float) -> str:
     """`4 s`, `3:05` (minutes:seconds), `2:03:05` or `1 day, 2:03:05`."""
     whole = round(max(seconds, 0))
     return f"{whole} s" if whole < 60 else str(timedelta(seconds=whole)).lstrip("0:")
-
-
-def printable(text: str) -> str:
-    """The text without control characters and halves of emoji, which no document may hold."""
-    return "".join(
-        letter if letter in "\n\t" or letter.isprintable() else "\ufffd" for letter in text
-    )

@@ -22,6 +22,7 @@ from rlflow.report.lines import (
 from rlflow.report.metrics import PHASES, Metrics
 from rlflow.report.timer import Clock
 from rlflow.storage.redaction import redact_text
+from rlflow.texts import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -91,6 +92,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """A line that stays on the screen."""
+        text = printable(text)
         if self._live:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._stream:
@@ -184,10 +186,10 @@ class RunLog:
 
 
 class _Redacting(logging.Formatter):
-    """Keeps passwords in the URLs of services out of the file."""
+    """Keeps passwords in the URLs of services out of the file, and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact_text(super().format(record))
+        return printable(redact_text(super().format(record)))
 
 
 class _LogFile(logging.FileHandler):

@@ -14,6 +14,7 @@ from rlflow.calls import start_call
 from rlflow.environment import Environment
 from rlflow.errors import EnvironmentContractError, RLFlowError, RolloutError, described
 from rlflow.rollout.episodes import CALL_S
+from rlflow.texts import wrong_name
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 MOST_TASKS = 1_000_000
 """Of a split that does not say how many it has (a generator, which may have no end)."""
+LONGEST_ID = 1_000  # characters
 FIRST_WORD_S = 10.0
 SHUTDOWN_S = 60.0
 """By which a run that is over no longer waits for its environment."""
@@ -47,6 +49,8 @@ def tasks_of(environment: Environment, split: str, limit_s: float = CALL_S) -> l
                 raise TypeError(
                     f"task {number}: its id must be text, its prompt text or a list of messages"
                 )
+            if len(task.id) > LONGEST_ID:
+                raise ValueError(f"task {number}: an id of {len(task.id):,} characters")
     if repeated := repeated_id(tasks):
         raise EnvironmentContractError(f"{name}('{split}'): {repeated}")
     return tasks
@@ -71,6 +75,8 @@ def reported(environment: Environment, limit_s: float = CALL_S) -> dict[str, flo
     with _contract(environment, "report", "a dict of numbers"):
         told = _in_time(environment.report, limit_s, f"{type(environment).__name__}.report")
         report = {str(key): float(value) for key, value in told.items()}
+        if problem := wrong_name(report):
+            raise ValueError(problem)
     return report
 
 

@@ -31,6 +31,19 @@ STOP_S = 15.0
 GRACE_S = 3.0
 """The same, where this process was killed and cannot wait for longer."""
 LOG_TAIL = 1 << 16  # bytes
+PLACE_DESCRIPTORS = """
+import fcntl, os, sys
+numbers = [int(number) for number in sys.argv[1].split(",")]
+copies = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 100) for number in numbers]
+for number in set(numbers):
+    os.close(number)
+for place, copy in enumerate(copies, 3):
+    os.dup2(copy, place)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as problem:
+    sys.exit(f"Error: {sys.argv[2]} cannot be started ({problem.strerror})")
+"""
 
 
 class Child:
@@ -42,8 +55,9 @@ class Child:
     started was told to.
 
     name: of the child, as errors and the log have it. log: a file to which its output is appended.
-    errors: another one for its stderr. error: the class of what is raised. telling: chooses the
-    line of a log that errors quote. Raises the error where the program cannot be started."""
+    errors: another one for its stderr. descriptors: of this process, which the program gets as 3, 4
+    and so on. error: the class of what is raised. telling: chooses the line of a log that errors
+    quote. Raises the error where the program cannot be started."""
 
     def __init__(
         self,
@@ -54,6 +68,7 @@ class Child:
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
         errors: Path | None = None,
+        descriptors: Sequence[int] = (),
         error: type[RLFlowError] = RLFlowError,
         telling: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
@@ -63,12 +78,13 @@ class Child:
         with log.open("ab") as output, (errors or log).open("ab") as said:
             try:
                 process = subprocess.Popen(
-                    command,
+                    _placing(descriptors, command) if descriptors else command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=said,
                     env=variables,
                     cwd=folder,
+                    pass_fds=descriptors,
                     start_new_session=True,
                 )
             except OSError as problem:
@@ -154,6 +170,13 @@ class Guard:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _placing(descriptors: Sequence[int], command: Sequence[str]) -> list[str]:
+    """A command that runs another one with the descriptors under the numbers from 3 on. (Popen
+    keeps the numbers that they have here.)"""
+    numbers = ",".join(map(str, descriptors))
+    return [sys.executable, "-I", "-S", "-c", PLACE_DESCRIPTORS, numbers, *command]
 
 
 def start_listener(

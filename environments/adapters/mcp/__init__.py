@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from rlflow.errors import ConfigError, needing
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Task
 from rlflow.values import Component, PositiveFloat, PositiveInt
-from rlflow_environments.adapters.mcp.session import McpError, McpSession, Server
+from rlflow_environments.adapters.mcp.session import MARK, McpError, McpSession, Server
 from rlflow_environments.adapters.text import bearer
 from rlflow_environments.common.choices import chosen
 from rlflow_environments.common.threads import EpisodePlaces
@@ -63,6 +64,7 @@ class McpTools(ToolEnvironment):
         needed = [] if reward and reward["name"] != "match" else ["answer"]
         self._tasks = read_tasks(data, val_data, needed, system)
         self._places = EpisodePlaces(at_once)
+        self._guard = self._server.guard()
         self.tools = _offered(_without_loop(_schemas(self._server)), only)
 
     @classmethod
@@ -70,6 +72,7 @@ class McpTools(ToolEnvironment):
         return {"val_data": path}
 
     async def reset(self, task: Task) -> Episode:
+        self._guard = self._guard or self._server.guard()
         async with self._places.here():
             return Episode(task, scratch={"session": await McpSession(self._server).open()})
 
@@ -82,6 +85,11 @@ class McpTools(ToolEnvironment):
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
+
+    def shutdown(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
 
 
 def _server(
@@ -102,6 +110,7 @@ def _server(
     if missing:
         raise ConfigError(f"environment.variables: '{missing[0]}' is not set.")
     passed = {name: os.environ[name] for name in (*INHERITED, *variables) if name in os.environ}
+    passed[MARK] = secrets.token_hex(8)
     return Server(server, command, bearer(api_key_variable), passed, timeout_s, start_s)
 
 

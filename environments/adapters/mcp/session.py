@@ -1,7 +1,8 @@
 """A session of an MCP server: a program of its own per episode, or one of a server over HTTP.
 
-The package `mcp` speaks; what it leaves open is bounded here: the length of a message, of what a
-program writes to stderr, and every wait."""
+The package `mcp` speaks; what it leaves open is bounded here: the length of a message and of a
+body, the number of messages and of pages, what a program writes to stderr, every wait, and a
+program's life."""
 
 from __future__ import annotations
 
@@ -18,10 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import RLFlowError, described
+from rlflow.storage.child import Guard
+from rlflow.texts import LONGEST_NAME, one_line
 from rlflow_environments.tool_use.environment import ToolCallError
 
 LONGEST_MESSAGE = 4 << 20  # bytes
+LONGEST_STREAM = 64 << 20  # bytes of a body that is a stream of messages
 MOST_OTHER_LINES = 1_000  # on stdout, that are no messages: what a program prints by mistake
+MOST_NOTICES = 10_000  # of a session: messages that answer nothing
+MARK = "RLFLOW_MCP"
+"""Variable by which the programs of one environment are known."""
+MOST_PAGES = 100  # of a list of tools
+MOST_TOOLS = 1_000
+LONGEST_TOOLS = 1 << 20  # characters of all descriptions and schemas: a prompt holds them
 LAST_WORDS = 500  # characters of what a program wrote to stderr
 END_S = 1.0  # for a program whose stdin was closed, as the protocol has it
 
@@ -41,6 +51,11 @@ class Server:
     variables: dict[str, str]
     timeout_s: float
     start_s: float
+
+    def guard(self) -> Guard | None:
+        """Ends what is left of its programs, once this process has ended: they have the mark in
+        their environment."""
+        return Guard(f"{MARK}={self.variables[MARK]}") if self.command else None
 
 
 class McpSession:
@@ -70,14 +85,29 @@ class McpSession:
         return self
 
     async def tools(self) -> list[Any]:
-        """All tools of the server, as the package has them. Raises McpError."""
-        found, cursor = [], None
-        while True:
-            page = await self._ask(self._client.list_tools(cursor=cursor), "list of tools")
-            found += page.tools
-            cursor = page.next_cursor
-            if not cursor or len(found) > 1_000:
-                return found
+        """All tools of the server, as the package has them. Raises McpError, also where they have
+        no end."""
+        found: list[Any] = []
+        size, cursor = 0, None
+        try:
+            async with asyncio.timeout(self._server.start_s):
+                for _ in range(MOST_PAGES):
+                    page = await self._ask(self._client.list_tools(cursor=cursor), "list of tools")
+                    found += page.tools
+                    size += sum(map(_size_of, page.tools))
+                    cursor = page.next_cursor
+                    if not cursor or len(found) > MOST_TOOLS or size > LONGEST_TOOLS:
+                        break
+        except TimeoutError:
+            limit_s = self._server.start_s
+            raise self._failure(f"its list of tools has no end after {limit_s:g} s") from None
+        if cursor or len(found) > MOST_TOOLS or size > LONGEST_TOOLS:
+            most = f"{MOST_TOOLS} tools, {MOST_PAGES} pages, {LONGEST_TOOLS:,} characters"
+            raise self._failure(f"its list of tools is too long; expected at most {most}")
+        for tool in found:
+            if not tool.name.isprintable() or not 0 < len(tool.name) <= LONGEST_NAME:
+                raise self._failure(f"a tool has the name {one_line(repr(tool.name), 60)}")
+        return found
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text of a result. Raises ToolCallError where the tool says that it failed, or was
@@ -100,13 +130,13 @@ class McpSession:
             self._holder.cancel()
 
     async def _ask(self, answer: Any, what: str) -> Any:
-        types = importlib.import_module("mcp.types")
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 return await answer
         except TimeoutError:
             raise self._failure(f"no {what} within {self._server.timeout_s:g} s") from None
         except Exception as problem:  # noqa: BLE001 -- theirs: groups, HTTP's, JSON's
+            types = importlib.import_module("mcp.types")
             error = getattr(problem, "error", None)
             if getattr(error, "code", None) == types.INVALID_PARAMS:
                 raise ToolCallError(f"Error: {error.message}") from None
@@ -129,7 +159,7 @@ class McpSession:
                 raise
 
     def _failure(self, why: str) -> McpError:
-        last = " ".join(self._said.decode(errors="replace").split())[-LAST_WORDS:]
+        last = one_line(self._said.decode(errors="replace"))[-LAST_WORDS:]
         return McpError(f"{self._server.name}: {why}{f'; it said: {last}' if last else ''}.")
 
 
@@ -141,10 +171,42 @@ async def _over_http(server: Server) -> AsyncIterator[Any]:
     connect, limit = transport.streamable_http_client, "max_sse_event_size"  # from mcp 2.3 on
     limits = {limit: LONGEST_MESSAGE} if limit in inspect.signature(connect).parameters else {}
     async with (
-        make_client(headers=server.headers) as client,
+        make_client(headers={**server.headers, "accept-encoding": "identity"}) as client,
+        _bounding(client),
         connect(server.name, http_client=client, **limits) as streams,
     ):
         yield streams
+
+
+@contextlib.asynccontextmanager
+async def _bounding(client: Any) -> AsyncIterator[None]:
+    """Ends bodies of the client's responses that are longer than they may be, or compressed: of
+    those nobody knows the length."""
+    library = importlib.import_module(type(client).__module__.partition(".")[0])
+
+    class Bounded(library.AsyncByteStream):  # type: ignore[name-defined]
+        def __init__(self, stream: Any, most: int) -> None:
+            self._stream, self._most = stream, most
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            left = self._most
+            async for part in self._stream:
+                left -= len(part)
+                if left < 0:
+                    raise library.StreamError(f"a body of more than {self._most} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: Any) -> None:
+        response.headers.pop("content-encoding", None)  # nobody asked for one: it is not undone
+        events = response.headers.get("content-type", "").startswith("text/event-stream")
+        most = LONGEST_STREAM if events else LONGEST_MESSAGE
+        response.stream = Bounded(response.stream, most)
+
+    client.event_hooks = {**client.event_hooks, "response": [bound]}
+    yield
 
 
 @contextlib.asynccontextmanager
@@ -155,21 +217,13 @@ async def _program(server: Server, said: bytearray) -> AsyncIterator[Any]:
         importlib.import_module(f"mcp.{name}") for name in ("shared.message", "types")
     )
     anyio = importlib.import_module("anyio")
-    process = await asyncio.create_subprocess_exec(
-        *server.command,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=server.variables,
-        limit=LONGEST_MESSAGE,
-        start_new_session=True,
-    )
+    process = await start_program(server)
     incoming, received = anyio.create_memory_object_stream(0)
     sent, outgoing = anyio.create_memory_object_stream(0)
 
     async def read() -> None:
         assert process.stdout is not None
-        others = 0
+        others = notices = 0
         async with incoming:
             # ValueError: a line that is too long
             with contextlib.suppress(ValueError, OSError, anyio.BrokenResourceError):
@@ -182,6 +236,9 @@ async def _program(server: Server, said: bytearray) -> AsyncIterator[Any]:
                         if others > MOST_OTHER_LINES:
                             return
                     else:
+                        notices += hasattr(one, "method")
+                        if notices > MOST_NOTICES:
+                            return
                         await incoming.send(message.SessionMessage(one))
 
     async def write() -> None:
@@ -202,6 +259,19 @@ async def _program(server: Server, said: bytearray) -> AsyncIterator[Any]:
         await asyncio.wait(tasks)
         for stream in (incoming, received, sent, outgoing):
             stream.close()
+
+
+async def start_program(server: Server) -> Process:
+    """A program of the server's command, the leader of a group."""
+    return await asyncio.create_subprocess_exec(
+        *server.command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        env=server.variables,
+        limit=LONGEST_MESSAGE,
+        start_new_session=True,
+    )
 
 
 async def _listen(process: Process, said: bytearray) -> None:
@@ -228,6 +298,11 @@ async def _end(process: Process) -> None:
     transport = getattr(process, "_transport", None)  # nothing public closes pipes that are full
     if transport is not None:
         transport.close()
+
+
+def _size_of(tool: Any) -> int:
+    """Characters of a tool in a prompt, about."""
+    return len(tool.name) + len(tool.description or "") + len(str(tool.input_schema))
 
 
 def _text(block: Any) -> str:

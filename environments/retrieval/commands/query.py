@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rlflow.errors import ConfigError, RLFlowError
+from rlflow.texts import printable
 from rlflow_environments.common.commands import add_option
 from rlflow_environments.retrieval.commands.source_arguments import (
     add_source_arguments,
@@ -89,6 +90,7 @@ def _show(retriever: Retriever, queries: Sequence[str], top_k: int, full: bool) 
 
 
 def _print_passage(rank: int, passage: Passage, full: bool) -> None:
-    print(f"  {rank}. {passage.score:.4f}  {passage.title}  [{passage.id}]  {passage.url}")
+    place = f"{passage.title}  [{passage.id}]  {passage.url}"
+    print(f"  {rank}. {passage.score:.4f}  {printable(place)}")
     body = passage.body if full else " ".join(passage.body.split())[:SHOWN_CHARACTERS]
-    print(f"     {body}")
+    print(f"     {printable(body)}")

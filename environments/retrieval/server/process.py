@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -43,7 +44,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 4  # for answers that are under way when the server is asked to stop
 LAST_RESORT_S = 8.0  # after that a process is killed, whatever it does
 WATCH_S = 0.25
-HUNG_S = 10  # without an answer to uvicorn's ping, which a thread of its own gives
+START_S = 600.0  # for a process's first answer: it imports everything before
+START_WORD_S = 30.0  # after which the log says that a process still starts
+HUNG_S = 10  # later, without an answer to uvicorn's ping, which a thread of its own gives
 LOAD_S = 3600.0  # for a process that takes another's place
 DRAIN_S = 1.0  # in which connections leave, each after an answer, before a process is replaced
 AGAIN_S = 3.0  # before a process that cannot load what the others have is started again
@@ -240,10 +243,45 @@ def serve_by_workers(
         raise (ConfigError if config else DataError)(text)
 
 
+class _Process(Process):
+    """uvicorn's. It is hung where it does not answer in time, but not before its first answer:
+    where modules come slowly, a start takes a minute."""
+
+    def start(self) -> None:
+        super().start()
+        self._begun, self._answered, self._said = time.monotonic(), False, False
+        self.parent_conn.send(b"ping")
+
+    def is_alive(self, timeout: float = HUNG_S) -> bool:
+        if self._answered:
+            return super().is_alive(timeout)
+        if not self.process.is_alive():
+            return False
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            if self.parent_conn.poll():
+                self.parent_conn.recv()
+                self._answered = True
+        waited_s = time.monotonic() - self._begun
+        if not self._answered and waited_s > START_WORD_S and not self._said:
+            self._said = True
+            logger.warning("process %d is still starting after %.0f s", self.pid, waited_s)
+        return self._answered or waited_s < START_S
+
+    @property
+    def never_answered(self) -> bool:
+        """Whether it ran for START_S without its first answer."""
+        return not self._answered and time.monotonic() - self._begun >= START_S
+
+    def wait_until_ready(self, timeout: float, should_exit: threading.Event | None = None) -> bool:
+        self._answered = super().wait_until_ready(timeout, should_exit)
+        return self._answered
+
+
 class _Supervisor(Multiprocess):
     """uvicorn's. SIGHUP, also from a process that was asked for a reload, has new processes take
     the places of all, one after the other: none of them if the first cannot load."""
 
+    processes: list[_Process]  # type: ignore[assignment]
     _told = False
 
     def tell(
@@ -252,14 +290,36 @@ class _Supervisor(Multiprocess):
         self._shared, self._folder = SharedState(setup.folder, setup.processes), setup.folder
         self._on_ready, self._on_stop = on_ready, on_stop
 
+    def init_processes(self) -> None:
+        self.processes += [self._started() for _ in range(self.processes_num)]
+
+    def _started(self) -> _Process:
+        process = _Process(self.config, self.sockets)
+        process.start()
+        return process
+
     def keep_subprocess_alive(self) -> None:
-        for process in self.processes:
+        """Replaces processes that died or hang; ends the server where its first ones cannot
+        start."""
+        for place, process in enumerate(self.processes):
             process.child_conn.close()  # ours: else a ping to a process that dies waits in vain
-        before = {process.pid for process in self.processes}
-        super().keep_subprocess_alive()
-        for pid in before - {process.pid for process in self.processes}:
-            logger.error("process %d died: another one takes its place", pid)
-            self._shared.forget(pid, died=True)
+            if self.should_exit.is_set():
+                return
+            if process.is_alive(HUNG_S):
+                continue
+            late = process.never_answered
+            process.kill()
+            process.join()
+            if late and not self._shared.started():
+                why = f"a process did not start within {START_S:g} s"
+                told = [False, f"{why}: its modules load too slowly; try --processes 1."]
+                write_text(self._folder / PROBLEM, json.dumps(told), durable=False)
+            if process.exitcode == STARTUP_FAILURE or (self._folder / PROBLEM).exists():
+                self.should_exit.set()
+                return
+            logger.error("process %d died: another one takes its place", process.pid)
+            self.processes[place] = self._started()
+            self._shared.forget(process.pid, died=True)
         if not self._told and self._shared.started() and not self.should_exit.is_set():
             self._told = True
             self._on_ready()
@@ -270,8 +330,7 @@ class _Supervisor(Multiprocess):
         if asked.exists():
             asked.replace(changes)
         for place, old in enumerate(self.processes):
-            new = Process(self.config, self.sockets)
-            new.start()
+            new = self._started()
             if not new.wait_until_ready(LOAD_S, self.should_exit):
                 new.kill()
                 new.join()

@@ -44,10 +44,11 @@ class Document:
 def read_documents(
     folder: str | Path, *, skip_bad: bool = False
 ) -> tuple[list[Document], dict[str, int]]:
-    """(the documents in the order of their names, {suffix, or "empty": number of files that are no
-    documents}).
+    """(the documents in the order of their names, {suffix, or "empty" or "links out of it": number
+    of files that are no documents}).
 
-    Hidden files are left alone. Raises DataError: nothing to read; files or rows that cannot be
+    Hidden files are left alone, and links that lead out of the folder, which may be a download:
+    documents are shown to a policy. Raises DataError: nothing to read; files or rows that cannot be
     read, unless `skip_bad`.
     """
     root = Path(folder).expanduser()
@@ -60,8 +61,9 @@ def read_documents(
         if any(part.startswith(".") for part in Path(name).parts):
             continue
         reader = READERS.get(path.suffix.lower())
-        if reader is None:
-            kind = path.suffix.lower() or path.name
+        leads_out = path != root and not path.resolve().is_relative_to(root.resolve())
+        if reader is None or leads_out:
+            kind = "links out of it" if leads_out else path.suffix.lower() or path.name
             others[kind] = others.get(kind, 0) + 1
             continue
         for where, found in reader(path, name):

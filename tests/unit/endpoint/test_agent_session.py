@@ -11,6 +11,7 @@ import pytest
 
 from rlflow.endpoint import (
     AgentSession,
+    Endpoint,
     ModelRequest,
     RequestRefused,
     anthropic_messages,
@@ -197,3 +198,31 @@ def test_instructions_are_no_part_of_what_a_response_hands_on() -> None:
     for instructions in (["new"], []):
         told = asked("more", previous_response_id="resp_0", instructions="".join(instructions))
         assert [one["content"] for one in told.messages] == [*instructions, "rule", "more"]
+
+
+def test_metrics_that_agents_post_have_few_short_names() -> None:
+    """Of all episodes of an endpoint together: each would be a column of the run's files."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("starlette")
+    endpoint = Endpoint()
+
+    async def post(metrics: Any) -> int:
+        session = AgentSession()
+        url = endpoint.open(session)
+        transport = httpx.ASGITransport(endpoint.application)
+        async with httpx.AsyncClient(transport=transport) as client:
+            answer = await client.post(f"{url}/reward", json={"reward": 1, "metrics": metrics})
+        assert (session.posted is None) == (answer.status_code == 400)
+        assert answer.text.isprintable()
+        return int(answer.status_code)
+
+    async def run() -> None:
+        assert await post({"calls": 2, "share": 0.5}) == 200
+        for wrong in ({"\x1b[2J": 1}, {"x" * 200: 1}, {"": 1}, {"a": 10**400}, {"a": True}):
+            assert await post(wrong) == 400
+        assert await post({f"m{number}": 1 for number in range(3_000)}) == 400
+        answers = [await post({f"m{number}": 1}) for number in range(300)]
+        assert answers.count(200) == 198 and answers[-1] == 400
+        assert await post({"calls": 3}) == 200
+
+    asyncio.run(run())

@@ -1,82 +1,63 @@
 #!/usr/bin/env python3
 """A program that answers Chromium's protocol as far as a pool of pages speaks it, without any page.
 
-A page's answer is what it was asked to evaluate. Texts in that make it misbehave: `loop` is never answered, `die` ends the
-program, `alert` opens a dialog, `throw` is a script's error, `stop` stops the whole program as SIGSTOP does."""
+Messages end with a NUL; they come through descriptor 3 and go to descriptor 4. A page's answer is what it was asked to
+evaluate. Texts in that make it misbehave: `loop` is never answered, `die` ends the program, `alert` opens a dialog, `throw`
+is a script's error, `stop` stops the whole program as SIGSTOP does, `flags` are its command line, `noise` is no message."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import sys
-from pathlib import Path
+from typing import Any
 
-from aiohttp import WSMsgType, web
-
-
-async def answer(request: web.Request) -> web.WebSocketResponse:
-    socket = web.WebSocketResponse()
-    await socket.prepare(request)
-    made = 0
-    async for message in socket:
-        if message.type is not WSMsgType.TEXT:
-            break
-        said = json.loads(message.data)
-        method, session = said["method"], said.get("sessionId", "")
-        asked = said["params"].get("expression", "")
-        result: dict[str, object] = {}
-        if method == "Target.createTarget":
-            made += 1
-            result = {"targetId": f"target-{made}"}
-        elif method == "Target.attachToTarget":
-            result = {
-                "sessionId": said["params"]["targetId"].replace("target", f"session-{os.getpid()}")
-            }
-        elif method == "Page.captureScreenshot":
-            result = {"data": "YQ=="}
-        elif "loop" in asked:
-            continue
-        elif "die" in asked:
-            os._exit(3)
-        elif "stop" in asked:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif "alert" in asked:
-            event = {
-                "method": "Page.javascriptDialogOpening",
-                "sessionId": session,
-                "params": {"message": "boo"},
-            }
-            await socket.send_json(event)
-            continue
-        elif "throw" in asked:
-            result = {
-                "result": {},
-                "exceptionDetails": {"exception": {"description": "Error: thrown"}},
-            }
-        elif method == "Runtime.evaluate":
-            result = {"result": {"value": f"{session} {asked}"}}
-        await socket.send_json({"id": said["id"], "result": result})
-    return socket
+made = 0
 
 
-async def main() -> None:
-    folder = Path(
-        next(word for word in sys.argv if word.startswith("--user-data-dir=")).split("=", 1)[1]
-    )
-    app = web.Application()
-    app.router.add_get("/devtools/browser/fake", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    folder.mkdir(parents=True, exist_ok=True)
-    port = runner.addresses[0][1]
-    draft = folder / "draft"
-    draft.write_text(f"{port}\n/devtools/browser/fake")
-    draft.rename(folder / "DevToolsActivePort")
-    await asyncio.Event().wait()
+def answer(said: dict[str, Any]) -> dict[str, Any] | None:
+    """A result; None where there is none."""
+    global made
+    method, session = said["method"], said.get("sessionId", "")
+    asked = said["params"].get("expression", "")
+    if method == "Target.createTarget":
+        made += 1
+        return {"targetId": f"target-{made}"}
+    if method == "Target.attachToTarget":
+        return {"sessionId": said["params"]["targetId"].replace("target", f"session-{os.getpid()}")}
+    if method == "Page.captureScreenshot":
+        return {"data": "YQ=="}
+    if "loop" in asked:
+        return None
+    if "die" in asked:
+        os._exit(3)
+    if "stop" in asked:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if "alert" in asked:
+        event = {"method": "Page.javascriptDialogOpening", "sessionId": session}
+        send({**event, "params": {"message": "boo"}})
+        return None
+    if "noise" in asked:
+        os.write(4, b"[1]\0")
+        return None
+    if "throw" in asked:
+        return {"result": {}, "exceptionDetails": {"exception": {"description": "Error: thrown"}}}
+    if "flags" in asked:
+        return {"result": {"value": sys.argv[1:]}}
+    if method == "Runtime.evaluate":
+        return {"result": {"value": f"{session} {asked}"}}
+    return {}
 
 
-asyncio.run(main())
+def send(message: dict[str, Any]) -> None:
+    os.write(4, json.dumps(message).encode() + b"\0")
+
+
+rest = b""
+while data := os.read(3, 1 << 16):
+    *messages, rest = (rest + data).split(b"\0")
+    for said in map(json.loads, messages):
+        result = answer(said)
+        if result is not None:
+            send({"id": said["id"], "result": result})

@@ -4,12 +4,14 @@ protocol and has no pages: tests with Chromium are in test_miniwob.py."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlflow.errors import MissingPackageError
@@ -92,6 +94,30 @@ def test_a_browser_that_dies_or_hangs_is_replaced(
             assert again.browser is not page.browser and (await again.call("3")).endswith(" 3")
             await pool.give(again)
         assert pool.restarts == 2
+
+    in_a_pool(work, tmp_path)
+
+
+def test_a_browser_is_reached_through_a_pipe_alone(tmp_path: Path) -> None:
+    """No flag opens a port, and the browser listens nowhere: whoever else is on the machine cannot ask it."""
+
+    async def work(pool: Pool) -> None:
+        page = await pool.take("file:///a")
+        flags = await page.call("flags")
+        assert "--remote-debugging-pipe" in flags
+        assert not [flag for flag in flags if "port" in flag or "address" in flag]
+        child = page.browser._child
+        assert child is not None
+        browser = psutil.Process(child.pid)
+        assert [one for one in browser.net_connections() if one.status == psutil.CONN_LISTEN] == []
+        ends = {number: os.readlink(f"/proc/{child.pid}/fd/{number}") for number in (3, 4)}
+        assert all(end.startswith(("socket:", "pipe:")) for end in ends.values())
+        assert len(os.listdir(f"/proc/{child.pid}/fd")) == 5  # nothing else of ours
+        # What is no message ends the browser with a reason, and the next page has another one
+        with pytest.raises(BrowserError, match="no message"):
+            await page.call("noise")
+        await pool.give(page)
+        assert (await (await pool.take("file:///a")).call("5")).endswith(" 5")
 
     in_a_pool(work, tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlflow.storage.guard import marked
 from rlflow.types import StopReason, Trajectory
 from rlflow_environments.program.program import ProgramEnvironment
 from tests.unit.endpoint.scripted import checked, play, rows
+from tests.waiting import until
 
 pytest.importorskip("starlette")
 # Without a vendor's package, which takes a second to import
@@ -242,3 +244,50 @@ def test_64_programs_at_once_are_kept_apart(tokenizer: Tokenizer, tmp_path: Path
     assert all(one.usable and one.reward == 1.0 and len(one.turns) == 3 for one in found)
     assert len({one.prompt for one in found}) == 64 and len(fed.said) == 192
     assert not list(marked(f"RLFLOW_TEST_FOLDER={tmp_path}"))
+
+
+SETTLES = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+print(os.getpid(), child.pid, file=open(sys.argv[1], "w"), flush=True)
+time.sleep(300)
+"""
+DRIVER = """
+import asyncio, sys
+from rlflow_environments.program.program import ProgramEnvironment
+made = ProgramEnvironment(sys.argv[1], sys.argv[2])
+asyncio.run(made.reset(made.tasks("train")[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard is Linux's")
+def test_what_an_agent_started_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """In a session of its own too, which is not in the program's group."""
+    (tmp_path / "agent.py").write_text(SETTLES, encoding="utf-8")
+    tasks = rows(tmp_path / "tasks.jsonl", {"question": "Who?"})
+    agent = f"{sys.executable} -S {tmp_path / 'agent.py'} {tmp_path / 'pids'}"
+    with subprocess.Popen([sys.executable, "-c", DRIVER, agent, str(tasks)]) as driver:
+        found = until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
+        programs = [Path(f"/proc/{pid}") for pid in str(found).split()]
+        assert len(programs) == 2 and all(place.exists() for place in programs)
+        driver.kill()
+    until(lambda: not any(place.exists() for place in programs), within_s=20)
+
+
+LOOKS = """
+mark = b"RLFLOW_AGENTS=" + os.environb[b"RLFLOW_AGENTS"]
+def words(pid):
+    try: return open(f"/proc/{pid}/cmdline", "rb").read().split(b"\\0")
+    except OSError: return []
+guards = [pid for pid in os.listdir("/proc") if pid.isdigit() and mark in words(pid)]
+ask("x")
+post("/reward", {"reward": len(guards)})
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard is Linux's")
+def test_a_guard_looks_for_the_mark_that_an_environments_programs_have(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    assert played(tokenizer, tmp_path, LOOKS).reward == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -22,7 +23,8 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.__main__ import main
-from rlflow_environments.retrieval.server.process import check_sharable
+from rlflow_environments.retrieval.server import process as process_module
+from rlflow_environments.retrieval.server.process import _Process, check_sharable, server_config
 from tests.unit.environments.retrieval.search_servers import write_corpus, write_pages
 from tests.waiting import until
 
@@ -149,6 +151,55 @@ def test_what_processes_cannot_share_is_refused_in_one_line(name, tmp_path, caps
         check_sharable({"name": "faiss", "gpu": True}, 2)
     assert main(["serve", "--processes", "0", "--retriever", name]) == 2
     assert "--processes: expected at least 1, found 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def child() -> Iterator[_Process]:
+    """A process of a server as its supervisor has it; what it answers, the test says."""
+    made = _Process(server_config(None), [])
+    made.process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    made.start()
+    yield made
+    made.kill()
+    made.join()
+
+
+def test_a_process_is_given_time_until_its_first_answer_and_less_afterwards(child: _Process):
+    """One that imports for a minute was killed after ten seconds, and so was the next one, for ever."""
+    began = time.monotonic()
+    assert all(child.is_alive(5) for _ in range(100))
+    assert time.monotonic() - began < 2.0, "each look waited for an answer"
+    child.child_conn.recv()
+    child.child_conn.send(False)
+    assert child.is_alive(5)
+    assert not child.is_alive(0.01), "the second ping was not answered"
+
+
+def test_a_process_that_never_answers_or_ends_is_not_alive(
+    child: _Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(process_module, "START_WORD_S", 0.0)
+    assert child.is_alive(5) and not child.never_answered
+    assert child.is_alive(5) and caplog.text.count("still starting") == 1
+    monkeypatch.setattr(process_module, "START_S", 0.0)
+    assert not child.is_alive(5) and child.never_answered
+    monkeypatch.setattr(process_module, "START_S", 600.0)
+    child.process.kill()
+    child.process.join()
+    assert not child.is_alive(5) and not child.never_answered
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_start_that_takes_longer_than_an_answer_may_is_waited_for(tmp_path, monkeypatch):
+    """As where modules lie on a network's disk: each process sleeps while it starts."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    text = "import sys, time\nif any('multiprocessing.spawn' in a for a in sys.orig_argv): time.sleep(14)\n"
+    (slow / "sitecustomize.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(slow), *sys.path])
+    with running(tmp_path, "--retriever", "bm25") as server:
+        assert server.get("/health")["restarts"] == 0
 
 
 def test_two_processes_answer_as_one_and_count_together_and_end_together(tmp_path):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import platform
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlflow.errors import ConfigError
@@ -322,9 +326,9 @@ def test_folders_within_others_are_mounted_once(tmp_path: Path) -> None:
     assert _outermost(paths) == [str(tmp_path / "a")]
 
 
-def decision(number: int, first: int = 0, architecture: int = 0xC000003E) -> int:
+def decision(number: int, first: int = 0, architecture: int = 0xC000003E, third: int = 0) -> int:
     """What the filter answers: its instructions (linux/filter.h) followed by hand."""
-    data = {0: number, 4: architecture, 16: first}
+    data = {0: number, 4: architecture, 16: first, 32: third}
     program, place, held = system_call_filter(), 0, 0
     while True:
         code = int.from_bytes(program[place : place + 2], "little")
@@ -342,7 +346,7 @@ def decision(number: int, first: int = 0, architecture: int = 0xC000003E) -> int
 def test_the_filter_refuses_what_it_lists_and_nothing_else() -> None:
     numbers = {int(call.split()[1]) for call in DENIED.split(",")}
     assert {101, 165, 272, 319, 425} <= numbers
-    special = {56, 302, 435}
+    special = {41, 53, 56, 302, 435}
     assert all(decision(number) == NOT_PERMITTED for number in numbers)
     assert all(decision(number) == ALLOW for number in set(range(450)) - numbers - special)
     assert decision(435) == NOT_THERE
@@ -352,3 +356,122 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else() -> None:
         decision(0x40000000 + 101) == NOT_PERMITTED
         and decision(0, architecture=0x40000003) == 0x80000000
     )
+
+
+def test_sockets_are_of_listed_families_alone() -> None:
+    """Local, IPv4, IPv6 and the list of interfaces: not VSOCK (40), by which a virtual machine reaches its host,
+    nor any other that a kernel may have."""
+    refused = 0x50000 | errno.EAFNOSUPPORT
+    for call in (41, 53):
+        allowed = {family for family in range(1 << 10) if decision(call, family) == ALLOW}
+        assert allowed == {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
+        assert decision(call, socket.AF_VSOCK) == decision(call, socket.AF_ALG) == refused
+        assert decision(call, socket.AF_NETLINK, third=socket.NETLINK_CRYPTO) == refused
+        assert decision(call, 0xFFFFFFFF) == refused
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is of x86-64")
+def test_a_confined_program_opens_no_other_socket() -> None:
+    opened = """import socket
+for family in range(64):
+    try: socket.socket(family, socket.SOCK_STREAM).close()
+    except OSError: continue
+    print(family)
+print(socket.if_nameindex())"""
+
+    async def play(box: Sandbox) -> None:
+        result = await box.python(opened)
+        assert result.stdout == "1\n2\n10\n[(1, 'lo')]\n", result.told()
+
+    within("bubblewrap", play)
+
+
+def test_a_cell_that_closes_its_descriptors_does_not_make_the_supervisor_spin(
+    kind: Confinement,
+) -> None:
+    """It goes on to sleep between its looks: a process that waits for a processor says nothing about that."""
+
+    async def play(box: Sandbox) -> None:
+        assert (await box.cell("import os, time\n1 + 1")).stdout == "2\n"
+        assert box._process is not None
+        main = psutil.Process(box._process.pid)
+        supervisor = main.children()[0] if kind == "bubblewrap" else main
+        before = supervisor.num_ctx_switches().voluntary
+        await box.cell("os.closerange(0, 256)\ntime.sleep(60)", timeout_s=0.7)
+        assert supervisor.num_ctx_switches().voluntary - before > 5, "14 looks in 0.7 s"
+        assert (await box.cell("1 + 1")).stdout == "2\n"
+
+    within(kind, play)
+
+
+TURNS = {
+    "a module in the folder": "echo 'load = lambda file: 42' > json.py; touch x.json",
+    "a user's site": "folder=~/.local/lib/python{version}/site-packages; mkdir -p $folder; "
+    "echo 'import json; json.load = lambda file: 42' > $folder/usercustomize.py; touch x.json",
+    "a plug-in of a package": "mkdir evil-1.0.dist-info; touch x.json; "
+    "echo 'import json; json.load = lambda file: 42' > evil.py; "
+    "printf 'Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n' > evil-1.0.dist-info/METADATA; "
+    "printf '[checks]\nevil = evil\n' > evil-1.0.dist-info/entry_points.txt",
+    "a program of that name": "mkdir -p ~/.local/bin ~/bin; for n in ~/bin ~/.local/bin .; do "
+    "printf '#!/bin/sh\nexit 0\n' > $n/python3; chmod +x $n/python3; done; "
+    "for n in ~/.bashrc ~/.profile ~/.bash_profile; do echo 'export PATH=~/bin:$PATH' > $n; done",
+    "settings": "printf '[alias]\ncheck = !true\n' > ~/.gitconfig; printf 'exit 0' > ~/.bash_login",
+    "a link for the script": "rm script.sh; echo 'exit 0' > mine; chmod 444 mine; ln -s mine script.sh",
+    "a folder for the script": "rm script.sh; mkdir script.sh",
+    "a daemon": "(setsid sh -c 'while true; do echo exit 0 > script.sh; done' >/dev/null 2>&1 &)",
+}
+"""What a policy leaves behind so that a check passes without the work."""
+CHECK = """test ! -e ~/.gitconfig -a ! -e ~/.bash_login && python3 -c '
+import importlib.metadata, json
+for one in importlib.metadata.entry_points(group="checks"):
+    one.load()
+assert json.load(open("x.json")) == 42'
+"""
+
+
+@needs_bubblewrap
+def test_no_file_that_is_left_behind_turns_a_check() -> None:
+    """In a sandbox only: what is tried here would reach this machine's files."""
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+    async def play(box: Sandbox) -> None:
+        for turn, script in TURNS.items():
+            assert (await box.bash(script.replace("{version}", version))).succeeded, turn
+            assert not (await box.check(CHECK)).succeeded, turn
+            await box.run(["sh", "-c", "rm -rf * .[a-z]*; mkdir tmp"])
+        await box.write("x.json", "42")
+        assert (await box.check(CHECK)).succeeded
+
+    within("bubblewrap", play)
+
+
+def test_a_file_is_not_written_through_a_link(kind: Confinement) -> None:
+    """A program that leaves one would choose what the next script overwrites."""
+
+    async def play(box: Sandbox) -> None:
+        await box.bash("rm script.sh; echo kept > mine; ln -s mine script.sh; mkfifo pipe")
+        assert (await box.bash("cat mine")).stdout == "kept\n"
+        assert (await box.write("pipe", "text")).succeeded and await box.read("pipe") == "text"
+
+    within(kind, play)
+
+
+def test_a_check_imports_what_the_policy_wrote_where_nothing_else_has_the_name(
+    kind: Confinement,
+) -> None:
+    async def play(box: Sandbox) -> None:
+        await box.write("solution.py", "import helper\ndef f(x): return helper.twice(x)\n")
+        await box.write("helper.py", "def twice(x): return 2 * x\n")
+        await box.write(
+            "tools/run.py", "import beside, solution\nprint(beside.name, solution.f(3))\n"
+        )
+        await box.write("tools/beside.py", "name = 'beside'\n")
+        await box.write("x.json", "42")
+        result = await box.check(
+            f"python3 -c 'import solution; print(solution.f(2))'; python3 tools/run.py\n{CHECK}"
+        )
+        assert (result.code, result.stdout) == (0, "4\nbeside 6\n"), result.told()
+        assert (await box.bash("echo $HOME $PYTHONPATH")).stdout.strip() == box._folder
+
+    within(kind, play)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.types import Step
-from rlflow_environments.sandboxed.folders import read_folders
+from rlflow_environments.sandboxed.folders import files_of_tests, read_folders
 from rlflow_environments.sandboxed.harbor import HarborError
 
 needs_bubblewrap = pytest.mark.skipif(
@@ -309,6 +310,56 @@ def test_what_is_no_task_or_leads_out_of_it_is_refused(tmp_path: Path) -> None:
     (old / "task.yaml").write_text("instruction: x\n")
     with pytest.raises(DataError, match="Terminal-Bench 1"):
         read_folders(str(old), False, True)
+
+
+PLACES = {
+    "task.toml": "id_rsa",
+    "instruction.md": "id_rsa",
+    "environment": ".",
+    "environment/Dockerfile": "Dockerfile",
+    "environment/log.txt": "id_rsa",
+    "environment/data/deep/x.txt": "id_rsa",
+    "environment/data": ".",
+    "tests": ".",
+    "tests/test.sh": "test.sh",
+    "tests/check.py": "id_rsa",
+}
+"""Path in a task -> what of the home it is a link to."""
+
+
+@pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "relative"])
+@pytest.mark.parametrize("place", PLACES)
+def test_no_link_of_a_task_carries_a_file_of_this_machine_anywhere(
+    tmp_path: Path, place: str, absolute: bool
+) -> None:
+    """Wherever it stands: what is read for the prompt, laid out for the policy, or shown to the tests."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "id_rsa").write_text("[agent]\nkey = 'secret'\n")
+    (home / "test.sh").write_text("true\n")
+    (home / "log.txt").write_text("secret")
+    (home / "Dockerfile").write_text("FROM ubuntu\nCOPY log.txt /app/\n")
+    made = folder(tmp_path / "tasks")
+    target = home / PLACES[place]
+    link = made / place
+    shutil.rmtree(link) if link.is_dir() else link.unlink()
+    link.symlink_to(target if absolute else os.path.relpath(target, link.parent))
+    with pytest.raises(DataError, match="expected a file of the task"):
+        for task in read_folders(str(made.parent), False, True):
+            files_of_tests(task)
+
+
+def test_links_within_a_task_are_followed(tmp_path: Path) -> None:
+    """Also where the folder that was named is itself a link."""
+    made = folder(tmp_path / "tasks")
+    (made / "environment" / "data" / "again.txt").symlink_to("deep/x.txt")
+    (made / "tests" / "again.py").symlink_to("check.py")
+    (tmp_path / "link").symlink_to(tmp_path / "tasks")
+    (task,) = read_folders(str(tmp_path / "link"), False, True)
+    assert {name: path.read_text() for path, name in task.files}["/opt/data/again.txt"] == "x\n"
+    assert {name: path.name for path, name in files_of_tests(task)} == {
+        "/tests/again.py": "check.py", "/tests/check.py": "check.py", "/tests/test.sh": "test.sh",
+    }  # fmt: skip
 
 
 @needs_bubblewrap

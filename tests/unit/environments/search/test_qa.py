@@ -101,6 +101,19 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     assert others == {".png": 1, "empty": 1}
 
 
+def test_a_link_out_of_a_folder_of_documents_is_no_document(tmp_path):
+    """A downloaded folder would show any file of this user to the policy."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (tmp_path / "id_rsa").write_text("A secret.")
+    (folder / "a.txt").write_text("Text.")
+    (folder / "b.txt").symlink_to("a.txt")
+    (folder / "c.txt").symlink_to(tmp_path / "id_rsa")
+    documents, others = read_documents(folder)
+    assert [document.name for document in documents] == ["a.txt", "b.txt"]
+    assert others == {"links out of it": 1}
+
+
 def test_front_matter_goes_and_a_section_between_rules_stays(tmp_path):
     for name, text in (
         ("a.md", "---\ntitle: x\n---\nText.\n"),
