@@ -191,7 +191,11 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
             )
         ),
     ),
-    "an object for a weight": (10, "'output_layer.weight' is an object of pathlib.Path.touch", edit(hostile_weight)),
+    "an object for a weight": (
+        10,
+        "'output_layer.weight' is an object of pathlib.Path.touch",
+        edit(hostile_weight),
+    ),
 }
 
 

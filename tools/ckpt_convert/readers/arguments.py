@@ -54,6 +54,7 @@ UNSET = dict.fromkeys(
 UNREAD: dict[str, Any] = {
     "group_query_attention": False,
     "num_query_groups": 1,
+    "norm_epsilon": 1e-5,
     "rotary_percent": 1.0,
     "use_rope_scaling": False,
     "moe_router_enable_expert_bias": False,
