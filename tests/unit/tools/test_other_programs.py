@@ -198,7 +198,7 @@ def test_arguments_are_read_out_of_an_omegaconf_dictionary(case: Any) -> None:
     [
         ("norm_eps", {"rms_norm_eps": 1e-5}),
         ("rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-        ("groups", {"num_attention_heads": 8, "head_dim": 16, "num_key_value_heads": 4}),
+        ("groups", {"num_attention_heads": 4, "num_key_value_heads": 4}),
     ],
 )
 def test_what_contradicts_an_omegaconf_dictionary_is_refused(

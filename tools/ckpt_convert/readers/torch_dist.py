@@ -126,7 +126,10 @@ def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
 
 def _check_backend(file: Path) -> None:
     if not file.is_file():
-        raise missing(f"{file}: missing; a torch_dist checkpoint has it.")
+        raise missing(
+            f"{file}: missing; Megatron's torch_dist checkpoints have it. Copy the whole "
+            "checkpoint; one of torch.distributed.checkpoint alone (FSDP) is not read."
+        )
     with explained(file):
         backend = json.loads(file.read_text())["sharded_backend"]
     if backend != "torch_dist":
