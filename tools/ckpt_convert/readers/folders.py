@@ -91,10 +91,10 @@ def _is_checkpoint(path: Path) -> bool:
 def _below(path: Path) -> Path | None:
     """The folder within `path` to look in. Raises ConversionError (3) where a tracker file names one
     that is not there."""
-    if _is_cut_short(path):
-        return None
     if (path / TRACKER).is_file():
         return _tracked(path / TRACKER)
+    if _is_cut_short(path):
+        return None
     inner = next((path / name for name in INNER if (path / name).is_dir()), None)
     if inner is not None or _kind(path):
         return inner
