@@ -274,3 +274,21 @@ def test_what_is_no_checkpoint_is_named_in_one_line(
     assert main(["to-hf", str(root), str(tmp_path / "out"), "--hf", str(made / "hf")]) == code
     message = capsys.readouterr().err
     assert text in message and message.count("\n") == 1 and len(message) < 700, message
+
+
+RLINFS_OPTIONS = """
+load-path save-path num-layers iteration attn-type use-q-lora use-qkv-bias use-qk-norm mlp-type
+num-experts use-shared-experts use-expert-bias use-shared-experts-gate first-dense
+tie-word-embeddings use-gpu-num use-gpu-index process-num router-trans linear-trans layernorm-trans
+model model-type te-ln-linear-qkv te-ln-linear-mlp_fc1 te-extra-state-check-none tp-size pp-size
+tpe-size ep-size schedular pp-stages disable-tqdm num-attention-heads num-query-groups head-dim
+hf-shared-experts-prefix
+"""
+"""Of convert_mg_to_middle_file and convert_middle_file_to_hf."""
+
+
+def test_the_page_says_what_becomes_of_every_option_of_rlinfs_two_steps() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "convert.md").read_text()
+    table = page.split("| RLinf | here |")[1].split("| other programs | here |")[0]
+    first = " ".join(line.split(" | ")[0] for line in table.splitlines())
+    assert [name for name in RLINFS_OPTIONS.split() if f"`--{name}`" not in first] == []
