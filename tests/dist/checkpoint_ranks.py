@@ -39,8 +39,9 @@ GROUPED = ((r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts
 class Job:
     """What the ranks do with one model. save_to: writes it there; load_from: compares what it finds there instead.
 
-    saved: torch_dist, torch (legacy files), or both. numbered: keys per layer instead of stacks. result: where rank 0
-    puts logits and differences."""
+    saved: torch_dist, torch (legacy files), or both. numbered: keys per layer instead of stacks. program: whose way to
+    save is taken (program_saves.py). data: data-parallel ranks. result: where rank 0 puts logits, its parameters and
+    differences."""
 
     config: dict[str, Any]
     result: Path
@@ -59,11 +60,13 @@ class Job:
     numbered: bool = False
     args: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    program: str = ""
+    data: int = 1
 
     @property
     def ranks(self) -> int:
         experts = self.expert * (self.expert_tensor or self.tensor)
-        return max(self.tensor, experts) * self.pipeline
+        return max(self.tensor, experts) * self.pipeline * self.data
 
 
 def launch(jobs: Sequence[Job], limit_s: float) -> None:
@@ -120,12 +123,13 @@ def run(job: Job) -> None:
     layout = CheckpointLayout(*sizes, fused=False, **ends)
     with adapted():
         oracle.initialize_ranks(layout, job.expert_tensor)
-        chunks = oracle.build(job.config, layout, _padded(job), job.dtype, job.expert_tensor)
+        chunks = oracle.build(job.config, layout, padded(job), job.dtype, job.expert_tensor)
         if job.load_from is not None:
             result = {"wrong": _load_and_compare(job, chunks)}
         else:
             fill(chunks, job)
             result = {"logits": oracle.logits(chunks, TOKENS, job.vocab)}
+            result["weights"] = [dict(chunk.state_dict(keep_vars=False)) for chunk in chunks]
             _save(job, chunks)
         if torch.distributed.get_rank() == 0:
             torch.save(result, job.result)
@@ -133,7 +137,7 @@ def run(job: Job) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def _padded(job: Job) -> int:
+def padded(job: Job) -> int:
     """Rows of the embedding: Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` times the ranks."""
     multiple = job.options.get("vocab_multiple", 1) * job.tensor
     return -(-job.vocab // multiple) * multiple
@@ -205,6 +209,11 @@ def _save(job: Job, chunks: list[Any]) -> None:
 
     if job.save_to is None:
         return
+    if job.program:
+        from tests.dist import program_saves
+
+        program_saves.save(job, chunks)
+        return
     content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
     place = job.save_to / "torch_dist" / f"iter_{ITERATION:07d}"
     if torch.distributed.get_rank() == 0:
@@ -222,13 +231,9 @@ def _save_legacy(job: Job, chunks: list[Any]) -> None:
 
     if state.get_expert_data_parallel_rank() != 0:
         return
-    directory = f"mp_rank_{state.get_tensor_model_parallel_rank():02d}"
-    if job.pipeline > 1:
-        directory += f"_{state.get_pipeline_model_parallel_rank():03d}"
-    if job.expert > 1:
-        directory += f"_{state.get_expert_model_parallel_rank():03d}"
+    directory = rank_directory(job)
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    content = {name: _state(chunk, job) for name, chunk in zip(names, chunks)}
+    content = {name: renamed_state(chunk, job) for name, chunk in zip(names, chunks)}
     if job.args:
         content["args"] = _arguments(job, chunks)
     content |= {
@@ -249,7 +254,19 @@ def _save_legacy(job: Job, chunks: list[Any]) -> None:
     (file.parents[2] / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
 
 
-def _state(chunk: Any, job: Job) -> dict[str, Any]:
+def rank_directory(job: Job) -> str:
+    """The name of this rank's folder in a legacy checkpoint."""
+    from megatron.core import parallel_state as state
+
+    name = f"mp_rank_{state.get_tensor_model_parallel_rank():02d}"
+    if job.pipeline > 1:
+        name += f"_{state.get_pipeline_model_parallel_rank():03d}"
+    if job.expert > 1:
+        name += f"_{state.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def renamed_state(chunk: Any, job: Job) -> dict[str, Any]:
     """The module's state as Megatron-LM saves it, with Transformer Engine's names if asked for."""
     found = chunk.state_dict_for_save_checkpoint()
     if not job.fused:
@@ -295,7 +312,7 @@ def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
         expert_tensor_parallel_size=job.expert_tensor or job.tensor,
         params_dtype=job.dtype,
         bf16=job.dtype is torch.bfloat16,
-        padded_vocab_size=_padded(job),
+        padded_vocab_size=padded(job),
         layernorm_epsilon=chunks[0].config.layernorm_epsilon,
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -305,7 +322,6 @@ def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
 def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
     """Loads a converted checkpoint; returns the keys of all ranks whose data are not what `expected` says."""
     from megatron.core import dist_checkpointing
-    from megatron.core import parallel_state as state
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     with torch.no_grad():
@@ -324,11 +340,7 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
         for number, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{number}"])
     else:
-        directory = f"mp_rank_{state.get_tensor_model_parallel_rank():02d}"
-        if job.pipeline > 1:
-            directory += f"_{state.get_pipeline_model_parallel_rank():03d}"
-        if job.expert > 1:
-            directory += f"_{state.get_expert_model_parallel_rank():03d}"
+        directory = rank_directory(job)
         content = torch.load(job.load_from / directory / "model_optim_rng.pt", weights_only=False)
         assert content["args"].tensor_model_parallel_size == job.tensor
         for number, chunk in enumerate(chunks):

@@ -207,14 +207,20 @@ def run_to_hf(args: argparse.Namespace) -> None:
     )
     if args.dry_run:
         check_output(args.out, args.overwrite, args.hf, args.checkpoint)
-        plan = prepare(open_source(args.checkpoint), args.hf, options).plan
+        source = open_source(args.checkpoint)
+        plan = prepare(source, args.hf, options).plan
         tensors, weights = len(plan.targets), plan.nbytes
-        report = {"tensors": tensors, "parameters": plan.parameters, "weight_bytes": weights}
+        report = {
+            "tensors": tensors,
+            "parameters": plan.parameters,
+            "weight_bytes": weights,
+            "remark": source.remark(),
+        }
         amount = f"{plan.parameters:,} parameters, {weights / 1e9:.3f} GB"
-        _say(args, report, f"would write {tensors} tensors, {amount} to {args.out}")
+        _say_with_remark(args, report, f"would write {tensors} tensors, {amount} to {args.out}")
         return
     report = timed(to_huggingface, args.checkpoint, args.out, args.hf, options)
-    _say(args, report, _written(args.out, f"{report['tensors']} tensors", report))
+    _say_with_remark(args, report, _written(args.out, f"{report['tensors']} tensors", report))
 
 
 def run_to_megatron(args: argparse.Namespace) -> None:
@@ -268,6 +274,11 @@ def _written(out: Path, what: str, report: dict[str, Any]) -> str:
 
 def _say(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
     print(json.dumps(report) if args.json else text)
+
+
+def _say_with_remark(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
+    remark = report.get("remark")
+    _say(args, report, f"{text}\n{remark}" if remark else text)
 
 
 def run_inspect(args: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
         "weight_bytes": sum(map(_bytes, weights.values())),
         "other_tensors": len(others),
         "other_bytes": sum(map(_bytes, others)),
+        "remark": checkpoint.remark(),
         "tensors": [
             {
                 "name": name,
@@ -64,6 +65,8 @@ def table(report: dict[str, Any]) -> str:
         f"weights     {report['parameters']:,} parameters, {report['weight_bytes'] / 1e9:.3f} GB",
         f"besides     {others} of optimizer and snapshots",
     ]
+    if report["remark"]:
+        lines.append(report["remark"])
     width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)
     for tensor in report["tensors"]:
         shape = "x".join(map(str, tensor["shape"]))

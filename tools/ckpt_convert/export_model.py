@@ -123,6 +123,7 @@ def to_huggingface(
         "parameters": plan.parameters,
         "weight_bytes": plan.nbytes,
         "dtype": options.dtype,
+        **({"remark": source.remark()} if source.passed_over else {}),
     }
     copier = Copier(source, plan.nbytes, progress)
     return write_directory(out, files, options, copier, complete, unchanged, record)

@@ -19,7 +19,8 @@ from .mapping.to_huggingface import make_export
 from .mapping.to_megatron import Import, make_import
 from .options import Options
 from .readers.arguments import arguments_of, flags_to_give
-from .readers.formats import TRACKER, open_source
+from .readers.folders import TRACKER
+from .readers.formats import open_source
 from .readers.safetensors_files import read_huggingface
 from .stream import Copier, Progress, check_equal
 from .writers.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from rlflow.errors import described
 from rlflow.run.checkpoints import Checkpoints
 
 from .problems import missing
-from .readers.formats import locate
+from .readers.folders import STEP_FOLDERS, locate, reference_beside
 
 
 def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
@@ -17,9 +17,10 @@ def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
     it is.
 
     Raises ConversionError (3) for a run without a checkpoint."""
-    for pattern in ("iter_{:07d}", "step_{:06d}", "checkpoints/step_{:06d}"):
-        if iteration is not None and (path / pattern.format(iteration)).is_dir():
-            return path / pattern.format(iteration)
+    for pattern in STEP_FOLDERS if iteration is not None else ():
+        for folder in (path, path / "checkpoints"):
+            if (folder / pattern.format(iteration)).is_dir():
+                return folder / pattern.format(iteration)
     if not (path / "config.yaml").is_file():
         return path
     newest = Checkpoints(path / "checkpoints").latest()
@@ -29,14 +30,16 @@ def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
 
 
 def reference_of(checkpoint: Path) -> Path:
-    """The model directory that the run of a checkpoint began from. Raises ConversionError (3) where
-    none is known."""
+    """The model directory that the run of a checkpoint began from, or whose configuration lies
+    beside the checkpoint. Raises ConversionError (3) where none is known."""
     import yaml
 
     known = [folder / "config.yaml" for folder in checkpoint.resolve().parents[:3]]
     file = next((file for file in known if file.is_file()), None)
     if file is None:
-        locate(checkpoint)  # says itself where none is there
+        beside = reference_beside(locate(checkpoint))  # which says itself where nothing is there
+        if beside is not None:
+            return beside
         raise missing(
             f"{checkpoint}: is of no run of rlflow, which would say what it began from; pass --hf "
             "with the model directory."

@@ -293,8 +293,7 @@ BAD = {
         lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor"),
     ),
     "no checkpoint": (10, "no checkpoint", lambda ckpt, ref: (shutil.rmtree(ckpt), ckpt.mkdir())),
-    "hostile .metadata": (11, "names pathlib.Path", hostile_metadata),
-    "hostile common.pt": (11, "common.pt: names", hostile_common),
+    "another object than tables": (4, "found pathlib.Path.touch", hostile_metadata),
 }
 
 

@@ -133,8 +133,8 @@ def duplicate(checkpoint: Path) -> None:
     shutil.copy(file_of(checkpoint, "mp_rank_00_001"), file_of(checkpoint, "mp_rank_01_001"))
 
 
-def hostile(checkpoint: Path) -> None:
-    edit(lambda state: state.update(args=Payload(checkpoint.parent / "witness")))(checkpoint)
+def hostile_weight(state: dict[str, Any]) -> None:
+    state["model"]["output_layer.weight"] = Payload(Path("/witness"))
 
 
 BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
@@ -191,7 +191,11 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
             )
         ),
     ),
-    "hostile": (11, "which has no place there; not loaded", hostile),
+    "an object for a weight": (
+        10,
+        "'output_layer.weight' is an object of pathlib.Path.touch",
+        edit(hostile_weight),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.readers.formats import open_source
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,6 +104,19 @@ def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="damaged \\("):
             trainer.load(place)
         assert not witness.exists()
+
+
+def test_a_checkpoint_written_on_python_3_11_2_is_read(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's Python pickles a member of an enum as `getattr(Enum, name)`."""
+    trainer, place = make(), tmp_path / "checkpoint"
+    with monkeypatch.context() as patched:
+        patched.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
+        trainer.save(place, 1)
+    assert b"getattr" in (place / ".metadata").read_bytes()
+    assert trainer.load(place) == 1
+    assert open_source(place).iteration == 1
 
 
 def test_objects_between_tensors_cannot_run_code(

@@ -13,6 +13,7 @@ from rlflow.models.tables import OUTPUT
 
 from ..dtypes import DType
 from ..problems import other_layout, other_model, unknown_model, unsupported
+from ..readers.folders import weights_elsewhere
 from ..readers.source import StoredTensor, TensorSource
 from .find import find_view, join_gate_up
 from .pieces import pieces, whole_shape
@@ -57,11 +58,7 @@ def make_export(source: TensorSource, model: Architecture, dtype: DType | None =
     every target made."""
     _check_described(source, model)
     left = join_gate_up(weights_of(source))
-    if not left:
-        raise unsupported(
-            f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer "
-            "state."
-        )
+    _check_whole(source, left)
     sources = []
     targets: list[Target] = []
     for rule, layer in placed_rules(model):
@@ -78,6 +75,24 @@ def make_export(source: TensorSource, model: Architecture, dtype: DType | None =
     plan = Plan(tuple(targets), tuple(equal))
     plan.check()
     return Export(model, plan, tuple(sources))
+
+
+def _check_whole(source: TensorSource, weights: Mapping[str, StoredTensor]) -> None:
+    """Raises ConversionError (10) for a checkpoint without weights, or with adapters."""
+    if not weights:
+        raise unsupported(
+            f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer "
+            f"state. {weights_elsewhere(source.path)}".rstrip()
+        )
+    adapters = sorted(name for name in weights if ".adapter." in name)
+    if adapters:
+        alone = "alone" if len(adapters) == len(weights) else "beside its weights"
+        raise unsupported(
+            f"{source.path}: holds LoRA adapters of Megatron-Bridge {alone} ({len(adapters)} "
+            f"tensors: {some_of(adapters)}); its examples/peft/merge_lora.py, or NeMo-RL's "
+            "examples/converters/convert_lora_to_hf.py, makes a HuggingFace directory of them and "
+            "their base."
+        )
 
 
 def _check_described(source: TensorSource, model: Architecture) -> None:

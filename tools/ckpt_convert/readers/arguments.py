@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture
 from rlflow.models.entries import SIGMOID, Experts, rope_kind, rope_of, routing_of, window_of
-from rlflow.storage.pickles import Inert
+from rlflow.storage.pickles import origin_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -51,12 +51,89 @@ UNSET = dict.fromkeys(
 )
 """What Megatron computes where these arguments are None."""
 
+UNREAD: dict[str, Any] = {
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "norm_epsilon": 1e-5,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_pre_softmax": False,
+}
+"""Megatron-LM's defaults of arguments that RLinf neither sets nor reads."""
+LONGEST_LIST = 1024
+"""Values that are read of a list, such as one per layer."""
+
 
 def told(state: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """(Megatron's arguments, iteration) of what a checkpoint has beside weights."""
     args, iteration = state.get("args"), state.get("iteration")
-    args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
-    return args, iteration if isinstance(iteration, int) else None
+    return _arguments(args), iteration if isinstance(iteration, int) else None
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """The arguments that can be read: of a namespace, a dictionary, or a dictionary of OmegaConf.
+    Those that are objects claim nothing."""
+    content = _omegaconf_content(args)
+    if content is not None:
+        lists: dict[int, list[Any]] = {}
+        return _without_unread({name: _node_value(node, lists) for name, node in content.items()})
+    fields = args if isinstance(args, dict) else getattr(args, "state", None)
+    fields = fields if isinstance(fields, dict) else {}
+    return {
+        name: value for name, value in fields.items() if isinstance(name, str) and _plain(value)
+    }
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is a value rather than a stand-in for an object; a dtype is a class."""
+    return isinstance(value, type) or not origin_of(value)
+
+
+def _omegaconf_content(value: Any) -> Mapping[Any, Any] | None:
+    """The nodes by key of a DictConfig; None for anything else."""
+    content = value.state.get("_content") if _is_node(value) else None
+    return content if isinstance(content, dict) else None
+
+
+def _node_value(node: Any, lists: dict[int, list[Any]]) -> Any:
+    """The value of a node, or those of a ListConfig. lists: by id, as a file can name one list many
+    times."""
+    content = node.state.get("_content") if _is_node(node) else None
+    if not isinstance(content, list):
+        return _leaf(node)
+    if id(node) not in lists:
+        lists[id(node)] = [_leaf(item) for item in content[:LONGEST_LIST]]
+    return lists[id(node)]
+
+
+def _leaf(node: Any) -> Any:
+    """The value of a node that holds one; None for containers, and for what is to be computed."""
+    value = node.state.get("_val") if _is_node(node) else node
+    computed = isinstance(value, str) and (value == "???" or "${" in value)
+    return value if _plain(value) and not computed else None
+
+
+def _is_node(value: Any) -> bool:
+    """Whether it stands for an object of OmegaConf, whose attributes are known."""
+    named = origin_of(value).startswith("omegaconf.") and not isinstance(value, type)
+    return named and isinstance(value.state, dict)
+
+
+def _without_unread(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Arguments of a program that fills a dictionary with Megatron-LM's defaults and never reads
+    some of them, as RLinf does (rlinf/utils/initialize.py): a default claims nothing."""
+    named = {name: value for name, value in values.items() if isinstance(name, str)}
+    args = {
+        name: value
+        for name, value in named.items()
+        if value is not None and not (name in UNREAD and value == UNREAD[name])
+    }
+    if isinstance(args.get("num_query_groups"), int):
+        args["group_query_attention"] = True  # it builds the model with these groups
+    if str(args.get("normalization", "")).lower() == "rmsnorm":
+        args["normalization"] = "RMSNorm"
+    return args
 
 
 def described_layout(args: Mapping[str, Any]) -> dict[str, int]:

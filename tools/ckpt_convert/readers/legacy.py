@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.storage.pickles import Chunk
+from rlflow.storage.pickles import Chunk, origin_of
 
 from ..problems import damaged, missing, other_layout, unsupported
 from .arguments import described_layout, described_model, told
@@ -61,6 +61,7 @@ def read_legacy(path: Path) -> TensorSource:
         layout=layout,
         arguments=args,
         described=described_model(args),
+        passed_over=tuple(sorted(set().union(*(rank.passed_over for rank in ranks)))),
     )
 
 
@@ -102,7 +103,7 @@ def _read(path: Path, directory: Path) -> RankFile:
         with explained(file):
             archive = Archive(stream, name)
             state = archive.value if isinstance(archive.value, dict) else {}
-            chunks = tuple(_windows(archive, chunk) for chunk in _models(file, state))
+            chunks = tuple(_windows(file, archive, chunk) for chunk in _models(file, state))
     args, iteration = told(state)
     tensor, second, third = (int(number or 0) for number in match.groups())
     # Two numbers are tensor and pipeline, or tensor and expert where there is no pipeline.
@@ -117,6 +118,7 @@ def _read(path: Path, directory: Path) -> RankFile:
         args=args,
         iteration=iteration,
         digest=hashlib.sha256(archive.pickle).digest(),
+        passed_over=frozenset(archive.passed_over),
     )
 
 
@@ -146,13 +148,22 @@ def _models(file: Path, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return found
 
 
-def _windows(archive: Archive, state: Mapping[str, Any]) -> dict[str, Window]:
-    found = {}
+def _windows(file: Path, archive: Archive, state: Mapping[str, Any]) -> dict[str, Window]:
+    """The tensors of a model chunk. Raises ConversionError (10) where an object of another kind is
+    in the place of one."""
+    windows = {}
     for name, value in state.items():
-        window = None if str(name).endswith(NOT_WEIGHTS) else archive.window(value)
+        if not isinstance(name, str) or name.endswith(NOT_WEIGHTS):
+            continue
+        window = archive.window(value)
         if window is not None:
-            found[str(name).removeprefix("module.")] = window
-    return found
+            windows[name.removeprefix("module.")] = window
+        elif origin_of(value):
+            raise unsupported(
+                f"{file}: '{name[:200]}' is an object of {origin_of(value)[:200]}, which is not "
+                "loaded; save the checkpoint with plain tensors in the place of weights."
+            )
+    return windows
 
 
 def _parts(path: Path, ranks: Sequence[RankFile]) -> Iterator[tuple[str, int, Window]]:

@@ -16,8 +16,8 @@ KINDS = ("tensor", "pipeline", "expert")
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file: its place, its tensors by name within each model chunk, and what it says of
-    itself."""
+    """A rank's file: its place, its tensors by name within each model chunk, what it says of
+    itself, and the names of objects in it that were passed over."""
 
     name: str
     tensor: int
@@ -27,6 +27,7 @@ class RankFile:
     args: Mapping[str, Any]
     iteration: int | None
     digest: bytes
+    passed_over: frozenset[str] = frozenset()
 
 
 def check_ranks(path: Path, ranks: Sequence[RankFile]) -> None:

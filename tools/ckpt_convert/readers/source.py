@@ -25,6 +25,9 @@ from ..problems import damaged
 
 SCALED = 128
 """Rows and columns of a block that has one scale."""
+MOST_NAMED = 6
+"""Names of objects in a remark."""
+LONGEST_NAME = 80
 MOST_CELLS = 1 << 26
 """Of the grid on which chunks are compared; no writer cuts a tensor as finely."""
 
@@ -88,7 +91,8 @@ class TensorSource:
     not of their bytes. copies: pairs that must hold the same bytes, because ranks have the tensor
     more than once. The rest, as far as the files tell: the training step, `tensor_parallel` and
     other sizes of the run that saved it, Megatron's arguments, the model by field of
-    `models.architecture.Architecture`, and rlflow's own manifest."""
+    `models.architecture.Architecture`, rlflow's own manifest, and the names of objects beside the
+    weights that were passed over, because no reader of ours needs them."""
 
     path: Path
     format: str
@@ -103,6 +107,16 @@ class TensorSource:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     described: Mapping[str, Any] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+
+    def remark(self) -> str:
+        """What was passed over, as the end of a sentence; empty for nothing."""
+        if not self.passed_over:
+            return ""
+        names = ", ".join(name[:LONGEST_NAME] for name in self.passed_over[:MOST_NAMED])
+        more = len(self.passed_over) - MOST_NAMED
+        rest = f" and {more} more" if more > 0 else ""
+        return f"passed over beside the weights, not loaded: {names}{rest}"
 
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal

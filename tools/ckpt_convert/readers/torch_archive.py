@@ -19,13 +19,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlflow.errors import described
-from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
+from rlflow.storage.pickles import (
+    DAMAGE,
+    ForbiddenName,
+    Inert,
+    InertUnpickler,
+    Storage,
+    origin_of,
+)
 
 from ..dtypes import NAMED, DType
 from ..problems import damaged, hostile
 from .source import Record
 
 STORAGES = {dtype.storage: dtype for dtype in NAMED.values()}
+PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+MOST_AXES = 64
+"""Of a tensor of torch."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +69,35 @@ class Archive:
         self._zip = zipfile.ZipFile(self._part)
         entries = self._zip.infolist()
         self._entries = {entry.filename.split("/", 1)[1]: entry for entry in entries}
-        self.pickle = self._zip.read(self._entries["data.pkl"])
-        order = self._entries.get("byteorder")
-        if order is not None and self._zip.read(order) != b"little":
+        self.pickle = self._content("data.pkl")
+        if "byteorder" in self._entries and self._content("byteorder") != b"little":
             raise ValueError("the bytes are not little-endian")
+        self._unpickler = InertUnpickler(io.BytesIO(self.pickle))
         self._record = cache(self._locate)
 
     @cached_property
     def value(self) -> Any:
         """What was saved, with `Inert` in place of every object but Python's own."""
-        return InertUnpickler(io.BytesIO(self.pickle)).load()
+        return self._unpickler.load()
+
+    @property
+    def passed_over(self) -> set[str]:
+        """The names in `value` that a checkpoint does not have as a matter of course."""
+        return self._unpickler.passed_over
 
     def window(self, tensor: Any) -> Window | None:
         """Where a tensor of `value` lies; None for what is no tensor. Raises ValueError unless its
         bytes are one run."""
         tensor = _without_attributes(tensor)
-        if not isinstance(tensor, Inert) or type(tensor).__name__ != "_rebuild_tensor_v2":
+        if origin_of(tensor) != "torch._utils._rebuild_tensor_v2":
             return None
         storage, offset, size, stride = tensor.arguments[:4]
-        dtype = STORAGES.get(storage.kind) if isinstance(storage, Storage) else None
+        if not isinstance(storage, Storage) or not isinstance(offset, int):
+            raise ValueError("a tensor without a storage")
+        dtype = STORAGES.get(storage.kind)
         shape = tuple(map(int, size.arguments[0] if isinstance(size, Inert) else size))
+        if len(shape) > MOST_AXES:
+            raise ValueError(f"a tensor of {len(shape)} axes")
         regular = _contiguous(shape, stride) and offset >= 0 and min(shape, default=1) >= 0
         if dtype is None or not regular:
             raise ValueError(
@@ -92,6 +111,12 @@ class Archive:
                 f"{window.nbytes} bytes expected from {offset} on, {record.length} stored"
             )
         return window
+
+    def _content(self, name: str) -> bytes:
+        entry = self._entries[name]
+        if entry.compress_type != zipfile.ZIP_STORED:  # so that it is not larger than the file
+            raise ValueError(f"{name} is compressed")
+        return self._zip.read(entry)
 
     def _locate(self, key: str) -> Record:
         """The bytes of a storage."""
@@ -123,11 +148,11 @@ def explained(file: Path, where: str = "") -> Iterator[None]:
 def _without_attributes(value: Any) -> Any:
     """The tensor that a parameter is made of, or one that was saved with attributes
     (torch/_tensor.py, Tensor.__reduce_ex__)."""
-    name = type(value).__name__
-    if name == "_rebuild_from_type_v2":
+    if origin_of(value) == "torch._tensor._rebuild_from_type_v2":
         function, _, arguments, _ = value.arguments
-        name, value = function.__name__, function(*arguments)
-    if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        if origin_of(function).startswith("torch._utils."):
+            value = function(*arguments)  # a stand-in again
+    if origin_of(value) in PARAMETERS:
         value = value.arguments[0]
     return value
 

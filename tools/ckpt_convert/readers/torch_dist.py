@@ -14,7 +14,7 @@ from typing import Any
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
-from rlflow.storage.pickles import Chunk, Table, read_metadata
+from rlflow.storage.pickles import Chunk, InertUnpickler, Table, origin_of, read_metadata
 
 from ..dtypes import NAMED
 from ..problems import damaged, missing, unsupported
@@ -40,7 +40,8 @@ def read_torch_dist(path: Path) -> TensorSource:
     _check_extents(path, tables.extents)
     for stored in tensors.values():
         _check_cover(path, stored)
-    common, manifest = _common(path, tables), _manifest(path)
+    common, passed_over = _common(path, tables)
+    manifest = _manifest(path)
     args, iteration = told(common)
 
     places: dict[Chunk, ChunkPlace] = {}
@@ -65,12 +66,13 @@ def read_torch_dist(path: Path) -> TensorSource:
         arguments=args,
         described={**manifest.get("model", {}), **described_model(args)},
         manifest=manifest,
+        passed_over=tuple(sorted(tables.passed_over | passed_over)),
     )
 
 
 def _read_tables(file: Path) -> tuple[Table, dict[str, StoredTensor]]:
     with explained(file), file.open("rb") as stream:
-        tables = read_metadata(stream)
+        tables = read_metadata(stream, InertUnpickler)
         return tables, {
             name: StoredTensor(name, shape, NAMED[kind], chunks)
             for name, (shape, kind, chunks) in tables.tensors.items()
@@ -95,24 +97,28 @@ def _manifest(path: Path) -> dict[str, Any]:
     return value
 
 
-def _common(path: Path, tables: Table) -> dict[str, Any]:
+def _common(path: Path, tables: Table) -> tuple[dict[str, Any], set[str]]:
     """common.pt, or the object that later versions of megatron-core have in its place, with
-    stand-ins for objects. A hostile one is refused, whether needed or not."""
+    stand-ins for objects; and the names of those that were passed over."""
     place = ("common.pt",) if (path / "common.pt").is_file() else tables.objects.get(COMMON)
     if place is None:
-        return {}
+        return {}, set()
     file = path / place[0]
     with explained(file), file.open("rb") as stream:
-        value = Archive(stream, *place).value
+        archive = Archive(stream, *place)
+        value = archive.value
     value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}, archive.passed_over
 
 
 def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
     """Where a chunk's elements are. Raises ValueError unless its archive holds just that chunk."""
     window = archive.window(archive.value)
     if window is None or (window.dtype, window.shape) != (stored.dtype, chunk.sizes):
-        raise ValueError(f"expected {stored.dtype} {chunk.sizes}, found {window}")
+        present = origin_of(archive.value)[:200] if window is None else window
+        raise ValueError(
+            f"expected a tensor, {stored.dtype} {chunk.sizes}, found {present or 'no tensor'}"
+        )
     if window.nbytes != window.record.length:
         raise ValueError(f"{window.nbytes} bytes expected, {window.record.length} stored")
     return ChunkPlace(window.start, window.record)
@@ -120,7 +126,10 @@ def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
 
 def _check_backend(file: Path) -> None:
     if not file.is_file():
-        raise missing(f"{file}: missing; a torch_dist checkpoint has it.")
+        raise missing(
+            f"{file}: missing; Megatron's torch_dist checkpoints have it. Copy the whole "
+            "checkpoint; one of torch.distributed.checkpoint alone (FSDP) is not read."
+        )
     with explained(file):
         backend = json.loads(file.read_text())["sharded_backend"]
     if backend != "torch_dist":
