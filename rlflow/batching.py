@@ -17,6 +17,7 @@ from rlflow.types import (
     NAMED_STD,
     SOURCES,
     Batch,
+    Loss,
     Segment,
     StopReason,
     Trajectory,
@@ -192,6 +193,17 @@ def rows_with_advantage(batch: Batch) -> Batch:
     if len(rows) == len(batch):
         return batch
     return batch.select(rows if len(rows) else batch.lengths.argmin()[None])
+
+
+def teaches(batch: Batch, loss: Loss) -> bool:
+    """Whether the loss can have a gradient on the batch: one that vanishes at advantages of 0 has
+    none where each token has no advantage, no weight, or a coefficient of 0."""
+    if not loss.vanishes_at_zero_advantage:
+        return True
+    taught = batch.advantages * batch.weights
+    if batch.coefficients is not None:
+        taught = taught * batch.coefficients
+    return bool(taught.any())
 
 
 def _pad(rows: list[Tensor], width: int, dtype: torch.dtype, value: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batching import ROUTES
+from rlflow.batching import ROUTES, teaches
 from rlflow.errors import DataError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
@@ -154,7 +154,9 @@ class MegatronTrainer(Trainer):
             if self._replays:
                 routing = router_replay.Replaying(self._world)
             balancing = None
-            if self._balance is not None:
+            # Routers have a gradient everywhere: without this, rows that teach nothing would make
+            # a whole step of the optimizer
+            if self._balance is not None and teaches(batch, loss):
                 balancing = Balancing(
                     self._balance, self._world, self._architecture, self._chunks, batch
                 )
