@@ -164,8 +164,8 @@ METRICS: Metrics = {
     ),
     "train/routes_differ": Metric(
         "share",
-        "of the rollout's routes that the trainer chooses otherwise, over four rows "
-        "(router_replay=rollout)",
+        "of the rollout's routes that the trainer chooses otherwise, over four rows, of the newest "
+        "weights where there are some (router_replay=rollout)",
     ),
     "train/logprob_gap_free": Metric(
         "nats", "as train/logprob_gap, of these rows with the trainer's own routes"
