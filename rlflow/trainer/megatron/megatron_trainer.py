@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import ROUTES, teaches
-from rlflow.errors import DataError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.models.vocabulary import known_vocab
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.lora import check_layers
 from rlflow.trainer.megatron import (
@@ -44,7 +44,13 @@ from rlflow.trainer.megatron.model_weights import gather_weights, load_weights
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_batch, check_finite, finish_metrics, skipped
 from rlflow.trainer.routing import balance_of
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, unknown_model
+from rlflow.trainer.scoring import (
+    check_new_name,
+    check_tokens,
+    check_top_k,
+    empty_scores,
+    unknown_model,
+)
 from rlflow.types import Batch, Loss, as_loss
 
 logger = logging.getLogger(__name__)
@@ -104,6 +110,7 @@ class MegatronTrainer(Trainer):
                     kind,
                     given.fp8,
                     fused=self._lora is None,
+                    vocab=self._vocab,
                 )
                 logger.info("layers: %s", layers_name())
                 load_weights(self._chunks, self._architecture, self._world, weights)
@@ -124,6 +131,7 @@ class MegatronTrainer(Trainer):
         """Raises ConfigError where the model cannot do what is asked."""
         config = read_config(path)
         model = self._architecture = architecture(config)
+        self._vocab = known_vocab(path, model.vocab)
         given.layout.check_model(model)
         check_layers(given.lora, model)
         self.routing = router_replay.routing_of(given.router_replay, model)
@@ -188,7 +196,7 @@ class MegatronTrainer(Trainer):
     ) -> dict[str, Tensor]:
         recorded, want = ROUTES in want, [name for name in want if name != ROUTES]
         check_wanted(want, self._values)
-        vocab = self._architecture.vocab
+        vocab = self._vocab
         check_top_k(top_k, vocab)
         if len(batch) == 0:
             return empty_scores(batch, want, top_k)
@@ -318,13 +326,7 @@ class MegatronTrainer(Trainer):
 
     def _check(self, batch: Batch) -> None:
         world.check_joined(self._world)
-        lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
-        vocab = self._architecture.vocab
-        if lowest < 0 or highest >= vocab:
-            raise DataError(
-                f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found "
-                f"{lowest} to {highest}."
-            )
+        check_tokens(batch.tokens, self._vocab)
 
     def _swapped(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters hold a snapshot's values."""
