@@ -252,6 +252,11 @@ METRICS: Metrics = {
         "share",
         "of these reads that got what had changed; the others got whole weights",
     ),
+    "sync/adapters_arrived": Metric(
+        "share",
+        "of what LoRA adapters add to the weights that is in those of the engines: 1 less the norm "
+        "of what rounding loses over that of what was added",
+    ),
     "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
     "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),
     "time/sync_read_s": Metric(

@@ -208,7 +208,9 @@ class ReferenceTrainer(Trainer):
         self.frozen_vocab[name] = known_vocab(path, _rows(model))
         self.frozen[name] = model.to(self.device).requires_grad_(False)
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         value: Tensor
         in_files = self.model.state_dict().keys()
         buffers = ((name, value) for name, value in self.model.named_buffers() if name in in_files)
@@ -217,10 +219,12 @@ class ReferenceTrainer(Trainer):
             layer, _, kind = name.rpartition(".")
             if name.startswith("output_layer.") or ".lora." in name:  # a critic's own, adapters
                 continue
+            own = self.dtype
             if kind == "weight" and layer in self.adapters:
-                value = value + self.adapters[layer].change()
+                own = merged or self.dtype
+                value = self.adapters[layer].merged(value, own)
             for saved, part in self._as_saved(name, value.detach()).items():
-                dtype = dtype_of(saved, self.dtype)
+                dtype = dtype_of(saved, own)
                 yield saved, part.to(device=device, dtype=dtype, copy=device is not None)
 
     def _as_saved(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
@@ -231,6 +235,11 @@ class ReferenceTrainer(Trainer):
 
         model: Any = self.model
         return revert_weight_conversion(model, {name: value})
+
+    def adapters_arrived(self) -> float | None:
+        if not self.adapters:
+            return None
+        return lora.arrived(torch.stack([one.arrival for one in self.adapters.values()]).sum(0))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in lora.named_factors(self.adapters):

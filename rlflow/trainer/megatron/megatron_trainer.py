@@ -244,9 +244,15 @@ class MegatronTrainer(Trainer):
                 path, self._world, dtype, self._chunk_bytes, self._offload_snapshots
             )
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         offload.empty_cache()
-        return gather_weights(self._chunks, self._architecture, self._world, device)
+        rounded = None if merged is None or self._lora is None else (self._lora, merged)
+        return gather_weights(self._chunks, self._architecture, self._world, device, rounded)
+
+    def adapters_arrived(self) -> float | None:
+        return None if self._lora is None else adapters.arrived(self._chunks)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._lora is None:
