@@ -13,6 +13,8 @@ from rlflow.models.huggingface import read_object
 TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 PLAIN = "vocab.json"
 """Of a tokenizer whose vocabulary stands in a file of its own, as GPT-2's."""
+GENERATION = "generation_config.json"
+FILES = (TOKENIZER, PLAIN, SETTINGS, ADDED, GENERATION)
 
 
 def known_vocab(path: str | Path, rows: int) -> int:
@@ -20,7 +22,7 @@ def known_vocab(path: str | Path, rows: int) -> int:
     in its directory has. All, where no tokenizer there says its ids in JSON (none at all,
     tokenizer.model, tekken.json). Raises ModelError for a file that is no JSON object."""
     folder = Path(path)
-    files = [folder / name for name in (TOKENIZER, PLAIN, SETTINGS, ADDED)]
+    files = [folder / name for name in FILES]
     stamps = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
     if not any(stamps[:2]):
         return rows
@@ -33,9 +35,9 @@ def _ids(folder: Path, stamps: tuple[int, ...]) -> int:
     """One more than the largest id; 0 where the files say none. stamps: when each was written."""
     there = [
         read_object(folder / name) if stamp else {}
-        for name, stamp in zip((TOKENIZER, PLAIN, SETTINGS, ADDED), stamps, strict=True)
+        for name, stamp in zip(FILES, stamps, strict=True)
     ]
-    whole, plain, settings, added = there
+    whole, plain, settings, added, generation = there
     ids: dict[str, int] = {}
     ids |= _ids_of(whole.get("model"))
     ids |= {} if whole else _numbers(plain)
@@ -44,7 +46,12 @@ def _ids(folder: Path, stamps: tuple[int, ...]) -> int:
     ids |= _numbers(added)
     # transformers appends those that the vocabulary lacks
     lacking = {text for text in _special(settings) if text not in ids}
-    return 1 + max(ids.values()) + len(lacking) if ids else 0
+    if not ids:
+        return 0
+    ends = generation.get("eos_token_id")
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+    # A response must be able to end, whatever the tokenizer makes of it
+    return 1 + max([max(ids.values()) + len(lacking), *ends])
 
 
 def _ids_of(model: Any) -> dict[str, int]:

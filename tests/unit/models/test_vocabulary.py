@@ -61,6 +61,8 @@ def test_tokens_that_only_the_settings_name_count(tmp_path: Path) -> None:
         ({"tokenizer.json": "{}"}, ROWS),
         ({"tokenizer.json": '{"model": {"vocab": [["a"], ["b"]]}, "added_tokens": [3, {}]}'}, 2),
         ({"vocab.json": '{"a": 0, "b": 1}'}, 2),
+        ({"vocab.json": '{"a": 0}', "generation_config.json": '{"eos_token_id": [4, 2]}'}, 5),
+        ({"vocab.json": '{"a": 0}', "generation_config.json": '{"eos_token_id": null}'}, 1),
         ({"vocab.json": '{"a": 0}', "added_tokens.json": '{"<x>": 6}'}, 7),
     ],
     ids=str,
