@@ -40,8 +40,8 @@ def check_tokens(tokens: Tensor, vocab: int) -> None:
     if lowest < 0 or highest >= vocab:
         raise DataError(
             f"batch: token ids must be 0 to {vocab - 1} (what the policy's tokenizer has), found "
-            f"{lowest} to {highest}: another model sampled them, or an engine that does not leave out "
-            "ids that no token has."
+            f"{lowest} to {highest}: another model sampled them, or an engine that does not leave "
+            "out ids that no token has."
         )
 
 
