@@ -1,5 +1,5 @@
-"""How many ids a model's tokenizer has. Embeddings are often padded to more rows, which no text has:
-what is sampled there decodes to nothing, and would be trained."""
+"""How many ids a model's tokenizer has. Embeddings are often padded to more rows: what is sampled
+there decodes to nothing."""
 
 from __future__ import annotations
 

@@ -66,8 +66,9 @@ def sampling_arguments(
     """Keywords of vLLM's SamplingParams for the part of a request that begins at a place of its
     row.
 
-    unknown: ids that are not sampled, as no token has them. Of end-of-sequence tokens vLLM knows those only that the request names. It begins a request's
-    random numbers anew in each part, and those of a part before are in its tokens."""
+    unknown: ids that are not sampled, as no token has them. Of end-of-sequence tokens vLLM knows
+    those only that the request names. It begins a request's random numbers anew in each part, and
+    those of a part before are in its tokens."""
     seed = sampling.seed
     return {
         "max_tokens": max_tokens,
