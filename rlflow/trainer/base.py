@@ -115,7 +115,9 @@ class Trainer(ABC):
     ) -> Iterator[GpuBucket]:
         """Today's policy in memory of its GPUs, for other processes to open; see `gpu_buckets`.
         merged: as for `weights`."""
-        return gpu_buckets(self.weights(None, merged), how)
+        # A backend without adapters need not know of it
+        made = self.weights(None) if merged is None else self.weights(None, merged)
+        return gpu_buckets(made, how)
 
     def adapters_arrived(self) -> float | None:
         """The share of what adapters add to their layers that the last `weights` held (`Arrival`);
@@ -228,6 +230,8 @@ class ActorCritic(Trainer):
     def weights(
         self, device: str | None = "cpu", merged: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        if merged is None:
+            return self.policy.weights(device)
         return self.policy.weights(device, merged)
 
     def adapters_arrived(self) -> float | None:
