@@ -3,6 +3,7 @@ Torch only."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from rlflow.types import (
     NAMED_STD,
     SOURCES,
     Batch,
+    Loss,
     Segment,
     StopReason,
     Trajectory,
@@ -158,11 +160,22 @@ def _turns(
 
 
 def _routes(segments: Sequence[Segment], shape: torch.Size) -> dict[str, Tensor]:
-    """ROUTES (B, T, layers, k), ROUTED and ROUTES_VERSION (B,); nothing where no row has any."""
+    """ROUTES (B, T, layers, k), ROUTED and ROUTES_VERSION (B,); nothing where no row has any.
+    Raises DataError for segments whose routes are of different shapes, or no whole numbers."""
     known = [segment.routes for segment in segments if segment.routes is not None]
     if not known:
         return {}
-    routes = torch.zeros(*shape, *known[0].shape[1:], dtype=known[0].dtype)
+    shapes = dict.fromkeys(tuple(routes.shape[1:]) for routes in known)
+    kinds = dict.fromkeys(routes.dtype for routes in known)
+    if len(shapes) > 1 or any(kind.is_floating_point for kind in kinds):
+        raise DataError(
+            "make_batch: expected whole numbers as routes, of the same layers and experts of a "
+            f"token in every segment, found {', '.join(map(str, [*shapes, *kinds]))}; did two "
+            "models sample?"
+        )
+    # The widest: 300 would be 44 in uint8
+    kind = functools.reduce(torch.promote_types, kinds)
+    routes = torch.zeros(*shape, *known[0].shape[1:], dtype=kind)
     counts = torch.zeros(len(segments), dtype=torch.int64)
     for row, segment in enumerate(segments):
         if segment.routes is not None:
@@ -192,6 +205,17 @@ def rows_with_advantage(batch: Batch) -> Batch:
     if len(rows) == len(batch):
         return batch
     return batch.select(rows if len(rows) else batch.lengths.argmin()[None])
+
+
+def teaches(batch: Batch, loss: Loss) -> bool:
+    """Whether the loss can have a gradient on the batch: one that vanishes at advantages of 0 has
+    none where each token has no advantage, no weight, or a coefficient of 0."""
+    if not loss.vanishes_at_zero_advantage:
+        return True
+    taught = batch.advantages * batch.weights
+    if batch.coefficients is not None:
+        taught = taught * batch.coefficients
+    return bool(taught.any())
 
 
 def _pad(rows: list[Tensor], width: int, dtype: torch.dtype, value: int) -> Tensor:

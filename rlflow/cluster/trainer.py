@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.calls import RunningTime
@@ -123,21 +124,28 @@ class RayTrainer(Trainer):
     def load_frozen(self, name: str, path: str | Path) -> None:
         self._call("load_frozen", name, str(Path(path).absolute()))
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """As `Trainer.weights`. The ranks begin at once: memory that they free for it is free when
         this returns. Of them rank 0 alone copies to its host. device None: tensors in Ray's
         memory."""
-        self._call("start_weights", "weights", None)
+        self._call("start_weights", "weights", None, merged)
         tensors = self._streamed(copy=device is not None)
         if device in (None, "cpu"):
             return tensors
         return ((name, value.to(device)) for name, value in tensors)
 
-    def gpu_weights(self, how: GpuSharing) -> Iterator[GpuBucket]:
+    def gpu_weights(
+        self, how: GpuSharing, merged: torch.dtype | None = None
+    ) -> Iterator[GpuBucket]:
         """See `Trainer.gpu_weights`. Each rank packs on its own GPU, whatever `how.gpus` says; a
         bucket has the handles of all. The ranks begin at once, as for `weights`."""
-        self._call("start_weights", "gpu_weights", GpuSharing(how.bucket_bytes))
+        self._call("start_weights", "gpu_weights", GpuSharing(how.bucket_bytes), merged)
         return self._buckets()
+
+    def adapters_arrived(self) -> float | None:
+        return self._call("adapters_arrived")
 
     def _buckets(self) -> Iterator[GpuBucket]:
         bucket: GpuBucket | None = None

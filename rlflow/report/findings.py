@@ -28,8 +28,12 @@ LEAST = 5  # episodes below which no share is worth a sentence
 UNPROVEN_SHARE, CUT_SHARE = 0.2, 0.5
 NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
 NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
+ROUNDED = "adapters are rounded away"
 DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
 COLLAPSED, FREE = "a router has collapsed", "engine and trainer route apart"
+ARRIVED = 0.5
+"""Share of what adapters add: below it the engines' policy is nearer to that of the start than to
+the trained one."""
 SPREAD_LEAST = 0.02
 """Of an even load: below it all tokens go to the same experts."""
 FREE_GAP = 0.02
@@ -80,6 +84,7 @@ class Watch:
             ALL_SOLVED: all_solved(recent, known),
             NO_DIFFERENCE: no_difference(recent, known),
             CERTAIN: entropy_collapse(recent),
+            ROUNDED: rounded_away(recent),
             **{label(name): alarm(recent, name, known) for name in known},
             **undeclared(metrics, known),
         }
@@ -184,6 +189,20 @@ def drift(recent: Records, first_gaps: Sequence[float]) -> str:
         "weights, or sample from another distribution than the trainer computes (precision, "
         "kernels, temperature). Check the weight sync first; a correction such as "
         "algorithm.transforms=[tis] bounds what is left."
+    )
+
+
+def rounded_away(recent: Records) -> str:
+    """The engines sample from nearly the policy of the start, as their weights are too coarse for
+    what adapters add to them."""
+    shares = _lasting(recent, "sync/adapters_arrived")
+    if not shares or max(shares) >= ARRIVED:
+        return ""
+    return (
+        f"Of what the adapters add to the weights, {shares[-1]:.0%} is in those of the engines, "
+        f"for {LASTING} steps: the rest is lost as they are rounded to bfloat16, and episodes are "
+        "played by another policy than the one that is trained. Set rollout.engine.dtype=float32 "
+        "(twice the memory of the engine), or a larger trainer.lr."
     )
 
 

@@ -164,8 +164,8 @@ METRICS: Metrics = {
     ),
     "train/routes_differ": Metric(
         "share",
-        "of the rollout's routes that the trainer chooses otherwise, over four rows "
-        "(router_replay=rollout)",
+        "of the rollout's routes that the trainer chooses otherwise, over four rows, of the newest "
+        "weights where there are some (router_replay=rollout)",
     ),
     "train/logprob_gap_free": Metric(
         "nats", "as train/logprob_gap, of these rows with the trainer's own routes"
@@ -251,6 +251,11 @@ METRICS: Metrics = {
     "sync/delta_share": Metric(
         "share",
         "of these reads that got what had changed; the others got whole weights",
+    ),
+    "sync/adapters_arrived": Metric(
+        "share",
+        "of what LoRA adapters add to the weights that is in those of the engines: 1 less the norm "
+        "of what rounding loses over that of what was added",
     ),
     "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
     "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),

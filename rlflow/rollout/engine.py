@@ -69,11 +69,19 @@ class Completion:
 def joined_routes(first: Tensor | None, later: Tensor | None, most: int) -> Tensor | None:
     """Those of a text's first `most` tokens, each by the completion that was sampled behind it
     first. A later one has those of all tokens before it too, of the weights that were there
-    then."""
-    if first is not None and later is not None:
-        later = torch.cat([first, later[len(first) :]])
-    found = first if later is None else later
-    return None if found is None else found[:most]
+    then.
+
+    One with fewer lacks some of the first, or of those in between, and the places of all others
+    are wrong; the rest of the text would hide that. Nothing is left of them then, whatever comes
+    later, and the check of the batch finds that."""
+    if first is not None and not len(first):
+        return first
+    if later is None:
+        return first if first is None else first[:most]
+    if len(later) < most or (first is not None and first.shape[1:] != later.shape[1:]):
+        return later[:0]
+    joined = later if first is None else torch.cat([first, later[len(first) :]])
+    return joined[:most]
 
 
 class Engine(ABC):

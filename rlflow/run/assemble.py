@@ -33,6 +33,7 @@ from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
+from rlflow.run.estimates import engine_dtype
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
@@ -102,7 +103,7 @@ def make_engine(
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
-        "dtype": config.model.dtype,
+        "dtype": engine_dtype(config),
         "max_tokens": section.max_total_tokens,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,

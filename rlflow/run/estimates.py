@@ -269,7 +269,7 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     options = dict(config.rollout.engine)
     if not is_embedded(config):
         return {}
-    width = DTYPE_BYTES[options.get("dtype", config.model.dtype)]
+    width = DTYPE_BYTES[engine_dtype(config)]
     slots = min(int(options.get("max_concurrency", 128)), episodes(config))
     limit = options.get("max_tokens") or config.rollout.max_total_tokens
     blocks = slots * blocks_for(min(limit, config.rollout.max_total_tokens))
@@ -293,6 +293,17 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
         "keys and values": blocks * block,
         "sampling": sampling,
     }
+
+
+def engine_dtype(config: RunConfig) -> str:
+    """What an engine of the run keeps weights in: its own `dtype`, else that of the model. Of
+    adapters the embedded engine keeps float32: rounded to bfloat16 with the weights that they are
+    added to, most of what they learn would be lost for many updates."""
+    said = config.rollout.engine.get("dtype")
+    if said is not None:
+        return str(said)
+    adapted = config.trainer.lora is not None and is_embedded(config)
+    return "float32" if adapted else config.model.dtype
 
 
 def is_embedded(config: RunConfig) -> bool:
@@ -363,7 +374,7 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     if on_gpus(config) or not is_vllm(config):
         return []
     options = config.rollout.engine
-    width = DTYPE_BYTES[options.get("dtype") or config.model.dtype]
+    width = DTYPE_BYTES[engine_dtype(config)]
     tensor = int(options.get("tensor_parallel") or 1)
     weights = stage_parameters(model, ParallelLayout())[0] * width
     head = model.vocab * model.hidden * width if model.tied else 0  # packed: a copy

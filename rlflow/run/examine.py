@@ -37,7 +37,7 @@ from rlflow.run.assemble import (
     rollout_over,
 )
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import checkpoint_bytes
+from rlflow.run.estimates import checkpoint_bytes, engine_dtype
 from rlflow.run.gpus import check_gpu_memory
 from rlflow.run.preflight import policy_architecture, start_checks
 from rlflow.run.resume import check_continuation
@@ -89,10 +89,27 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     found.problems.attempt(_check_cluster, config)
     if not found.problems:
         found.problems.attempt(check_continuation, config)
+    found.notes += _adapter_notes(config)
     if found.model is not None:
         found.problems.attempt(_check_disk, config, found.model)
         found.problems.attempt(check_gpu_memory, config, found.model)
     return found
+
+
+def _adapter_notes(config: RunConfig) -> list[str]:
+    """What the engine's precision does to adapters over bfloat16 weights."""
+    if config.trainer.lora is None or config.model.dtype != "bfloat16":
+        return []
+    if engine_dtype(config) == "float32":
+        return [
+            "rollout.engine keeps float32, at twice the memory of bfloat16, in which most of what "
+            "adapters learn would be lost for many updates (rollout.engine.dtype)"
+        ]
+    return [
+        "trainer.lora over bfloat16 weights: the engine keeps bfloat16, in which most of what the "
+        "adapters learn is lost for many updates (sync/adapters_arrived); "
+        "rollout.engine.dtype=float32 keeps it, at twice the memory"
+    ]
 
 
 def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:

@@ -18,6 +18,7 @@ from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_config, read_object
 from rlflow.models.tables import SHIPPED
+from rlflow.models.vocabulary import known_vocab
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
 from rlflow.trainer.base import Trainer
@@ -102,9 +103,10 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"{path}: transformers cannot load the export ({reason}).") from error
-    batch = token_batch(_random_rows(model.config.vocab_size))
+    known = known_vocab(path, model.config.vocab_size)
+    batch = token_batch(_random_rows(known))
     with torch.no_grad():
-        logits = model(batch.tokens).logits[:, :-1]
+        logits = model(batch.tokens).logits[:, :-1, :known]
     expected = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     found = trainer.score(batch)["logprobs"][:, 1:]
     valid = torch.arange(1, WIDTH) < batch.lengths[:, None]

@@ -26,6 +26,7 @@ from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.run.estimates import (
     DTYPE_BYTES,
     PhaseMemory,
+    engine_dtype,
     estimate,
     is_embedded,
     is_vllm,
@@ -33,7 +34,6 @@ from rlflow.run.estimates import (
     rank_phases,
     sleeps,
 )
-from rlflow.trainer.options import torch_dtype
 
 GIB = 2**30
 ASSUMED_GPU = 79 * GIB  # what CUDA shows of a card of 80 GB, where this machine has none
@@ -124,7 +124,10 @@ def store_bytes(config: RunConfig) -> int:
     """What Ray's object store holds at a time: the two newest versions of the weights, what readers
     have of a third, and batches."""
     values = sum(map(math.prod, WeightFiles(config.model.path).shapes().values()))
-    return VERSIONS_STORED * values * torch_dtype(config.model.dtype).itemsize + BATCHES_BYTES
+    width = DTYPE_BYTES[config.model.dtype]
+    if config.trainer.lora is not None:  # merged as the engines keep it
+        width = max(width, DTYPE_BYTES[engine_dtype(config)])
+    return VERSIONS_STORED * values * width + BATCHES_BYTES
 
 
 def make_placement(config: RunConfig) -> Placement | None:

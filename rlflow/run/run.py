@@ -28,6 +28,7 @@ from rlflow.rollout.groups import Groups
 from rlflow.rollout.weight_sync import sharing_of
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
+from rlflow.run.estimates import engine_dtype
 from rlflow.run.evaluate import EvaluationSchedule, evaluate
 from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
@@ -35,6 +36,7 @@ from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import torch_dtype
 from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
@@ -184,10 +186,15 @@ class Run:
                     "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
                 )
             try:
+                # Adapters are rounded once, to what the engines keep
+                adapted = self.config.trainer.lora is not None
+                merged = [torch_dtype(engine_dtype(self.config))] if adapted else []
                 if (sharing := sharing_of(self.rollout.engines)) is None:
-                    weights: Iterator[Sent] = self.trainer.weights(self.rollout.weights_device)
+                    weights: Iterator[Sent] = self.trainer.weights(
+                        self.rollout.weights_device, *merged
+                    )
                 else:
-                    weights = self.trainer.gpu_weights(sharing)
+                    weights = self.trainer.gpu_weights(sharing, *merged)
                 return self.rollout.load_weights(weights, version, self.probe)
             except RolloutError:
                 if not self.rollout.failure:
@@ -221,6 +228,8 @@ class Run:
         metrics |= staleness_metrics(groups, version=self.step - 1) | self.upcoming.report()
         metrics |= highest([self.timer.take(), elsewhere]) | self._turns
         metrics |= self.rollout.synced.metrics()
+        if (arrived := self.trainer.adapters_arrived()) is not None:
+            metrics["sync/adapters_arrived"] = arrived
         metrics |= {
             "data/prompts_dropped": float(self.prompts_dropped),
             "data/epoch": self.source.epoch,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.components import TRAINER
@@ -100,14 +101,28 @@ class Trainer(ABC):
         )
 
     @abstractmethod
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Today's policy as (HuggingFace name, full tensor) pairs, one at a time; adapters are
         merged in. device: where copies of them are made; None: what the trainer has, where it has
-        it, which is not to be written to and changes with the next update."""
+        it, which is not to be written to and changes with the next update. merged: what layers
+        with adapters are rounded to; None: what the frozen weights are in, of which bfloat16 loses
+        most of what adapters have learned in few updates (`adapters_arrived`)."""
 
-    def gpu_weights(self, how: GpuSharing) -> Iterator[GpuBucket]:
-        """Today's policy in memory of its GPUs, for other processes to open; see `gpu_buckets`."""
-        return gpu_buckets(self.weights(None), how)
+    def gpu_weights(
+        self, how: GpuSharing, merged: torch.dtype | None = None
+    ) -> Iterator[GpuBucket]:
+        """Today's policy in memory of its GPUs, for other processes to open; see `gpu_buckets`.
+        merged: as for `weights`."""
+        # A backend without adapters need not know of it
+        made = self.weights(None) if merged is None else self.weights(None, merged)
+        return gpu_buckets(made, how)
+
+    def adapters_arrived(self) -> float | None:
+        """The share of what adapters add to their layers that the last `weights` held (`Arrival`);
+        None without adapters, and before they add anything."""
+        return None
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters that are trained (`trainer.lora`), else nothing: for each target of each
@@ -212,8 +227,15 @@ class ActorCritic(Trainer):
     def load_frozen(self, name: str, path: str | Path) -> None:
         self.policy.load_frozen(name, path)
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
-        return self.policy.weights(device)
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        if merged is None:
+            return self.policy.weights(device)
+        return self.policy.weights(device, merged)
+
+    def adapters_arrived(self) -> float | None:
+        return self.policy.adapters_arrived()
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.adapter_weights()

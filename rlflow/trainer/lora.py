@@ -20,6 +20,8 @@ from rlflow.trainer.options import LoraOptions
 
 A, B = "lora_A", "lora_B"
 """The two factors, as the package peft calls them: (rank, in) and (out, rank)."""
+ARRIVAL_ROWS = 64
+"""Of each layer, by which it is measured what of a change arrives."""
 
 
 def first_factor(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
@@ -97,15 +99,32 @@ def check_identity(
         )
 
 
+def measured(weight: Tensor, added: Tensor, merged: Tensor) -> Tensor:
+    """(2,) float64: of some rows, the sums of squares of what an adapter adds to a weight, and of
+    what of it is not in the merged weight. added: float32."""
+    step = max(1, len(added) // ARRIVAL_ROWS)
+    before, asked, after = weight[::step], added[::step], merged[::step]
+    lost = after.float() - before.to(merged.dtype).float() - asked
+    return torch.stack([part.double().square().sum() for part in (asked, lost)])
+
+
+def arrived(sums: Tensor) -> float | None:
+    """The share of the change that arrives, by the summed `measured` of all layers: 1 less the norm
+    of what is lost over that of what was added, 0 at the least; None where nothing was added."""
+    added, lost = sums.sqrt().tolist()
+    return max(0.0, 1 - lost / added) if added else None
+
+
 class LowRank(torch.nn.Module):
     """The adapter of one linear layer in plain torch: what B A adds to its outputs, and to its
-    weight."""
+    weight. arrival: `measured` of the last merge."""
 
     def __init__(
         self, layer: str, linear: torch.nn.Linear, options: LoraOptions, seed: int
     ) -> None:
         super().__init__()
         self.scale = options.scale
+        self.arrival = torch.zeros(2, dtype=torch.float64)
         self.a = Parameter(
             first_factor(layer, options.rank, linear.in_features, seed).to(linear.weight)
         )
@@ -115,9 +134,13 @@ class LowRank(torch.nn.Module):
         """(..., in) -> (..., out)."""
         return F.linear(F.linear(inputs, self.a), self.b) * self.scale
 
-    def change(self) -> Tensor:
-        """(out, in): what merging adds to the weight."""
-        return self.scale * (self.b @ self.a)
+    @torch.no_grad()
+    def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A new tensor: the weight (out, in) of the layer with the adapter in it."""
+        added = self.scale * (self.b @ self.a)
+        whole = (weight + added).to(dtype)
+        self.arrival = measured(weight, added, whole)
+        return whole
 
 
 def attach(

@@ -24,6 +24,7 @@ from rlflow.errors import (
 )
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.models.tables import dtype_of
+from rlflow.models.vocabulary import known_vocab
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,
     error_reason,
@@ -45,7 +46,13 @@ from rlflow.trainer.reducing import (
     skipped,
 )
 from rlflow.trainer.reference_model import Critic, at_tokens, load_model, policy_output
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, unknown_model
+from rlflow.trainer.scoring import (
+    check_new_name,
+    check_tokens,
+    check_top_k,
+    empty_scores,
+    unknown_model,
+)
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
@@ -93,6 +100,7 @@ class ReferenceTrainer(Trainer):
         self.tokens_per_microbatch = given.tokens_per_microbatch
         self.values = values
         policy = load_model(path, trust_remote_code)
+        self.vocab = known_vocab(path, _rows(policy))
         self.model = (Critic(policy) if values else policy).to(self.device)
         self.lora = given.lora
         self.adapters = {} if self.lora is None else lora.attach(self.model, self.lora, seed)
@@ -112,6 +120,7 @@ class ReferenceTrainer(Trainer):
         self.updates = 0  # optimizer steps so far; the learning rate follows them
         self.snapshots: dict[str, dict[str, Tensor]] = {}
         self.frozen: dict[str, torch.nn.Module] = {}
+        self.frozen_vocab: dict[str, int] = {}
 
     @classmethod
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
@@ -144,16 +153,18 @@ class ReferenceTrainer(Trainer):
         top_k: int = 0,
     ) -> dict[str, Tensor]:
         check_wanted(want, self.values)
+        check_tokens(batch.tokens, self.vocab)
         if top_k:
-            policy: Any = self.model  # a teacher may have more rows, of padding
-            check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
+            check_top_k(top_k, self.vocab)
         result = empty_scores(batch, want, top_k)
         needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
             found = self._head(part, model)
             if top_k:
-                ids = F.pad(found[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
+                # A teacher may have more rows, of padding
+                likeliest = found[:, :-1, : self.vocab].topk(top_k, dim=-1).indices
+                ids = F.pad(likeliest, (0, 0, 1, 0))
                 positions = torch.arange(ids.shape[1], device=ids.device)
                 ids *= (positions < part.lengths[:, None])[..., None]
                 part = part.replace(extras={TEACHER_TOP_IDS: ids})
@@ -166,6 +177,7 @@ class ReferenceTrainer(Trainer):
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
         loss = as_loss(loss)
         check_batch(batch)
+        check_tokens(batch.tokens, self.vocab)
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
         microbatches = self._microbatches(batch)
@@ -192,9 +204,13 @@ class ReferenceTrainer(Trainer):
 
     def load_frozen(self, name: str, path: str | Path) -> None:
         check_new_name("load_frozen", name, [*self.snapshots, *self.frozen])
-        self.frozen[name] = load_model(path).to(self.device).requires_grad_(False)
+        model = load_model(path)
+        self.frozen_vocab[name] = known_vocab(path, _rows(model))
+        self.frozen[name] = model.to(self.device).requires_grad_(False)
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         value: Tensor
         in_files = self.model.state_dict().keys()
         buffers = ((name, value) for name, value in self.model.named_buffers() if name in in_files)
@@ -203,10 +219,12 @@ class ReferenceTrainer(Trainer):
             layer, _, kind = name.rpartition(".")
             if name.startswith("output_layer.") or ".lora." in name:  # a critic's own, adapters
                 continue
+            own = self.dtype
             if kind == "weight" and layer in self.adapters:
-                value = value + self.adapters[layer].change()
+                own = merged or self.dtype
+                value = self.adapters[layer].merged(value, own)
             for saved, part in self._as_saved(name, value.detach()).items():
-                dtype = dtype_of(saved, self.dtype)
+                dtype = dtype_of(saved, own)
                 yield saved, part.to(device=device, dtype=dtype, copy=device is not None)
 
     def _as_saved(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
@@ -217,6 +235,11 @@ class ReferenceTrainer(Trainer):
 
         model: Any = self.model
         return revert_weight_conversion(model, {name: value})
+
+    def adapters_arrived(self) -> float | None:
+        if not self.adapters:
+            return None
+        return lora.arrived(torch.stack([one.arrival for one in self.adapters.values()]).sum(0))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in lora.named_factors(self.adapters):
@@ -312,7 +335,9 @@ class ReferenceTrainer(Trainer):
                 output = torch.func.functional_call(self.model, weights, (), arguments)
             else:
                 raise unknown_model(model, [*self.snapshots, *self.frozen])
-        return output if self.values else output.logits
+        if self.values:
+            return output
+        return output.logits[..., : self.frozen_vocab.get(model, self.vocab)]
 
     def _step(self, rate: float) -> float:
         """Clips, steps and returns the gradient norm before clipping; max_gradient_norm 0 clips
@@ -341,3 +366,7 @@ class ReferenceTrainer(Trainer):
             )
         for name, value in policy.items():
             parameters[name].copy_(value)
+
+
+def _rows(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings)

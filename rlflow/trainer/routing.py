@@ -3,7 +3,7 @@ be believed, how evenly routers use their experts, and what is done for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ token's would be. Rounding changes some hundredths, in large models up to a tent
 section 3)."""
 CHOICES = 64
 """Of a row or layer, below which it is not judged by itself."""
+CLEARLY = 0.25
+"""By how much more routes must agree with other tokens or another layer to be theirs."""
+UNEXPLAINED = "They may be of older weights, of another model, or of other tokens."
+DOUBTFUL, COMPARED = 0.2, 256
+"""Share of the choices that two attempts must make differently in what they have in common, of so
+many tokens, for the trainer to look at both; rounding explains a tenth."""
+NEWEST = torch.iinfo(torch.int64).max
 ALIKE = 0.05
 """Where any token's experts agree with any other's but for this share, nothing can be told."""
 
@@ -56,7 +63,7 @@ def balance_of(
 
 def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
     """Raises DataError unless all tokens that a trained one depends on have routes of this shape
-    (layers, k) among so many experts, of no older weights than sampled the row."""
+    (layers, k) to different ones of so many experts, of no older weights than sampled the row."""
     if ROUTES not in batch.extras:
         raise DataError(
             "batch: expected the experts of its tokens for trainer.router_replay, found none; "
@@ -73,9 +80,8 @@ def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
         )
     version = batch.extras.get(ROUTES_VERSION)
     if version is not None and batch.versions is not None:
-        sampled = batch.versions >= 0
-        oldest = batch.versions.masked_fill(~sampled, torch.iinfo(torch.int64).max).amin(1)
-        older = (version >= 0) & (version < oldest) & sampled.any(1)
+        oldest = _oldest_sampled(batch.versions)
+        older = (version >= 0) & (version < oldest) & (batch.versions >= 0).any(1)
         for row in older.nonzero().flatten().tolist():
             raise DataError(
                 f"batch: row {row}: its routes are of weight version {int(version[row])}, though "
@@ -89,10 +95,26 @@ def check_routes(batch: Batch, shape: tuple[int, int], experts: int) -> None:
         )
     if int(routes.min()) < 0 or int(routes.max()) >= experts:
         raise DataError(f"batch: expected routes of 0 to {experts - 1}.")
+    for row, count in enumerate(routed.tolist()):  # one at a time: all together take memory
+        _check_distinct(routes[row, :count], row)
+
+
+def _check_distinct(routes: Tensor, row: int) -> None:
+    """Raises DataError where one of a row's tokens goes to an expert twice. routes: (N, layers,
+    k)."""
+    most = routes.shape[-1]
+    for step in range(1, most // 2 + 1):  # each pair of places is some steps apart on the circle
+        twice = (routes == routes.roll(step, -1)).any(-1).any(-1)
+        if bool(twice.any()):
+            raise DataError(
+                f"batch: row {row}, token {int(twice.nonzero()[0])}: its routes name an expert "
+                "twice, as zeros do that stand for routes which an engine has not."
+            )
 
 
 def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, float]:
     """`train/` metrics of a step's routers, before its first update; none of a dense policy's.
+    step: the version of the trainer's weights too.
 
     The trainer routes a few rows anew (SAMPLE, others in each step), for what is not known without;
     with routes of the rollout once more as they say. Raises DataError where those are not the
@@ -102,7 +124,7 @@ def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, floa
         return {}
     if routing.replay == "recompute":
         return _loads(batch.extras[ROUTES], _first(batch, batch.lengths), routing.experts)
-    rows = _sample(batch, step)
+    rows, current = _sample(batch, step)
     if not len(rows):
         return {}
     part = batch.replace(wanted=batch.trained).select(rows)
@@ -110,11 +132,11 @@ def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, floa
     if routing.replay == "off":
         return _loads(free[ROUTES], _first(part, part.lengths), routing.experts)
     own = free[ROUTES].long()
-    check_routes(batch, (own.shape[2], own.shape[3]), routing.experts)
+    check_routes(batch, (own.shape[2], own.shape[3]), routing.experts)  # every row
     metrics = _loads(batch.extras[ROUTES], _first(batch, batch.extras[ROUTED]), routing.experts)
     known, given = _first(part, part.extras[ROUTED]), part.extras[ROUTES].long()
     differ = 1 - float(_same(given, own)[known].mean())
-    check_agreement(given, own, known, routing.experts, rows.tolist())
+    check_agreement(given, own, known, routing.experts, rows.tolist(), current)
     sampled = part.loss_mask & part.require("logprobs_known", "routing_metrics")[:, None]
     fixed = trainer.score(part)["logprobs"]
     for name, found in (("free", free["logprobs"]), ("replayed", fixed)):
@@ -125,26 +147,28 @@ def routing_metrics(batch: Batch, trainer: Trainer, step: int) -> dict[str, floa
 
 
 def check_agreement(
-    given: Tensor, own: Tensor, known: Tensor, experts: int, rows: list[int]
+    given: Tensor,
+    own: Tensor,
+    known: Tensor,
+    experts: int,
+    rows: list[int],
+    current: bool = True,
 ) -> None:
     """Raises DataError where the routes that an engine named (B, T, layers, k) are not those of the
     tokens, with what they seem to be; own: what the trainer chooses; known (B, T): which have some.
 
     A legitimate route cannot be told from another one by itself, but many can: the share of equal
     choices, less what two tokens of the layer agree by chance, over what they could agree beyond it
-    (Cohen's kappa), must be LEAST in each row and layer. rows: numbers of the rows."""
-    if given.shape[-1] > 1:
-        twice = known & (given[..., 0] == given[..., 1]).any(-1)
-        for row in twice.any(1).nonzero().flatten().tolist():
-            token = int(twice[row].nonzero()[0])
-            raise DataError(
-                f"batch: row {rows[row]}, token {token}: its routes name an expert twice, as zeros "
-                "do that stand for routes which an engine has not."
-            )
+    (Cohen's kappa), must be LEAST in each row and layer. Not so those of older weights than the
+    trainer's (not `current`), which may choose anything: they are refused where they are plainly
+    those of other tokens or layers. rows: numbers of the rows."""
     load, same = _load(own, known, experts), _same(given, own)
     by_row, by_layer = (_kappa(same, given, known, load, dim) for dim in (0, 2))
     lowest = min(float(by_row.min()), float(by_layer.min()))
     if lowest >= LEAST:
+        return
+    seeming = _seeming(given, own, known, load, by_layer)
+    if not current and not seeming:
         return
     where = (
         f"row {rows[int(by_row.argmin())]}"
@@ -153,9 +177,8 @@ def check_agreement(
     )
     raise DataError(
         f"batch: {where}: {lowest:.0%} of the experts that the engine named are the trainer's own "
-        f"choice, beyond chance; expected {LEAST:.0%} or more. "
-        f"{_seeming(given, own, known, load, by_layer)} Replayed, they would train another model; "
-        "mend the engine, or set trainer.router_replay=recompute."
+        f"choice, beyond chance; expected {LEAST:.0%} or more. {seeming or UNEXPLAINED} Replayed, "
+        "they would train another model; mend the engine, or set trainer.router_replay=recompute."
     )
 
 
@@ -176,25 +199,28 @@ def _kappa(
 
 
 def _seeming(given: Tensor, own: Tensor, known: Tensor, load: Tensor, by_layer: Tensor) -> str:
-    """What wrong routes are, in a sentence."""
+    """What wrong routes are, in a sentence; empty where they agree with nothing else either, by
+    CLEARLY more than with their own places."""
     both = known[:, 1:] & known[:, :-1]
+    in_place = float(_kappa(_same(given, own), given, known, load))
     for ahead, first, second in (
         ("before", given[:, 1:], own[:, :-1]),
         ("behind", given[:, :-1], own[:, 1:]),
     ):
-        if float(_kappa(_same(first, second), first, both, load)) >= LEAST:
+        shifted = float(_kappa(_same(first, second), first, both, load))
+        if shifted >= max(LEAST, in_place + CLEARLY):
             return f"They are shifted by one token: each has those of the token {ahead} it."
     for layer in (by_layer < LEAST).nonzero().flatten().tolist():
         for other in range(own.shape[2]):
             first, second = given[:, :, layer, None], own[:, :, other, None]
-            found = _kappa(_same(first, second), first, known, load[other, None])
-            if other != layer and float(found) >= LEAST:
+            exchanged = float(_kappa(_same(first, second), first, known, load[other, None]))
+            if other != layer and exchanged >= max(LEAST, float(by_layer[layer]) + CLEARLY):
                 return f"Layer {layer} has those of another layer, {other}."
-    return "They may be of older weights, of another model, or of other tokens."
+    return ""
 
 
 def _same(given: Tensor, own: Tensor) -> Tensor:
-    """(B, T, layers): the share of a token's experts that are in both."""
+    """(..., layers): the share of a token's experts that are in both."""
     return (given[..., :, None] == own[..., None, :]).any(-1).float().mean(-1)
 
 
@@ -226,9 +252,51 @@ def _first(batch: Batch, counts: Tensor) -> Tensor:
     return torch.arange(batch.tokens.shape[1]) < counts[:, None]
 
 
-def _sample(batch: Batch, step: int) -> Tensor:
-    """Rows of the run's own rollout; those of peers and earlier steps are of other weights."""
-    source = batch.require("source", "routing_metrics")
-    own = (source == SOURCES.index("local")).nonzero().flatten()
-    draw = torch.Generator().manual_seed(step)
-    return own[torch.randperm(len(own), generator=draw)[:SAMPLE]].sort().values
+def _sample(batch: Batch, version: int) -> tuple[Tensor, bool]:
+    """(numbers of SAMPLE rows of the run's own rollout, whether the routes of all of them are of
+    the weights of this version). Those of peers and earlier steps are left out, and those of older
+    weights where there are others. Suspects come first, the others by lot."""
+    own = batch.require("source", "routing_metrics") == SOURCES.index("local")
+    current = own & (_oldest(batch) >= version)
+    fresh = bool(current.any())
+    rows = (current if fresh else own).nonzero().flatten()
+    draw = torch.Generator().manual_seed(version)
+    drawn = rows[torch.randperm(len(rows), generator=draw)].tolist()
+    first = _suspects(batch, rows.tolist()) if fresh else []
+    chosen = list(dict.fromkeys([*first, *drawn]))[:SAMPLE]
+    return torch.tensor(sorted(chosen), dtype=torch.int64), fresh
+
+
+def _suspects(batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Pairs of rows of a group that begin alike and go elsewhere there, though by the same weights:
+    what the trainer routes anew shows which of them is wrong. A fault in few of many rows would be
+    drawn by luck alone."""
+    if ROUTES not in batch.extras or batch.group is None:
+        return []
+    routes, routed = batch.extras[ROUTES], batch.extras[ROUTED].tolist()
+    leaders: dict[int, int] = {}
+    suspects = []
+    for row in rows:
+        leader = leaders.setdefault(int(batch.group[row]), row)
+        count = min(routed[row], routed[leader], COMPARED)
+        alike = (batch.tokens[row, :count] == batch.tokens[leader, :count]).long().cumprod(0)
+        begin = slice(int(alike.sum()))
+        same = _same(routes[row, begin], routes[leader, begin])
+        if same.numel() and float(same.mean()) < 1 - DOUBTFUL:
+            suspects += [leader, row]
+    return suspects
+
+
+def _oldest(batch: Batch) -> Tensor:
+    """(B,) int64: the oldest weights that chose a route of the row; those that sampled a token of
+    it where the engine does not say; NEWEST where nothing is known."""
+    oldest = torch.full((len(batch),), NEWEST)
+    if batch.versions is not None:
+        oldest = _oldest_sampled(batch.versions)
+    version = batch.extras.get(ROUTES_VERSION)
+    return oldest if version is None else torch.where(version >= 0, version, oldest)
+
+
+def _oldest_sampled(versions: Tensor) -> Tensor:
+    """(B,) the least of each row (B, T) that is a version; NEWEST where none is."""
+    return versions.masked_fill(versions < 0, NEWEST).amin(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, RLFlowError, did_you_mean
+from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.types import TEACHER_TOP_IDS, Batch
 
 
@@ -32,6 +32,17 @@ def teacher_top_ids(batch: Batch) -> Tensor:
             "found none; a teacher with top_k fills them (algorithm.teacher.top_k)."
         )
     return batch.extras[TEACHER_TOP_IDS]
+
+
+def check_tokens(tokens: Tensor, vocab: int) -> None:
+    """Raises DataError for ids that the policy gives no probability (`known_vocab`)."""
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= vocab:
+        raise DataError(
+            f"batch: token ids must be 0 to {vocab - 1} (what the policy's tokenizer has), found "
+            f"{lowest} to {highest}: another model sampled them, or an engine that does not leave "
+            "out ids that no token has."
+        )
 
 
 def check_top_k(top_k: int, vocab: int) -> None:

@@ -130,6 +130,8 @@ def train(
             result["gradients"].append(gathered_gradients(trainer))
     trainer.snapshot("proximal")
     result |= {"adapters": dict(trainer.adapter_weights()), "weights": dict(trainer.weights())}
+    result["halved"] = dict(trainer.weights(merged=torch.bfloat16))
+    result["arrived"] = trainer.adapters_arrived()
     result["after"] = trainer.score(batch)["logprobs"]
     if save_to is not None:
         trainer.save(save_to, UPDATES)
@@ -211,6 +213,11 @@ def check_layout(job: dict[str, Any], alone: dict[str, Any], plain: dict[str, An
     found = torch.load(job["result"], weights_only=False)
     check_against_plain(found, plain)
     assert found["same_on_all_ranks"]
+    assert abs(found["arrived"] - alone["arrived"]) < 0.01 and alone["arrived"] < 1
+    adapted = {name.replace("lora_B.", "") for name in found["adapters"] if "lora_B" in name}
+    for name, value in found["weights"].items():
+        halved = value.bfloat16() if name in adapted else value
+        assert torch.equal(found["halved"][name], halved), name
     for name, value in alone["start"].items():
         assert torch.equal(found["start"][name], value), name
     for name, value in iterate_weights(job["model"]):

@@ -32,6 +32,24 @@ def steps(runs: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.parametrize("engine", ["float32", "bfloat16"])
+def test_adapters_over_bfloat16_reach_the_engine_or_the_run_says_that_they_do_not(
+    model: Path, tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word the embedded engine keeps float32."""
+    asked = () if engine == "float32" else ("rollout.engine.dtype=bfloat16",)
+    few = ("run.steps=3", "trainer.lr=1e-5", "checkpoint.every_steps=0", "checkpoint.export=false")
+    at_none = ("evaluation.at_start=false", "evaluation.every_steps=0", "model.dtype=bfloat16")
+    train(letters_config(model, tmp_path, *SHORT, *few, *at_none, *asked))
+    records = read_metrics(RunDirectory.open(tmp_path / "letters").metrics)
+    shares = [one["sync/adapters_arrived"] for one in records if "sync/adapters_arrived" in one]
+    warned = "rounded to bfloat16" in caplog.text
+    if engine == "float32":
+        assert len(shares) == 3 and min(shares) > 0.98 and not warned
+    else:
+        assert len(shares) == 3 and max(shares) < 0.5 and warned
+
+
 def test_a_run_of_adapters_resumes_exports_converts_and_merges(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

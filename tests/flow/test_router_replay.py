@@ -143,6 +143,48 @@ def test_routes_that_are_not_those_of_their_tokens_end_the_run(
         train(long_prompts(experts, tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(without_a_prefix, "expected routes of"), (zeros_for_a_prefix, "name an expert twice")],
+    ids=["prefix", "zeros"],
+)
+def test_a_fault_of_the_first_turn_of_every_eighth_episode_ends_the_first_step(
+    experts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., Any],
+    words: str,
+) -> None:
+    """The second turns cover their whole episodes."""
+    kept, played = KeyValueCache.routes, set[int]()
+
+    def routes(cache: KeyValueCache, table: Tensor, count: int) -> Any:
+        first = count < 53  # the second turn's are of more
+        if first:
+            played.add(len(played))
+        return (fault if first and len(played) % 8 == 0 else unchanged)(kept, cache, table, count)
+
+    def unchanged(kept: Any, cache: KeyValueCache, table: Tensor, count: int) -> Any:
+        return kept(cache, table, count)
+
+    monkeypatch.setattr(KeyValueCache, "routes", routes)
+    with pytest.raises(DataError, match=words):
+        train(long_prompts(experts, tmp_path))
+    assert not steps_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_whose_routers_move_is_not_ended(experts: Path, tmp_path: Path) -> None:
+    """A large learning rate: what older weights chose is not what the trainer chooses by now."""
+    ahead = ("rollout.asynchronous.max_staleness=3", "rollout.asynchronous.run_ahead=2")
+    large = ("run.steps=8", "trainer.lr=0.1")
+    train(long_prompts(experts, tmp_path, *ahead, *large))
+    steps = steps_of(tmp_path)
+    assert len(steps) == 8
+    assert max(step["train/routes_differ"] for step in steps) > 0.5
+
+
 def test_routes_of_older_weights_end_the_run(
     experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,11 +197,11 @@ def test_routes_of_older_weights_end_the_run(
         train(long_prompts(experts, tmp_path))
 
 
-def long_prompts(experts: Path, runs: Path) -> Any:
+def long_prompts(experts: Path, runs: Path, *more: str) -> Any:
     from tests.flow.letters import REFERENCE
 
     sizes = ("rollout.max_total_tokens=64", "data.max_prompt_tokens=60")
-    return letters_config(experts, runs, *SHORT, LONG % REFERENCE, *sizes)
+    return letters_config(experts, runs, *SHORT, LONG % REFERENCE, *sizes, *more)
 
 
 # ---------------------------------------------------------------- before the start

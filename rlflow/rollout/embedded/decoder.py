@@ -52,12 +52,19 @@ LAYER = {
 
 class Decoder:
     """Weights and forward pass of one model. Parameters live under their HuggingFace names as views
-    of fused tensors, so a reload in place is a copy and the fused products see it."""
+    of fused tensors, so a reload in place is a copy and the fused products see it.
+
+    vocab: the first so many ids have logits (`known_vocab`); None: all."""
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: int | None = None,
     ) -> None:
         self.architecture = architecture
+        self.vocab = architecture.vocab if vocab is None else vocab
         self.dtype = dtype
         self.device = device
         self.parameters: dict[str, Tensor] = {}
@@ -126,7 +133,7 @@ class Decoder:
         self.routes = torch.stack(routes, 1) if routes else None
         if last is not None:
             x = x[last]
-        return linear(self._normalized(x, self._norm), self._head).float()
+        return linear(self._normalized(x, self._norm), self._head)[:, : self.vocab].float()
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)

@@ -12,6 +12,7 @@ import torch
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder, check_complete
@@ -130,7 +131,8 @@ class EmbeddedEngine(Engine):
         self.sleeps = on_gpu if sleep is None else sleep
         self.deterministic = deterministic
         shape = architecture(read_config(path))
-        self._model = Decoder(shape, self.dtype, self.device)
+        known = known_vocab(path, shape.vocab)
+        self._model = Decoder(shape, self.dtype, self.device, known)
         self._model.load(iterate_weights(path))
         self.weight_names = frozenset(self._model.parameters)
         self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)

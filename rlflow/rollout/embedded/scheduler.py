@@ -117,8 +117,9 @@ class Scheduler:
         done, slots, slot = Completion([], [], [], stop), self._slots, sequence.slot
         if slot >= 0:
             done.tokens, done.logprobs, done.versions = slots.sampled(slot)
-        if slot >= 0 and self._says_routes:
-            # Of the tokens with keys and values: all but the last, unless it was interrupted
+        # Tokens with keys and values have routes: all but the last, unless it was interrupted while
+        # they were computed, or computed anew
+        if slot >= 0 and self._says_routes and slots.cached[slot] >= slots.length[slot] - 1:
             known = self._cache.routes(slots.block_tables[slot], slots.cached[slot])
             done.routes, done.routes_version = known
         if not sequence.future.done():

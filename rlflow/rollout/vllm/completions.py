@@ -7,18 +7,23 @@ import io
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.entries import Experts
+from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout.engine import Completion, Sampling, Stop
 
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "aborted"}
 """vLLM's words -> ours."""
+NEVER, MOST_NEVER = -100.0, 1024
+"""Added to the logit of an id that is not to be sampled, the least that vLLM takes; and of how many
+ids it takes one in a request."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,33 @@ class Sent:
     reply: Future[Sampled]
 
 
+def unknown_ids(path: str | Path, rows: int | None) -> range:
+    """The ids of a model with so many rows that its tokenizer has not (`known_vocab`). Raises
+    ConfigError for more of them than vLLM takes in a request."""
+    unknown = range(known_vocab(path, rows), rows) if rows else range(0)
+    if len(unknown) > MOST_NEVER:
+        raise ConfigError(
+            f"rollout.engine: {path} has {len(unknown)} rows more than its tokenizer has ids, and "
+            f"vLLM leaves out {MOST_NEVER} at the most, so it would sample tokens that are none; "
+            "cut the embedding to the tokenizer's size (transformers: resize_token_embeddings), "
+            "or take engine=embedded."
+        )
+    return unknown
+
+
 def sampling_arguments(
-    sampling: Sampling, max_tokens: int, stop_tokens: tuple[int, ...], place: int
+    sampling: Sampling,
+    max_tokens: int,
+    stop_tokens: tuple[int, ...],
+    place: int,
+    unknown: range = range(0),
 ) -> dict[str, Any]:
     """Keywords of vLLM's SamplingParams for the part of a request that begins at a place of its
     row.
 
-    Of end-of-sequence tokens vLLM knows those only that the request names. It begins a request's
-    random numbers anew in each part, and those of a part before are in its tokens."""
+    unknown: ids that are not sampled, as no token has them. Of end-of-sequence tokens vLLM knows
+    those only that the request names. It begins a request's random numbers anew in each part, and
+    those of a part before are in its tokens."""
     seed = sampling.seed
     return {
         "max_tokens": max_tokens,
@@ -56,6 +80,7 @@ def sampling_arguments(
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
         "include_stop_str_in_output": True,
+        **({"logit_bias": dict.fromkeys(map(str, unknown), NEVER)} if unknown else {}),
     }
 
 

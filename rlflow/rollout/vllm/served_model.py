@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from rlflow.errors import ModelError, RolloutError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import iterate_weights, read_config
+from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.engine import Engine, Sampling
 
@@ -41,7 +42,9 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
         logger.warning(unknown, name, says, path, LARGEST >> 30)
         return
     try:
-        model = Decoder(architecture(read_config(path)), torch.float32, torch.device("cpu"))
+        shape = architecture(read_config(path))
+        known = known_vocab(path, shape.vocab)
+        model = Decoder(shape, torch.float32, torch.device("cpu"), known)
         model.load(iterate_weights(path))
     except ModelError as error:
         logger.warning(
@@ -56,7 +59,7 @@ async def check_served_model(engine: Engine, path: Path, name: str, told: str | 
     if gap <= SAME:
         logger.info("%s has the weights of %s: log-probs agree within %.1g nats", name, path, gap)
         return
-    rounded = Decoder(model.architecture, torch.bfloat16, torch.device("cpu"))
+    rounded = Decoder(model.architecture, torch.bfloat16, torch.device("cpu"), known)
     rounded.load(model.named_weights())
     rounding = _largest(expected, logprobs(rounded, row, TEMPERATURE)[len(prompt) :])
     if not gap <= ROUNDINGS * rounding:

@@ -26,7 +26,7 @@ from rlflow.rollout.engine import (
 )
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import Carrier, WeightNames
-from rlflow.rollout.vllm.completions import sampling_arguments
+from rlflow.rollout.vllm.completions import sampling_arguments, unknown_ids
 from rlflow.rollout.vllm.engine_requests import (
     COLDEST,
     EngineRequest,
@@ -88,6 +88,7 @@ class VLLMEngine(Engine):
         self.counts = TokenCounts()
         self.version = 0
         self._stops = StopTokens(self.path, tokenizer, int(config.get("vocab_size") or 1 << 31))
+        self._unknown = unknown_ids(path, config.get("vocab_size"))
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
         self._loading = self._asleep = False
         self._broken = False  # the weights cannot be used
@@ -315,7 +316,9 @@ class VLLMEngine(Engine):
     def _submit(self, request: EngineRequest) -> None:
         fed, sampling = request.fed, request.sampling
         room = self._room(request) - len(request.sampled.tokens)
-        asked = sampling_arguments(sampling, room, self._stops.of(sampling.stop), len(fed))
+        asked = sampling_arguments(
+            sampling, room, self._stops.of(sampling.stop), len(fed), self._unknown
+        )
         request.call = self.server.generate(fed, asked, self.version, request.priority)
 
     async def _finish(self, request: EngineRequest) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, combined_hash, tensor_hash
+from rlflow.trainer import lora
 from rlflow.trainer.layout import stage_of
 from rlflow.trainer.lora import identity
 from rlflow.trainer.megatron import low_rank
@@ -86,6 +87,16 @@ def gather_adapters(
         for name, shape in low_rank.factor_shapes(rule, layer, model, options):
             factor = held[name] if held else torch.empty(shape, dtype=dtype, device=device())
             yield name, world.from_stage(stage, factor).to("cpu", copy=True)
+
+
+def arrived(chunks: Sequence[PolicyModel]) -> float | None:
+    """See `Trainer.adapters_arrived`. A collective."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device())
+    for chunk in chunks:
+        for adapter in low_rank.adapters_of(chunk):
+            sums += adapter.arrival.to(sums.device)
+    dist.all_reduce(sums)
+    return lora.arrived(sums)
 
 
 def entries(modules: Sequence[PolicyModel], others: Mapping[str, Any]) -> dict[str, Any]:

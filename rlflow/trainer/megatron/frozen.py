@@ -13,6 +13,7 @@ from torch import Tensor
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.models.vocabulary import known_vocab
 from rlflow.trainer.megatron import offload
 from rlflow.trainer.megatron.model import PolicyModel, build_model, named_parameters
 from rlflow.trainer.megatron.model_weights import load_weights
@@ -21,8 +22,8 @@ from rlflow.trainer.megatron.world import World
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model of any size and family, split over the ranks as the policy is. vocab: without
-    padding. host: its weights, where they leave the GPU between two scores."""
+    """A model of any size and family, split over the ranks as the policy is. vocab: ids that its
+    tokenizer has. host: its weights, where they leave the GPU between two scores."""
 
     chunks: Sequence[PolicyModel]
     vocab: int
@@ -39,14 +40,15 @@ class FrozenModel:
             world.layout.check_frozen(model)
         except ConfigError as problem:
             raise ConfigError(f"{path}: it is split as the policy is: {problem}") from None
-        chunks = build_model(model, world, dtype, chunk_bytes)
+        vocab = known_vocab(path, model.vocab)
+        chunks = build_model(model, world, dtype, chunk_bytes, vocab=vocab)
         load_weights(chunks, model, world, WeightFiles(path))
         for chunk in chunks:
             chunk.requires_grad_(False).eval()
         host = offload.to_host(dict(named_parameters(chunks))) if offloaded else {}
         for name, parameter in named_parameters(chunks) if offloaded else ():
             parameter.data = host[name]
-        return cls(chunks, model.vocab, host)
+        return cls(chunks, vocab, host)
 
     def on_device(self) -> AbstractContextManager[None]:
         """Inside, the weights are where the model computes."""

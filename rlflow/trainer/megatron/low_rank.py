@@ -24,7 +24,7 @@ from torch.nn import Parameter, ParameterDict
 
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule, Split
-from rlflow.trainer.lora import A, B, first_factor
+from rlflow.trainer.lora import A, B, first_factor, measured
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.options import LoraOptions
 
@@ -39,7 +39,8 @@ class LayerAdapter(torch.nn.Module):
     a[name] (rank, in), b[name] (out, rank) of this rank. In a column-parallel layer every rank has
     all of A and B's rows of its own outputs, in a row-parallel one A's columns of its own inputs
     and all of B. What is whole on every rank has the same gradient there; under sequence
-    parallelism that of its own tokens, which Megatron sums as it does for norms."""
+    parallelism that of its own tokens, which Megatron sums as it does for norms. arrival:
+    `measured` of this rank's part in the last merge."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class LayerAdapter(torch.nn.Module):
             True,
         )
         self.row, self.split = rule.split is Split.ROW, rule.split
+        self.arrival = torch.zeros(2, dtype=torch.float64)
         self.groups = model.groups // world.tensor_parallel
         self.layers = {
             _projection(name): name.removesuffix(".weight") for name in rule.names(layer)
@@ -111,7 +113,7 @@ class LayerAdapter(torch.nn.Module):
         )
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """A new tensor: this rank's weight of the layer with the adapters in it, added in
         float32."""
         changes = [
@@ -120,7 +122,10 @@ class LayerAdapter(torch.nn.Module):
             else weight.new_zeros(self._share(outputs), weight.shape[1], dtype=torch.float32)
             for name, (outputs, _) in self.shapes.items()
         ]
-        return (weight.float() + self._fused(changes, dim=0)).to(weight.dtype)
+        added = self._fused(changes, dim=0)
+        whole = (weight.float() + added).to(dtype)
+        self.arrival = measured(weight, added, whole)
+        return whole
 
     def factors(self) -> Iterator[tuple[str, Parameter, int | None]]:
         """(name as of `Trainer.adapter_weights`, this rank's part, the dimension along which it is

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batching import ROUTES
-from rlflow.errors import DataError
+from rlflow.batching import ROUTES, teaches
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.models.vocabulary import known_vocab
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.lora import check_layers
 from rlflow.trainer.megatron import (
@@ -44,7 +44,13 @@ from rlflow.trainer.megatron.model_weights import gather_weights, load_weights
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_batch, check_finite, finish_metrics, skipped
 from rlflow.trainer.routing import balance_of
-from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, unknown_model
+from rlflow.trainer.scoring import (
+    check_new_name,
+    check_tokens,
+    check_top_k,
+    empty_scores,
+    unknown_model,
+)
 from rlflow.types import Batch, Loss, as_loss
 
 logger = logging.getLogger(__name__)
@@ -104,6 +110,7 @@ class MegatronTrainer(Trainer):
                     kind,
                     given.fp8,
                     fused=self._lora is None,
+                    vocab=self._vocab,
                 )
                 logger.info("layers: %s", layers_name())
                 load_weights(self._chunks, self._architecture, self._world, weights)
@@ -124,6 +131,7 @@ class MegatronTrainer(Trainer):
         """Raises ConfigError where the model cannot do what is asked."""
         config = read_config(path)
         model = self._architecture = architecture(config)
+        self._vocab = known_vocab(path, model.vocab)
         given.layout.check_model(model)
         check_layers(given.lora, model)
         self.routing = router_replay.routing_of(given.router_replay, model)
@@ -154,7 +162,9 @@ class MegatronTrainer(Trainer):
             if self._replays:
                 routing = router_replay.Replaying(self._world)
             balancing = None
-            if self._balance is not None:
+            # Routers have a gradient everywhere: without this, rows that teach nothing would make
+            # a whole step of the optimizer
+            if self._balance is not None and teaches(batch, loss):
                 balancing = Balancing(
                     self._balance, self._world, self._architecture, self._chunks, batch
                 )
@@ -186,7 +196,7 @@ class MegatronTrainer(Trainer):
     ) -> dict[str, Tensor]:
         recorded, want = ROUTES in want, [name for name in want if name != ROUTES]
         check_wanted(want, self._values)
-        vocab = self._architecture.vocab
+        vocab = self._vocab
         check_top_k(top_k, vocab)
         if len(batch) == 0:
             return empty_scores(batch, want, top_k)
@@ -234,9 +244,15 @@ class MegatronTrainer(Trainer):
                 path, self._world, dtype, self._chunk_bytes, self._offload_snapshots
             )
 
-    def weights(self, device: str | None = "cpu") -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, device: str | None = "cpu", merged: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         offload.empty_cache()
-        return gather_weights(self._chunks, self._architecture, self._world, device)
+        rounded = None if merged is None or self._lora is None else (self._lora, merged)
+        return gather_weights(self._chunks, self._architecture, self._world, device, rounded)
+
+    def adapters_arrived(self) -> float | None:
+        return None if self._lora is None else adapters.arrived(self._chunks)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self._lora is None:
@@ -316,13 +332,7 @@ class MegatronTrainer(Trainer):
 
     def _check(self, batch: Batch) -> None:
         world.check_joined(self._world)
-        lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
-        vocab = self._architecture.vocab
-        if lowest < 0 or highest >= vocab:
-            raise DataError(
-                f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found "
-                f"{lowest} to {highest}."
-            )
+        check_tokens(batch.tokens, self._vocab)
 
     def _swapped(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the parameters hold a snapshot's values."""

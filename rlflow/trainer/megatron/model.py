@@ -137,15 +137,22 @@ def build_model(
     kind: type[PolicyModel] = PolicyModel,
     fp8: str = "none",
     fused: bool = True,
+    vocab: int | None = None,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set.
 
     chunk_bytes: of float32 logits at a time. recompute: as `TrainerOptions.recomputed`. fp8: a
     recipe of Transformer Engine's, or none. fused: take its layers where they can be had; adapters
-    need the input of each linear layer, which a norm fused with it does not give out."""
+    need the input of each linear layer, which a norm fused with it does not give out. vocab: the
+    first so many ids have a probability (`known_vocab`); None: all."""
     config = transformer_config(model, world, dtype, recompute, fp8, fused)
-    chunks = range(world.layout.virtual_pipeline)
-    return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
+    chunks = [
+        _build_chunk(model, world, config, number, chunk_bytes, kind)
+        for number in range(world.layout.virtual_pipeline)
+    ]
+    for chunk in chunks:
+        chunk.vocab = model.vocab if vocab is None else vocab
+    return chunks
 
 
 def _build_chunk(
@@ -175,7 +182,7 @@ def _build_chunk(
         vp_stage=number if world.layout.virtual_pipeline > 1 else None,
     )
     RouterReplay.clear_global_router_replay_instances()  # a list that would keep every model's
-    module.vocab, module.chunk_bytes = model.vocab, chunk_bytes
+    module.chunk_bytes = chunk_bytes
     return module.to(device())
 
 

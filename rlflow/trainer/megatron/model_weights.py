@@ -16,10 +16,11 @@ from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import TIED_OUTPUT, dtype_of
 from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
-from rlflow.trainer.megatron.low_rank import adapter_of
+from rlflow.trainer.megatron.low_rank import adapter_of, wanted
 from rlflow.trainer.megatron.model import PolicyModel
 from rlflow.trainer.megatron.specs import is_fused
 from rlflow.trainer.megatron.world import World
+from rlflow.trainer.options import LoraOptions
 
 
 def parameter_name(
@@ -59,24 +60,31 @@ def load_weights(
 
 
 def gather_weights(
-    chunks: Sequence[PolicyModel], model: Architecture, world: World, where: str | None = "cpu"
+    chunks: Sequence[PolicyModel],
+    model: Architecture,
+    world: World,
+    where: str | None = "cpu",
+    rounded: tuple[LoraOptions, torch.dtype] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, full tensor) pairs on every rank, adapters merged into copies of their
     weights; one rule's tensors in memory at a time. where: the device of copies; None: parameters
-    as they are, and what is made of them. A collective."""
+    as they are, and what is made of them. rounded: layers with such adapters come in another dtype
+    than the model's. A collective."""
     parameters = [chunk.own_tensors() for chunk in chunks]
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
+        dtype = next(chunks[0].parameters()).dtype
+        if rounded is not None and wanted(rule, rounded[0]):
+            dtype = rounded[1]
         here = stage == world.pipeline_rank
         holder = _holder(rule, model, world.layout)
         if here and holder in (None, world.expert_rank):
             parameter = parameter_name(rule, layer, model, world.layout, is_fused(chunks[0].config))
             local = parameters[chunk][parameter].detach()
             adapter = adapter_of(chunks[chunk], parameter)
-            local = local if adapter is None else adapter.merged(local)
+            local = local if adapter is None else adapter.merged(local, dtype)
             tensors = merge(rule, [local] if rule.per_expert else all_shards(local, world), model)
         else:
-            dtype = next(chunks[0].parameters()).dtype
             tensors = [
                 torch.empty(shape, dtype=dtype_of(name, dtype), device=device())
                 for name, shape in zip(rule.names(layer), rule.shapes(model))

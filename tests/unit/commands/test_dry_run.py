@@ -193,6 +193,17 @@ def test_a_template_that_forgets_thoughts_is_said(
     assert note not in dry(place, capsys, model)[1]
 
 
+def test_what_bfloat16_does_to_adapters_is_said(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora, half = "trainer.lora.rank=4", "model.dtype=bfloat16"
+    assert "note: rollout.engine keeps float32" in dry(place, capsys, lora, half)[1]
+    coarse = dry(place, capsys, lora, half, "rollout.engine.dtype=bfloat16")[1]
+    assert "rollout.engine.dtype=float32 keeps it" in " ".join(coarse.split())
+    for others in ((lora,), (half,)):
+        assert "adapters" not in dry(place, capsys, *others)[1]
+
+
 FAULTS = {
     "a model directory that is none": ("model.path=recipes", "recipes/config.json: missing"),
     "a model without a tokenizer": ("model.path={path}/no_tokenizer", "no tokenizer"),

@@ -54,6 +54,10 @@ def test_a_healthy_run_is_warned_of_nothing() -> None:
             {"train/expert_spread": 0.01, "train/routes_differ": 0.0},
             "A router has collapsed: in some layer nearly all tokens go to the same experts, for 3 steps",
         ),
+        (
+            {"sync/adapters_arrived": 0.24},
+            "Of what the adapters add to the weights, 24% is in those of the engines, for 3 steps",
+        ),
         ({"rollout/aborted": 0.1}, "Tool errors rise: 10% of the episodes of a step are lost"),
         (
             {"rollout/unfounded": 0.25},

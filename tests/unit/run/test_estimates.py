@@ -17,6 +17,7 @@ from rlflow.run.estimates import (
     VLLM_CORE,
     VLLM_FRONT,
     checkpoint_bytes,
+    engine_dtype,
     engine_parts,
     estimate,
     largest_microbatch,
@@ -198,6 +199,22 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
         engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"]
         == 2048 * token
     )
+
+
+def test_of_adapters_the_embedded_engine_keeps_float32(qwen: Architecture) -> None:
+    half, lora = "model.dtype=bfloat16", "trainer.lora.rank=8"
+    own = {
+        overrides: engine_parts(config(*overrides), qwen)["engine's weights"]
+        for overrides in (
+            (half,),
+            (half, lora),
+            (half, lora, "rollout.engine.dtype=bfloat16"),
+        )
+    }
+    plain, adapted, asked = own.values()
+    assert adapted == 2 * plain == 2 * asked
+    vllm = config("rollout.engine={name: vllm}", half, lora)
+    assert engine_dtype(vllm) == "bfloat16" and engine_dtype(config(lora)) == "float32"
 
 
 def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> (

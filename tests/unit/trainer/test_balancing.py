@@ -11,6 +11,7 @@ import torch
 from fixtures import tiny_model
 from torch import Tensor
 
+from rlflow.algorithms import PPOClipLoss
 from rlflow.batching import ROUTES
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import digest, iterate_weights
@@ -138,6 +139,28 @@ def test_biases_stay_where_an_update_moves_no_weight(make: Any, biased: Path) ->
         "updates_skipped"
     ]
     assert digest(trainer.weights()) == before
+
+
+@pytest.mark.parametrize("nothing", ["advantages", "weights", "coefficients"])
+def test_router_losses_alone_move_no_weight(make: Any, nothing: str) -> None:
+    """An update whose policy term vanishes is skipped, with losses of the routers as without; one
+    with any advantage has them."""
+    trainer, batch = make(balance=BOTH), make_batch()
+    batch = batch.replace(trainer_version=batch.lengths)  # a training step may mask everything
+    before = digest(trainer.weights())
+    idle = batch.replace(**{nothing: torch.zeros(batch.tokens.shape)})
+    assert trainer.update(idle, PPOClipLoss())["updates_skipped"] == 1
+    assert digest(trainer.weights()) == before
+    moving = trainer.update(batch, PPOClipLoss())
+    assert moving["router_aux_loss"] > 1 and "updates_skipped" not in moving
+
+
+def test_a_loss_that_learns_without_advantages_keeps_the_router_losses(make: Any) -> None:
+    batch = make_batch()
+    metrics = make(balance=BOTH).update(
+        batch.replace(advantages=0 * batch.advantages), policy_gradient
+    )
+    assert metrics["router_aux_loss"] > 1 and metrics["gradient_norm"] > 0
 
 
 @pytest.mark.slow

@@ -117,6 +117,51 @@ def test_the_stream_is_the_base_with_the_adapters_added_and_the_base_stays(
         assert torch.equal(value, before[name]), name
 
 
+def added(trainer: Any) -> dict[str, torch.Tensor]:
+    """{name of a weight: what its adapter adds}, float64."""
+    factors = dict(trainer.adapter_weights())
+    return {
+        name.replace("lora_B.", ""): ALPHA
+        / RANK
+        * value.double()
+        @ factors[name.replace("lora_B", "lora_A")].double()
+        for name, value in factors.items()
+        if "lora_B" in name
+    }
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_of_bfloat16_most_of_the_first_updates_is_lost_and_of_float32_nothing(
+    make: Any, untied: Path, backend: str
+) -> None:
+    """At the learning rate of real models; by hand, over all layers."""
+    trainer = make(untied, backend=backend, dtype="bfloat16", lr=1e-5)
+    kinds = (None, torch.bfloat16, torch.float32)
+    bases = [dict(trainer.weights(merged=merged)) for merged in kinds]
+    assert trainer.adapters_arrived() is None  # nothing is added yet
+    updated(trainer)
+    changes = added(trainer)
+    for merged, base in zip(kinds, bases, strict=True):
+        found = dict(trainer.weights(merged=merged))
+        lost = sum(
+            float((found[name].double() - base[name].double() - change).square().sum())
+            for name, change in changes.items()
+        )
+        whole = sum(float(change.square().sum()) for change in changes.values())
+        share = 1 - (lost / whole) ** 0.5
+        assert trainer.adapters_arrived() == pytest.approx(max(share, 0), abs=0.02)
+        assert share > 0.98 if merged is torch.float32 else share < 0.3
+        adapted = {value.dtype for name, value in found.items() if name in changes}
+        others = {value.dtype for name, value in found.items() if name not in changes}
+        assert adapted == {merged or torch.bfloat16} and others == {torch.bfloat16}
+
+
+def test_without_adapters_nothing_is_said_of_them(make: Any, untied: Path) -> None:
+    trainer = make(untied, lora=None)
+    assert digest(trainer.weights(merged=torch.bfloat16)) == digest(trainer.weights())
+    assert trainer.adapters_arrived() is None
+
+
 def frozen(trainer: Any) -> list[tuple[str, torch.Tensor]]:
     module = trainer.model if hasattr(trainer, "model") else trainer._chunks[0]
     return [
