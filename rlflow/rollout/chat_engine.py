@@ -14,7 +14,7 @@ from typing import Any
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
-from rlflow.rollout.tokenizer import NextTurn, as_messages
+from rlflow.rollout.tokenizer import NextTurn, Speech, as_messages
 from rlflow.types import Message, Observation
 
 ROUTE = "/chat/completions"
@@ -75,6 +75,17 @@ class PiecedText:
     def without_control(self, text: str) -> str:
         """The text without the marks."""
         return _own(text)
+
+    def speech(self, response: Sequence[int]) -> Speech:
+        """What a response says: text, as a server gives it."""
+        return (self.decode(response),)
+
+    def own_words(self, speech: Speech) -> str:
+        return _own("".join(map(str, speech)))
+
+    def recognise(self, content: str, said: Sequence[Speech]) -> str:
+        """The content: text has no control tokens."""
+        return content
 
     def encode_response(self, text: str) -> list[int]:
         """What the model said, between marks: it is recognised in the conversation again."""

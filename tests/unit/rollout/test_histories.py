@@ -133,31 +133,44 @@ def test_exact_history_keeps_everything_as_sampled_in_one_segment(
     assert len(one.segments) == 1 and one.metrics["forks"] == one.metrics["refed_tokens"] == 0
     plain = conversations(PROMPT, PLAIN, USERS)
     texts = [tokenizer.render(view) for view in plain]
-    close = tokenizer.decode(tokenizer.eos_ids[:1], skip_special_tokens=False) if end else ""
+    ends = ["<|im_end|>", "<|end|>"] if end else []  # the template's, or another
     for number, (earlier, later) in enumerate(itertools.pairwise(fed)):
         between = tokenizer.decode(
             later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False
         )
-        expected = texts[number + 1].rpartition(PLAIN[number])[2].removeprefix(close)
+        expected = texts[number + 1].rpartition(PLAIN[number])[2]
+        for close in ends:
+            expected = expected.removeprefix(close)
         assert between == expected and USERS[number][0]["content"] in between
 
 
-def test_what_a_templates_own_control_tokens_set_apart_is_refused(directory: Path) -> None:
-    """Channels of a response are control tokens: its text lacks them, so the template cannot show what was said."""
+CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+
+
+def test_a_policy_that_opens_its_turns_itself_is_seen_as_the_template_shows_it(
+    directory: Path,
+) -> None:
     tokenizer = dressed(directory, GPT_OSS)
-    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
-    sampled = [tokenizer.encode(said)] * 2
-    refusal = r"puts '<\|channel\|>final<\|message\|>' in front .*rollout\.history=exact"
-    with pytest.raises(EnvironmentContractError, match=refusal):
-        played(tokenizer, PROMPT, sampled, Talk(USERS[:1]))
-    one, fed = played(tokenizer, PROMPT, sampled, Talk([[tool("Doc 1")]]), history="exact")
+    sampled = [tokenizer.encode(CHANNELS.format(text)) for text in PLAIN]
+    one, fed = played(tokenizer, PROMPT, sampled, Talk(USERS))
     check_segments(one, fed, sampled)
+    check_contexts(tokenizer, one, fed, conversations(PROMPT, PLAIN, USERS))
+    assert [turn.segment for turn in one.turns] == [0, 1, 2]
+    one, fed = played(tokenizer, PROMPT, sampled[:2], Talk([[tool("Doc 1")]]), history="exact")
+    check_segments(one, fed, sampled[:2])
     shown = tokenizer.decode(fed[1][len(fed[0]) :], skip_special_tokens=False)
-    assert (
-        shown
-        == said
-        + '<|end|><|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
-    )
+    answer = '<|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
+    assert shown == CHANNELS.format("One.") + answer
+
+
+def test_a_turn_that_the_template_would_show_as_another_is_refused(directory: Path) -> None:
+    """A call stands in a channel of its own: the template would put it into the final one."""
+    tokenizer = dressed(directory, GPT_OSS)
+    call = tokenizer.encode("<|channel|>commentary to=look<|message|>{}<|return|>")
+    refusal = r"puts '<\|channel\|>final<\|message\|>' in front .*rollout\.history=exact"
+    for said in ([call], [call, tokenizer.encode(CHANNELS.format("One."))]):
+        with pytest.raises(EnvironmentContractError, match=refusal):
+            played(tokenizer, PROMPT, [*said, call], Talk(USERS[: len(said)]))
 
 
 def test_exact_history_is_refused_where_the_answer_stands_elsewhere(directory: Path) -> None:
@@ -180,8 +193,8 @@ def test_the_note_for_the_start_says_what_becomes_of_thinking(directory: Path) -
         for template in (QWEN25, LLAMA31, QWEN3, DEEPSEEK_R1, GPT_OSS)
     }
     assert notes[QWEN25] == notes[LLAMA31] == ""
-    assert "rollout/forks" in notes[QWEN3] and "rollout/forks" in notes[DEEPSEEK_R1]
-    assert "need rollout.history=exact" in notes[GPT_OSS]
+    for template in (QWEN3, DEEPSEEK_R1, GPT_OSS):
+        assert "rollout/forks" in notes[template]
 
 
 def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(
@@ -278,13 +291,13 @@ def test_an_empty_turn_is_seen_as_the_template_shows_it(directory: Path) -> None
     )
 
 
-def test_another_end_token_than_the_templates_stays_and_forks_nothing(directory: Path) -> None:
+def test_another_end_token_than_the_templates_stands_in_its_place(directory: Path) -> None:
     tokenizer = dressed(directory, QWEN25)
     sampled = [tokenizer.encode("One.<|end|>"), tokenizer.encode("Two.")]
     one, fed = played(tokenizer, PROMPT, sampled, Talk(USERS[:1]))
     check_segments(one, fed, sampled)
     shown = tokenizer.decode(fed[1][len(fed[0]) :], skip_special_tokens=False)
-    assert shown.startswith("One.<|end|><|im_end|>\n<|im_start|>user") and len(one.segments) == 1
+    assert shown.startswith("One.<|end|>\n<|im_start|>user") and len(one.segments) == 1
 
 
 def test_replaced_observations_and_forks_do_not_mix(directory: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.rollout.continuation import Continued
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.episodes import TokenSpan, make_segment
+from rlflow.rollout.episode_state import TokenSpan, make_segment
 from rlflow.rollout.tokenizer import Tokenizer
 
 SIZES = {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8}
