@@ -76,6 +76,10 @@ class PiecedText:
         """The text without the marks."""
         return _own(text)
 
+    def response_text(self, response: Sequence[int]) -> str:
+        """What the model said."""
+        return self.decode(response)
+
     def speech(self, response: Sequence[int]) -> Speech:
         """What a response says: text, as a server gives it."""
         return (self.decode(response),)

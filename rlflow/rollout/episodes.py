@@ -221,7 +221,7 @@ class EpisodePlayer:
             raise RolloutError(f"the engine ended the request early: it was {completion.stop}.")
         start = state.length
         stop = start + len(completion.tokens)
-        response = self.tokenizer.decode(completion.tokens)
+        response = self.tokenizer.response_text(completion.tokens)
         state.respond(completion)
         turn = Turn(state.row, start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)

@@ -176,9 +176,17 @@ class Tokenizer:
 
         return self._control_text.sub(replaced, text)
 
+    def response_text(self, response: Sequence[int]) -> str:
+        """The text of a response, as environments get it: a token that ends the turn is no part of
+        it, special or not."""
+        return self.decode(self._without_end(response))
+
+    def _without_end(self, response: Sequence[int]) -> Sequence[int]:
+        return response[:-1] if response and response[-1] in self.eos_ids else response
+
     def speech(self, response: Sequence[int]) -> Speech:
         """What a response says, without the token that ends its turn."""
-        tokens = response[:-1] if response and response[-1] in self.eos_ids else response
+        tokens = self._without_end(response)
         parts: list[str | int] = []
         start = 0
         places = [place for place, token in enumerate(tokens) if token in self._control]
