@@ -19,8 +19,8 @@ from rlflow.types import Episode, Step, Task
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
 _BROKEN = (
-    "most requests do not go on from the last response: the agent rewrites its history, and every "
-    "turn is a segment of its own; send messages back as they came"
+    "most requests go on from no earlier response: the agent rewrites its history, and every turn "
+    "is a segment of its own; send messages back as they came"
 )
 
 
@@ -36,7 +36,7 @@ class AgentEnvironment(Environment):
         "requests": Metric("per episode", "responses that the agent asked for"),
         "broken_histories": Metric(
             "share",
-            "of requests that did not go on from the last response; each starts a segment",
+            "of requests that went on from no open response; each starts a segment",
             alarm=0.5,
             advice=_BROKEN,
         ),

@@ -47,8 +47,9 @@ REFUSALS = {
 
 @dataclass
 class RequestCounts:
-    """What became of an episode's requests. broken: those after the first that did not go on from
-    the last response; ignored: sampling parameters; calls: of tools, failed ones left out."""
+    """What became of an episode's requests. broken: those after the first that went on from no
+    response, or from one that another had gone on from; ignored: sampling parameters; calls: of
+    tools, failed ones left out."""
 
     requests: int = 0
     broken: int = 0
@@ -111,6 +112,7 @@ class AgentSession:
         self._arrived = asyncio.Event()
         self._refusal = ""  # the code of what is answered from now on
         self._turns = 0
+        self._followed: set[int] = set()  # turns that another one went on from
 
     async def ask(self, request: ModelRequest, name: str, again: bool, gone: Gone) -> ModelReply:
         """The policy's response, waited for. again: the request of this name may have come before,
@@ -179,6 +181,7 @@ class AgentSession:
         stopped = assistant(reply.content + (reply.stop_string or ""), reply.calls)
         forms = (said, stopped, assistant(response, ()))
         self._history.record(asked.continuation.place, self._turns, response, forms)
+        self._followed.add(asked.continuation.after)
         self._turns += 1
         self.messages = [*asked.request.messages, said]
         if asked.request.handed_on is not None:
@@ -246,7 +249,7 @@ class AgentSession:
         self.counts.requests += 1
         self.counts.offered = self.counts.offered or bool(request.tools)
         found = asked.continuation = self._history.find(request)
-        self.counts.broken += last >= 0 and found.after != last
+        self.counts.broken += last >= 0 and (found.after < 0 or found.after in self._followed)
         observation: Observation = found.messages
         if self.plain:
             observation = "".join(message["content"] for message in found.messages)

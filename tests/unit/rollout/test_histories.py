@@ -14,6 +14,8 @@ from fixtures import tiny_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlflow.algorithms.aggregates.means import sequence_mean
+from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.chat_engine import PiecedText, messages_of
@@ -468,3 +470,54 @@ def test_trained_tokens_are_the_sampled_ones_whatever_a_template_does(
             ]
             close = "" if sampled[number][-1] == end else "<|im_end|>"
             assert between.startswith(f"{close}\n{''.join(frames)}<|im_start|>assistant\n")
+
+
+# ---------------------------------------------------------------- branches
+
+
+def test_conversations_that_take_turns_are_a_segment_each(directory: Path) -> None:
+    tokenizer = dressed(directory, QWEN25)
+    names = "abcd"
+    sampled = ended(tokenizer, [f"{name}{number}" for number in range(4) for name in names])
+    answers: list[Any] = [Step([user(name)], after=-1) for name in names[1:]]
+    answers += [Step([user(f"{number}?")], after=number) for number in range(12)]
+    one, fed = played(tokenizer, [user("a")], sampled, Talk(answers))
+    check_segments(one, fed, sampled)
+    assert [turn.segment for turn in one.turns] == [0, 1, 2, 3] * 4
+    assert [len(segment) for segment in one.segments] == [
+        len(context) + len(ids) for context, ids in zip(fed[12:], sampled[12:])
+    ]
+    assert one.metrics["forks"] == 3 and one.metrics["refed_tokens"] == 0
+
+
+def test_a_request_that_reads_as_an_open_conversation_does_goes_on_in_it(directory: Path) -> None:
+    """Nobody says that it follows: its tokens do."""
+    tokenizer = dressed(directory, QWEN25)
+    sampled = ended(tokenizer, [*PLAIN, "Four, and more."])
+    again = [*PROMPT, {"role": "assistant", "content": "One."}, user("And?")]
+    answers = [Step([user("sub-agent")], after=-1), Step(again, after=-1), Step(again, after=-1)]
+    one, fed = played(tokenizer, PROMPT, sampled, Talk(answers))
+    check_segments(one, fed, sampled)
+    assert [turn.segment for turn in one.turns] == [0, 1, 0, 2]
+    assert one.metrics["refed_tokens"] == len(fed[0] + sampled[0])
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3])
+def test_weights_do_not_depend_on_which_branch_was_asked_for_first(
+    directory: Path, template: str
+) -> None:
+    tokenizer = dressed(directory, template)
+    texts = {"trunk": THOUGHT[0], "left": "Left.", "a long way right": "Right.", "on": "On."}
+    said = dict(zip(texts, ended(tokenizer, list(texts.values()))))
+    found = []
+    for order in itertools.permutations(["left", "a long way right", "on"]):
+        asked = ["trunk", *order]
+        answers = [Step([tool(name)], after=0) for name in order]
+        one, fed = played(tokenizer, PROMPT, [said[name] for name in asked], Talk(answers))
+        check_segments(one, fed, [said[name] for name in asked])
+        assert len(one.segments) == 3
+        batch = make_batch([one])
+        shares = sequence_mean(batch)
+        rows = zip(batch.tokens.tolist(), batch.loss_mask.tolist(), shares.tolist())
+        found.append(sorted((*map(tuple, row),) for row in rows))
+    assert all(rows == found[0] for rows in found)
