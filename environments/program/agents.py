@@ -64,6 +64,9 @@ class AgentEnvironment(Environment):
             advice="requests reach the endpoint that belong to no open episode: give each program "
             "the address and key of its own episode, and end what outlives it",
         ),
+        "endpoint/abandoned": Metric(
+            "requests", "whose client hung up before the answer", reduction="sum"
+        ),
     }
 
     def __init__(
@@ -125,8 +128,12 @@ class AgentEnvironment(Environment):
         if served is None or not served[1].done() or served[1].exception():
             return {}
         endpoint = served[1].result()
-        outside, endpoint.outside = endpoint.outside, 0
-        return {"endpoint/outside": float(outside)}
+        counts = {
+            "endpoint/outside": float(endpoint.outside),
+            "endpoint/abandoned": float(endpoint.abandoned),
+        }
+        endpoint.outside = endpoint.abandoned = 0
+        return counts
 
     def shutdown(self) -> None:
         self._let_go()

@@ -62,7 +62,8 @@ class RequestCounts:
 @dataclass(eq=False)
 class _Asked:
     """A request that waits for its response, and the step that it becomes. lost: nobody waits for
-    the answer. queued: it has its place, or was taken from there. retries: that took its answer."""
+    the answer. queued: it has its place, or was taken from there. retries: that took its answer.
+    askers: how many wait for it now."""
 
     request: ModelRequest
     name: str
@@ -71,6 +72,7 @@ class _Asked:
     lost: bool = False
     queued: bool = False
     retries: int = 0
+    askers: int = 0
     continuation: Continuation | None = None
 
     async def abandoned(self) -> bool:
@@ -109,6 +111,7 @@ class AgentSession:
         self._waiting: deque[_Asked] = deque()
         self._current: _Asked | None = None
         self._newest: deque[_Asked] = deque(maxlen=KEPT)
+        self._awaited: set[_Asked] = set()
         self._arrived = asyncio.Event()
         self._refusal = ""  # the code of what is answered from now on
         self._turns = 0
@@ -126,17 +129,34 @@ class AgentSession:
             self._newest.append(asked)
         asked.gone = gone
         if not asked.queued:
+            asked.request = request  # which was dropped when its asker hung up
             asked.queued = True
             self._waiting.append(asked)
             self._arrived.set()
+        asked.askers += 1
+        self._awaited.add(asked)
         try:
             found = await asyncio.shield(asked.reply)
         except asyncio.CancelledError:
-            asked.lost = True
+            if asked.askers == 1:
+                self._abandon(asked)
             raise
+        finally:
+            asked.askers -= 1
+            if not asked.askers:
+                self._awaited.discard(asked)
         if sum(one.name == name for one in self._newest) > 1:  # a retry must tell them apart
             await asked.abandoned()
         return found
+
+    def _abandon(self, asked: _Asked) -> None:
+        """Gives up the place of a request that nobody waits for, and what it says: a retry brings
+        both again."""
+        asked.lost = True
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+            asked.queued = False
+            asked.request = replace(asked.request, messages=[], tools=[])
 
     async def _lost(self, name: str) -> _Asked | None:
         """Of the requests of a name the oldest whose answer nobody got, else that which the fewest
@@ -200,10 +220,10 @@ class AgentSession:
         return asked is not None
 
     def close(self) -> None:
-        """Refuses whatever is asked or still waits."""
+        """Refuses whatever somebody still waits for."""
         self._refuse_all(ENDED)
-        if self._current is not None:
-            _refuse(self._current, self._refused(ENDED))
+        for asked in (*self._awaited, *filter(None, [self._current])):
+            _refuse(asked, self._refused(ENDED))
 
     def _refuse_all(self, code: str) -> None:
         self._refusal = code
