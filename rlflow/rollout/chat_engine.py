@@ -8,7 +8,7 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
@@ -87,7 +87,7 @@ class PiecedText:
     def own_words(self, speech: Speech) -> str:
         return _own("".join(map(str, speech)))
 
-    def recognise(self, content: str, said: Sequence[Speech]) -> str:
+    def recognise(self, content: str, said: Mapping[str, Speech]) -> str:
         """The content: text has no control tokens."""
         return content
 

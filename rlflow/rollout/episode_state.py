@@ -58,13 +58,13 @@ class Branch:
 class EpisodeState:
     """An episode so far. here: the conversation that it is in. places: those after each turn.
     rows: the spans of each segment-to-be, one for each branch of the conversations; row: the one
-    under way. said: responses in which the policy sampled control tokens."""
+    under way. said: responses in which the policy sampled control tokens, by their texts."""
 
     here: Branch
     prompt: str = ""  # the episode's own, which `reset` may have changed
     rows: list[list[TokenSpan]] = field(default_factory=lambda: [[]])
     row: int = 0
-    said: list[Speech] = field(default_factory=list)
+    said: dict[str, Speech] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     places: list[Branch] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class EpisodeState:
             own = self.here.tokenizer.speech(completion.tokens)
             speech = (*speech, *own)
             if any(isinstance(part, int) for part in own):
-                self.said.append(own)
+                self.said[self.here.tokenizer.spoken(own)] = own
         self.here = dataclasses.replace(
             self.here,
             spans=self.spans,

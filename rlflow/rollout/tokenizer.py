@@ -217,17 +217,21 @@ class Tokenizer:
             texts.append(text)
         return OwnWords(self._take_apart("".join(texts), own))
 
-    def recognise(self, content: str, said: Sequence[Speech]) -> str:
+    def spoken(self, speech: Speech) -> str:
+        """The text of a speech, as environments get it."""
+        return "".join(text for text, _ in self._spans(speech))
+
+    def recognise(self, content: str, said: Mapping[str, Speech]) -> str:
         """The content of an assistant's message; as OwnWords where it is what one of the speeches
-        says, or a piece of it that holds control tokens."""
-        pieces = self._control and self._control_text.search(content)
-        for whole in (True, False) if pieces else (True,):
-            for speech in reversed(said):
-                spans = self._spans(speech)
-                text = "".join(span for span, _ in spans)
-                place = 0 if text == content else -1 if whole else text.find(content)
-                if content and place >= 0:
-                    return self.own_words(_cut_speech(spans, place, place + len(content)))
+        says, or a piece of it that holds control tokens. said: speeches by what is `spoken`."""
+        if content and content in said:
+            return self.own_words(said[content])
+        if self._control and self._control_text.search(content):
+            for text, speech in said.items():
+                place = text.find(content)
+                if place >= 0:
+                    stop = place + len(content)
+                    return self.own_words(_cut_speech(self._spans(speech), place, stop))
         return content
 
     def _spans(self, speech: Speech) -> list[tuple[str, str | int]]:
