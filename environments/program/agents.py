@@ -19,7 +19,7 @@ from rlflow.types import Episode, Step, Task
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
 _BROKEN = (
-    "most requests go on from no earlier response: the agent rewrites its history, and every turn "
+    "most requests continue no open conversation: the agent rewrites its history, and every turn "
     "is a segment of its own; send messages back as they came"
 )
 
@@ -36,7 +36,7 @@ class AgentEnvironment(Environment):
         "requests": Metric("per episode", "responses that the agent asked for"),
         "broken_histories": Metric(
             "share",
-            "of requests that went on from no open response; each starts a segment",
+            "of requests that continued no open conversation; each starts a segment",
             alarm=0.5,
             advice=_BROKEN,
         ),

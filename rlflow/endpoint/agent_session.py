@@ -61,14 +61,15 @@ class RequestCounts:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request that waits for its response, and the step that it becomes. lost: nobody waits for
-    the answer. queued: it has its place, or was taken from there. retries: that took its answer.
+    """A request that waits for its response, and the step that it becomes. since: how many responses
+    had been given when it came. lost: nobody waits for the answer. queued: it has its place, or was taken from there. retries: that took its answer.
     askers: how many wait for it now."""
 
     request: ModelRequest
     name: str
     reply: asyncio.Future[ModelReply]
     gone: Gone
+    since: int = 0
     lost: bool = False
     queued: bool = False
     retries: int = 0
@@ -125,7 +126,7 @@ class AgentSession:
             self._check(request)
         if asked is None:
             reply: asyncio.Future[ModelReply] = asyncio.get_running_loop().create_future()
-            asked = _Asked(request, name, reply, gone)
+            asked = _Asked(request, name, reply, gone, self._turns)
             self._newest.append(asked)
         asked.gone = gone
         if not asked.queued:
@@ -175,7 +176,7 @@ class AgentSession:
         waited = bool(self._waiting)
         while not ended.done():
             if self._waiting:
-                asked = self._waiting.popleft()
+                asked = self._take_next()
                 if not asked.lost and not (waited and await asked.abandoned()):
                     self._current = asked
                     return self._step(asked)
@@ -188,6 +189,13 @@ class AgentSession:
             finally:
                 arrived.cancel()
         return None
+
+    def _take_next(self) -> _Asked:
+        """The request whose turn it is: of those that came between two responses the first by what
+        they say, as what they earn must not depend on which one was quicker."""
+        asked = min(self._waiting, key=lambda one: (one.since, one.name))
+        self._waiting.remove(asked)
+        return asked
 
     def give(self, episode: Episode, response: str) -> None:
         """Answers the request under way with what was sampled for it. At the end of the episode's

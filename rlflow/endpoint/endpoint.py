@@ -175,7 +175,7 @@ async def _asked(session: AgentSession, interface: ModuleType, request: Any) -> 
 
     body, data = await _body(request)
     asked = interface.read(body, session.conversations)
-    name = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).hexdigest()
+    name = hashlib.blake2b(interface.__name__.encode() + data, digest_size=16).hexdigest()
     again = request.headers.get(RETRIES, "0") != "0"
     reply = await _reply(session, asked, name, again, request)
     if not asked.stream:

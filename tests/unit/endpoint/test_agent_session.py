@@ -91,6 +91,28 @@ def test_what_nobody_waits_for_any_more_is_not_sampled() -> None:
     in_a_loop(scenario)
 
 
+@pytest.mark.parametrize("names", ["abc", "cba", "bca"])
+def test_requests_that_wait_together_are_answered_in_one_order_whichever_came_first(
+    names: str,
+) -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        answered = []
+        asked = [asking(session, name) for name in names]
+        await asyncio.sleep(0)
+        for number in range(6):
+            assert await session.next(ended)
+            assert session._current is not None
+            answered.append(session._current.name)
+            told(session, "yes")
+            if number < 3:  # what comes later waits for those that were there, whatever it says
+                asked.append(asking(session, f"A{number}"))
+                await asyncio.sleep(0)
+        assert answered == ["a", "b", "c", "A0", "A1", "A2"]
+        await asyncio.gather(*asked)
+
+    in_a_loop(scenario)
+
+
 def test_the_end_of_an_episode_answers_every_asker(caplog: pytest.LogCaptureFixture) -> None:
     """Those too whose place was given up, as they seemed gone."""
 

@@ -417,7 +417,9 @@ def random_template(draw: st.DrawFn) -> tuple[str, str]:
     ), order
 
 
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", "a", "b", " ", "\n"]), max_size=8)
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", "a", "b", " ", "\n", "<|channel|>"]), max_size=8
+)
 ANSWERS = st.lists(
     st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]),
                        st.sampled_from(["c", "d e", " f\n"])), min_size=1, max_size=2),
