@@ -347,9 +347,13 @@ class Tokenizer:
 
     def _behind_said(self, rest: str, response: str) -> str:
         """What the template puts behind a turn, without what the policy said of its end."""
+        return rest.removeprefix(self._begun_end(response))
+
+    def _begun_end(self, words: str) -> str:
+        """As much of the template's end of a turn as words end with."""
         ends = self._frame.closing
-        said = ("".join(ends[:count]) for count in range(len(ends), 0, -1))
-        return rest.removeprefix(next((one for one in said if response.endswith(one)), ""))
+        begun = ("".join(ends[:count]) for count in range(len(ends), 0, -1))
+        return next((text for text in begun if words.endswith(text)), "")
 
     def _behind_end(self, rest: str, closing: int | None) -> str:
         """The rest without the template's own end of the turn, where the policy ended it."""
@@ -357,7 +361,7 @@ class Tokenizer:
             return rest
         ends = self._frame.closing
         left = ("".join(ends[start:]) for start in range(len(ends)))
-        return rest.removeprefix(next((one for one in left if rest.startswith(one)), ""))
+        return rest.removeprefix(next((text for text in left if rest.startswith(text)), ""))
 
     def _encode_rest(self, rest: str, end: str, closing: int | None) -> list[int]:
         """The ids of what stands behind a response and its end. Encoded alone, it may get a blank
@@ -403,7 +407,9 @@ class Tokenizer:
         asked = self.render([_USER])
         prompt = asked[len(plain) :] if asked.startswith(plain) else ""
         turn: Message = {"role": "assistant", "content": word}
-        head, _, tail = self.render([_USER, turn, _USER]).partition(word)
+        head, shown, tail = self.render([_USER, turn, _USER]).partition(word)
+        if not shown:  # it leaves earlier turns out
+            return TurnFrame("", ())
         known = next(size for size in range(len(prompt), -1, -1) if prompt[:size] in head)
         opening = head[head.rfind(prompt[:known]) + known :] if known else ""
         if self._control.keys().isdisjoint(self.encode(opening)):
@@ -431,10 +437,9 @@ class Tokenizer:
         text = str(words)
         if not (self._control and self._control_text.search(text)):
             return text
-        opening, ends = self._frame.opening, self._frame.closing
+        opening = self._frame.opening
         text = text.rpartition(opening)[2] if opening else text
-        said = ("".join(ends[:count]) for count in range(len(ends), 0, -1))
-        return text.removesuffix(next((one for one in said if text.endswith(one)), ""))
+        return text.removesuffix(self._begun_end(text))
 
     def _unshowable(self, messages: Sequence[Message]) -> str:
         """Why the template cannot show one of the policy's turns; "" where it can.
