@@ -319,9 +319,9 @@ class Tokenizer:
         response that it leaves alone.
 
         history: the messages before the response, those of the policy as OwnWords. closing: the
-        end-of-turn token that the sampled ids end with, if they do. Raises EnvironmentContractError
-        where the template cannot show what was said, or with `exact` does not put the answer behind
-        it."""
+        end-of-turn token that the sampled ids end with, if they do. Raises RolloutError where the
+        template would show what was said as something else, EnvironmentContractError where with
+        `exact` it does not put the answer behind it."""
         before = self.render(history) + response
         turns: list[Message] = [*history, {"role": "assistant", "content": response}]
         after = self.render([*turns, *answer])
@@ -333,15 +333,14 @@ class Tokenizer:
         unsaid = self._behind_said(rest, response)
         if unsaid and (exact or unsaid == known):  # the latter: ended by another token than its own
             return NextTurn(self._encode_rest(self._behind_end(unsaid, closing), end, closing))
-        problem = self._unshowable(turns)
         if exact:
-            problem = "it does not show the environment's messages behind the response"
-        if problem:
             raise EnvironmentContractError(
-                f"chat template: it rewrites earlier turns of the conversation, and {problem} "
-                f"(expected the render to start with {before[-60:]!r}); answer with text instead "
-                f"of messages, or set rollout.history={'template' if exact else 'exact'}."
+                "chat template: it rewrites earlier turns of the conversation, and does not show "
+                "the environment's messages behind the response (expected the render to start with "
+                f"{before[-60:]!r}); answer with text instead of messages, or set "
+                "rollout.history=template."
             )
+        self._check_shown(turns)
         tokens = self.encode(after)
         return NextTurn(tokens, max(0, len(tokens) - len(self._encode_behind(rest))))
 
@@ -393,11 +392,14 @@ class Tokenizer:
             self.render([_USER]) + _THOUGHT
         ):
             return ""
-        return (
+        note = (
             "the chat template rewrites earlier turns, their thinking for one; the policy is "
             "trained on what it will see: an episode starts another segment where an answer of "
             "messages makes it do so (rollout/forks); rollout.history=exact keeps all in view"
         )
+        if opening := self._frame.opening:
+            note += f", and is needed for calls of tools, as it puts {opening!r} in front of them"
+        return note
 
     @functools.cached_property
     def _frame(self) -> TurnFrame:
@@ -441,26 +443,24 @@ class Tokenizer:
         text = text.rpartition(opening)[2] if opening else text
         return text.removesuffix(self._begun_end(text))
 
-    def _unshowable(self, messages: Sequence[Message]) -> str:
-        """Why the template cannot show one of the policy's turns; "" where it can.
+    def _check_shown(self, messages: Sequence[Message]) -> None:
+        """Raises RolloutError for a turn of the policy that the template would show as another.
 
-        Where it opens turns with control tokens (gpt-oss: a channel) and a response has others in
-        their place, the template would show it as what it was not."""
+        Where it opens turns with control tokens (gpt-oss: the final channel) and a response has
+        others in their place (a call), the template would put those behind its own."""
         for message in messages:
             words = message["content"]
             if not isinstance(words, OwnWords) or not self._control_text.search(words):
                 continue
             opening = self._frame.opening
-            if (
-                opening
-                and opening not in words
-                and self._control_text.search(self._without_frame(words))
-            ):
-                return (
-                    f"it puts {opening!r} in front of what an assistant said, where a response has "
-                    "other control tokens"
+            misplaced = opening and opening not in words
+            if misplaced and self._control_text.search(self._without_frame(words)):
+                raise RolloutError(
+                    "chat template: it rewrites earlier turns of the conversation, and puts "
+                    f"{opening!r} in front of a response that has other control tokens, "
+                    f"{words[:60]!r}; set rollout.history=exact, or answer with text instead of "
+                    "messages."
                 )
-        return ""
 
 
 def _cut_speech(spans: Sequence[tuple[str, str | int]], start: int, stop: int) -> Speech:

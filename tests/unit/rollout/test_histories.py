@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,9 +171,9 @@ def test_a_turn_that_the_template_would_show_as_another_is_refused(directory: Pa
     tokenizer = dressed(directory, GPT_OSS)
     call = tokenizer.encode("<|channel|>commentary to=look<|message|>{}<|return|>")
     refusal = r"puts '<\|channel\|>final<\|message\|>' in front .*rollout\.history=exact"
-    for said in ([call], [call, tokenizer.encode(CHANNELS.format("One."))]):
-        with pytest.raises(EnvironmentContractError, match=refusal):
-            played(tokenizer, PROMPT, [*said, call], Talk(USERS[: len(said)]))
+    one, _ = played(tokenizer, PROMPT, [call, call], Talk(USERS))
+    assert not one.usable and len(one.turns) == 1  # what a policy says ends no run
+    assert re.search(refusal, one.error)
 
 
 def test_exact_history_is_refused_where_the_answer_stands_elsewhere(directory: Path) -> None:
@@ -197,6 +198,7 @@ def test_the_note_for_the_start_says_what_becomes_of_thinking(directory: Path) -
     assert notes[QWEN25] == notes[LLAMA31] == ""
     for template in (QWEN3, DEEPSEEK_R1, GPT_OSS):
         assert "rollout/forks" in notes[template]
+        assert ("calls of tools" in notes[template]) == (template == GPT_OSS)
 
 
 def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(
