@@ -96,7 +96,7 @@ def gaps(path: Path, engine_dtype: str, trainer_dtype: str, rows: int, tokens: i
     from rlflow.batching import ROUTES, make_batch
     from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
-    from rlflow.rollout.episodes import TokenSpan, make_segment
+    from rlflow.rollout.episode_state import TokenSpan, make_segment
     from rlflow.trainer.base import Trainer
     from rlflow.types import StopReason, Trajectory
 

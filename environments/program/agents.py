@@ -19,8 +19,8 @@ from rlflow.types import Episode, Step, Task
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
 _BROKEN = (
-    "most requests do not go on from the last response: the agent rewrites its history, and every "
-    "turn is a segment of its own; send messages back as they came"
+    "most requests continue no open conversation: the agent rewrites its history, and every turn "
+    "is a segment of its own; send messages back as they came"
 )
 
 
@@ -36,7 +36,7 @@ class AgentEnvironment(Environment):
         "requests": Metric("per episode", "responses that the agent asked for"),
         "broken_histories": Metric(
             "share",
-            "of requests that did not go on from the last response; each starts a segment",
+            "of requests that continued no open conversation; each starts a segment",
             alarm=0.5,
             advice=_BROKEN,
         ),
@@ -63,6 +63,9 @@ class AgentEnvironment(Environment):
             alarm=0.0,
             advice="requests reach the endpoint that belong to no open episode: give each program "
             "the address and key of its own episode, and end what outlives it",
+        ),
+        "endpoint/abandoned": Metric(
+            "requests", "whose client hung up before the answer", reduction="sum"
         ),
     }
 
@@ -125,8 +128,12 @@ class AgentEnvironment(Environment):
         if served is None or not served[1].done() or served[1].exception():
             return {}
         endpoint = served[1].result()
-        outside, endpoint.outside = endpoint.outside, 0
-        return {"endpoint/outside": float(outside)}
+        counts = {
+            "endpoint/outside": float(endpoint.outside),
+            "endpoint/abandoned": float(endpoint.abandoned),
+        }
+        endpoint.outside = endpoint.abandoned = 0
+        return counts
 
     def shutdown(self) -> None:
         self._let_go()

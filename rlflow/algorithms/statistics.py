@@ -145,15 +145,15 @@ def sampled_order(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """((M,), (M,), (M,)): row, position and trajectory's place of the M trained tokens, trajectory
     by trajectory, in the order in which they were sampled, across the segments."""
     _, place = first_rows(batch)
-    order = (
-        torch.arange(len(batch), device=place.device)
-        if batch.segment is None
-        else batch.segment.argsort(stable=True)
-    )
-    order = order[place[order].argsort(stable=True)]
-    ordered_row, position = batch.loss_mask[order].nonzero(as_tuple=True)
-    row = order[ordered_row]
-    return row, position, place[row]
+    row, position = batch.loss_mask.nonzero(as_tuple=True)
+    keys = [place[row]]
+    # By turn first: conversations of an agent take turns in their segments. Turns may be unknown
+    keys += [] if batch.turn is None else [batch.turn[row, position]]
+    keys += [] if batch.segment is None else [batch.segment[row]]
+    order = torch.arange(len(row), device=row.device)
+    for key in reversed(keys):
+        order = order[key[order].argsort(stable=True)]
+    return row[order], position[order], place[row[order]]
 
 
 def returns_to_go(rewards: Tensor, owners: Tensor, gamma: float = 1.0) -> Tensor:

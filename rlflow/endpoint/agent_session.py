@@ -47,8 +47,9 @@ REFUSALS = {
 
 @dataclass
 class RequestCounts:
-    """What became of an episode's requests. broken: those after the first that did not go on from
-    the last response; ignored: sampling parameters; calls: of tools, failed ones left out."""
+    """What became of an episode's requests. broken: those after the first that went on from no
+    response, or from one that another had gone on from; ignored: sampling parameters; calls: of
+    tools, failed ones left out."""
 
     requests: int = 0
     broken: int = 0
@@ -60,16 +61,19 @@ class RequestCounts:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request that waits for its response, and the step that it becomes. lost: nobody waits for
-    the answer. queued: it has its place, or was taken from there. retries: that took its answer."""
+    """A request that waits for its response, and the step that it becomes. since: how many responses
+    had been given when it came. lost: nobody waits for the answer. queued: it has its place, or was taken from there. retries: that took its answer.
+    askers: how many wait for it now."""
 
     request: ModelRequest
     name: str
     reply: asyncio.Future[ModelReply]
     gone: Gone
+    since: int = 0
     lost: bool = False
     queued: bool = False
     retries: int = 0
+    askers: int = 0
     continuation: Continuation | None = None
 
     async def abandoned(self) -> bool:
@@ -110,9 +114,11 @@ class AgentSession:
         self._waiting: deque[_Asked] = deque()
         self._current: _Asked | None = None
         self._newest: deque[_Asked] = deque(maxlen=KEPT)
+        self._awaited: set[_Asked] = set()
         self._arrived = asyncio.Event()
         self._refusal = ""  # the code of what is answered from now on
         self._turns = 0
+        self._followed: set[int] = set()  # turns that another one went on from
 
     async def ask(self, request: ModelRequest, name: str, again: bool, gone: Gone) -> ModelReply:
         """The policy's response, waited for. again: the request of this name may have come before,
@@ -122,21 +128,38 @@ class AgentSession:
             self._check(request)
         if asked is None:
             reply: asyncio.Future[ModelReply] = asyncio.get_running_loop().create_future()
-            asked = _Asked(request, name, reply, gone)
+            asked = _Asked(request, name, reply, gone, self._turns)
             self._newest.append(asked)
         asked.gone = gone
         if not asked.queued:
+            asked.request = request  # which was dropped when its asker hung up
             asked.queued = True
             self._waiting.append(asked)
             self._arrived.set()
+        asked.askers += 1
+        self._awaited.add(asked)
         try:
             found = await asyncio.shield(asked.reply)
         except asyncio.CancelledError:
-            asked.lost = True
+            if asked.askers == 1:
+                self._abandon(asked)
             raise
+        finally:
+            asked.askers -= 1
+            if not asked.askers:
+                self._awaited.discard(asked)
         if sum(one.name == name for one in self._newest) > 1:  # a retry must tell them apart
             await asked.abandoned()
         return found
+
+    def _abandon(self, asked: _Asked) -> None:
+        """Gives up the place of a request that nobody waits for, and what it says: a retry brings
+        both again."""
+        asked.lost = True
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+            asked.queued = False
+            asked.request = replace(asked.request, messages=[], tools=[])
 
     async def _lost(self, name: str) -> _Asked | None:
         """Of the requests of a name the oldest whose answer nobody got, else that which the fewest
@@ -155,7 +178,7 @@ class AgentSession:
         waited = bool(self._waiting)
         while not ended.done():
             if self._waiting:
-                asked = self._waiting.popleft()
+                asked = self._take_next()
                 if not asked.lost and not (waited and await asked.abandoned()):
                     self._current = asked
                     return self._step(asked)
@@ -169,6 +192,13 @@ class AgentSession:
                 arrived.cancel()
         return None
 
+    def _take_next(self) -> _Asked:
+        """The request whose turn it is: of those that came between two responses the first by what
+        they say, as what they earn must not depend on which one was quicker."""
+        asked = min(self._waiting, key=lambda one: (one.since, one.name))
+        self._waiting.remove(asked)
+        return asked
+
     def give(self, episode: Episode, response: str) -> None:
         """Answers the request under way with what was sampled for it. At the end of the episode's
         turns all further ones are refused."""
@@ -181,6 +211,7 @@ class AgentSession:
         stopped = assistant(reply.content + (reply.stop_string or ""), reply.calls)
         forms = (said, stopped, assistant(response, ()))
         self._history.record(asked.continuation.place, self._turns, response, forms)
+        self._followed.add(asked.continuation.after)
         self._turns += 1
         self.messages = [*asked.request.messages, said]
         if asked.request.handed_on is not None:
@@ -199,10 +230,10 @@ class AgentSession:
         return asked is not None
 
     def close(self) -> None:
-        """Refuses whatever is asked or still waits."""
+        """Refuses whatever somebody still waits for."""
         self._refuse_all(ENDED)
-        if self._current is not None:
-            _refuse(self._current, self._refused(ENDED))
+        for asked in (*self._awaited, *filter(None, [self._current])):
+            _refuse(asked, self._refused(ENDED))
 
     def _refuse_all(self, code: str) -> None:
         self._refusal = code
@@ -248,7 +279,7 @@ class AgentSession:
         self.counts.requests += 1
         self.counts.offered = self.counts.offered or bool(request.tools)
         found = asked.continuation = self._history.find(request)
-        self.counts.broken += last >= 0 and found.after != last
+        self.counts.broken += last >= 0 and (found.after < 0 or found.after in self._followed)
         observation: Observation = found.messages
         if self.plain:
             observation = "".join(message["content"] for message in found.messages)

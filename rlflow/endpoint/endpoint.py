@@ -14,12 +14,14 @@ from typing import Any
 
 from rlflow.endpoint import anthropic_messages, chat, openai_responses
 from rlflow.endpoint.agent_session import AgentSession
-from rlflow.endpoint.requests import RequestRefused
+from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
 from rlflow.errors import RLFlowError, install_command, needing
 from rlflow.texts import wrong_name
 
 MAX_BODY_BYTES = 64 << 20
 START_S, STOP_S = 30.0, 5.0
+HUNG_UP = 499
+"""Status of what nobody reads, as nginx has it."""
 RETRIES = "x-stainless-retry-count"
 """Header in which the vendors' clients say how often they sent a request before."""
 UNKNOWN = (
@@ -53,6 +55,8 @@ class Endpoint:
         self._socket: socket.socket | None = None
         self.outside = 0
         """Requests that came for no open episode."""
+        self.abandoned = 0
+        """Requests whose client hung up before the answer."""
         self._metric_names: set[str] = set()  # that agents have posted
         self.application = self._application()
         """The server as an ASGI application, for clients of this process."""
@@ -141,13 +145,17 @@ class Endpoint:
 
     def _handler(self, interface: ModuleType, answer: _Answer) -> Callable[[Any], Awaitable[Any]]:
         """An endpoint of starlette, which answers every problem in the interface's form."""
-        from starlette.responses import JSONResponse
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
 
         async def handle(request: Any) -> Any:
             try:
                 return await answer(self._session(request), interface, request)
             except RequestRefused as refused:
                 return JSONResponse(interface.error(refused), refused.status)
+            except ClientDisconnect:
+                self.abandoned += 1
+                return Response(status_code=HUNG_UP)  # for nobody; without it the server complains
 
         return handle
 
@@ -170,13 +178,38 @@ async def _asked(session: AgentSession, interface: ModuleType, request: Any) -> 
 
     body, data = await _body(request)
     asked = interface.read(body, session.conversations)
-    name = hashlib.blake2b(request.url.path.encode() + data, digest_size=16).hexdigest()
+    name = hashlib.blake2b(interface.__name__.encode() + data, digest_size=16).hexdigest()
     again = request.headers.get(RETRIES, "0") != "0"
-    reply = await session.ask(asked, name, again, request.is_disconnected)
+    reply = await _reply(session, asked, name, again, request)
     if not asked.stream:
         return JSONResponse(interface.write(reply))
     events = _in_turn(interface.stream(reply))
     return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _reply(
+    session: AgentSession, asked: ModelRequest, name: str, again: bool, request: Any
+) -> ModelReply:
+    """The session's reply. Raises RequestRefused; ClientDisconnect as soon as the client hangs up,
+    so that no request outlives it."""
+    from starlette.requests import ClientDisconnect
+
+    hung_up = asyncio.ensure_future(request.receive())  # behind the body comes nothing else
+
+    async def gone() -> bool:
+        await asyncio.sleep(0)  # for what is on its way
+        return hung_up.done()
+
+    reply = asyncio.ensure_future(session.ask(asked, name, again, gone))
+    try:
+        await asyncio.wait({reply, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        raise ClientDisconnect
+    finally:
+        for task in (reply, hung_up):
+            task.cancel()
+        await asyncio.wait({reply, hung_up})
 
 
 async def _in_turn(events: Iterator[str]) -> AsyncIterator[str]:

@@ -8,13 +8,13 @@ import asyncio
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
-from rlflow.rollout.tokenizer import NextTurn, as_messages
+from rlflow.rollout.tokenizer import NextTurn, Speech, as_messages
 from rlflow.types import Message, Observation
 
 ROUTE = "/chat/completions"
@@ -75,6 +75,21 @@ class PiecedText:
     def without_control(self, text: str) -> str:
         """The text without the marks."""
         return _own(text)
+
+    def response_text(self, response: Sequence[int]) -> str:
+        """What the model said."""
+        return self.decode(response)
+
+    def speech(self, response: Sequence[int]) -> Speech:
+        """What a response says: text, as a server gives it."""
+        return (self.decode(response),)
+
+    def own_words(self, speech: Speech) -> str:
+        return _own("".join(map(str, speech)))
+
+    def recognise(self, content: str, said: Mapping[str, Speech]) -> str:
+        """The content: text has no control tokens."""
+        return content
 
     def encode_response(self, text: str) -> list[int]:
         """What the model said, between marks: it is recognised in the conversation again."""

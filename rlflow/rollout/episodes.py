@@ -28,7 +28,7 @@ from rlflow.errors import (
     raised_at,
 )
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, make_segment
+from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, tokens_of
 from rlflow.rollout.tokenizer import NextTurn, Tokenizer, as_messages, cut_text, token_texts
 from rlflow.types import Episode, Message, Observation, Step, StopReason, Task, Trajectory, Turn
 
@@ -187,7 +187,7 @@ class EpisodePlayer:
         prompt = functools.partial(self._prompt, step.observation, step.tools)
         tokens, state.here = await self._beside(len(state.prompt), prompt)
         most = self.limits.max_total_tokens
-        state.spans = [TokenSpan(tokens[:most])]  # what is scored has no longer rows
+        state.begin(tokens[:most])  # what is scored has no longer rows
         return len(tokens) < most
 
     async def _beside(self, characters: int, work: Callable[[], T]) -> T:
@@ -221,9 +221,9 @@ class EpisodePlayer:
             raise RolloutError(f"the engine ended the request early: it was {completion.stop}.")
         start = state.length
         stop = start + len(completion.tokens)
-        response = self.tokenizer.decode(completion.tokens)
-        state.respond(completion, response)
-        turn = Turn(len(state.segments), start, stop, 0.0, time.monotonic() - started, response)
+        response = self.tokenizer.response_text(completion.tokens)
+        state.respond(completion)
+        turn = Turn(state.row, start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
@@ -268,22 +268,23 @@ class EpisodePlayer:
         after = last if step.after is None else step.after
         next_turn = functools.partial(self._next_turn, state, step, after)
         turn, place = await self._beside(characters, next_turn)
-        seen = place.spans[: place.count] if turn.again is None else []
-        length = sum(len(span.tokens) for span in seen)
-        if length + len(turn.tokens) >= self.limits.max_total_tokens:
+        seen = [] if turn.again is not None else tokens_of(place.spans[: place.count])
+        if len(seen) + len(turn.tokens) >= self.limits.max_total_tokens:
             return False
+        tokens = turn.tokens
+        fresh = len(tokens)
         if turn.again is not None or after != last:
-            state.fork(seen, turn.again or length)
+            tokens, fresh = state.branch([*seen, *tokens], turn.again)
         state.here = place
         text = isinstance(step.observation, str)
-        state.spans.append(TokenSpan(turn.tokens, turn=len(state.turns) - 1, framed=not text))
-        state.observation_tokens += len(turn.tokens) - (turn.again or 0)
+        state.spans.append(TokenSpan(tokens, turn=len(state.turns) - 1, framed=not text))
+        state.observation_tokens += fresh
         return True
 
     def _next_turn(self, state: EpisodeState, step: Step, after: int) -> tuple[NextTurn, Branch]:
         """The ids in front of the next response, and the place there."""
         if after < 0:
-            tokens, place = self._prompt(step.observation, step.tools)
+            tokens, place = self._prompt(self._recognised(state, step.observation), step.tools)
             return NextTurn(tokens), place
         place = state.places[after]
         if isinstance(step.observation, str):
@@ -294,8 +295,7 @@ class EpisodePlayer:
                 tokens = cut_text(self.tokenizer, step.observation, closing, most)
                 state.observations_cut += 1
             if place.messages is not None:
-                speech = place.speech + self.tokenizer.decode(tokens)
-                place = replace(place, speech=speech)
+                place = replace(place, speech=(*place.speech, self.tokenizer.decode(tokens)))
             return NextTurn(tokens), place
         if place.messages is None:
             raise EnvironmentContractError(
@@ -304,15 +304,28 @@ class EpisodePlayer:
                 "rollout.chat_template."
             )
         end = place.last if place.last in self.tokenizer.eos_ids else None
-        said = self.tokenizer.without_control(place.speech)  # a fork reads it again, as text
+        said = self.tokenizer.own_words(place.speech)  # a fork reads it again
+        answer = self._recognised(state, step.observation)
         exact = self.limits.history == "exact"
-        turn = place.tokenizer.encode_turn(place.messages, said, step.observation, end, exact)
+        turn = place.tokenizer.encode_turn(place.messages, said, answer, end, exact)
         if turn.again is not None:
-            seen = [token for span in place.spans[: place.count] for token in span.tokens]
+            seen = tokens_of(place.spans[: place.count])
             if turn.tokens[: len(seen)] == seen:  # rewritten to the same ids
                 turn = NextTurn(turn.tokens[len(seen) :])
-        messages = [*place.messages, {"role": "assistant", "content": said}, *step.observation]
-        return turn, replace(place, messages=messages, speech="")
+        messages = [*place.messages, {"role": "assistant", "content": said}, *answer]
+        return turn, replace(place, messages=messages, speech=())
+
+    def _recognised(self, state: EpisodeState, observation: Observation) -> Any:
+        """The observation, in which the assistant's messages that the policy said in this episode
+        keep the control tokens that it sampled."""
+        if isinstance(observation, str) or not state.said:
+            return observation
+        return [
+            {**message, "content": self.tokenizer.recognise(message["content"], state.said)}
+            if message["role"] == "assistant"
+            else message
+            for message in observation
+        ]
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         """The result of an environment's method, within the deadline."""
@@ -330,16 +343,14 @@ class EpisodePlayer:
     def _trajectory(
         self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str
     ) -> Trajectory:
-        # Nothing need follow a rewritten observation
-        if state.sampled or (state.spans and not state.segments):
-            state.segments.append(make_segment(state.spans))
+        segments = state.segments()  # of rows: nothing need follow a rewritten observation
         talks = state.here.messages is not None or state.forks
         names = COUNTED + COUNTED_OF_MESSAGES if talks else COUNTED
         counts = {name: float(getattr(state, name)) for name in names}
         return Trajectory(
             task_id=attempt.task.id,
             group_id=attempt.group_id,
-            segments=state.segments,
+            segments=segments,
             turns=state.turns,
             reward=state.reward,
             rewards=state.rewards,

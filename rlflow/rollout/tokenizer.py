@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,24 @@ class NextTurn:
 
     tokens: list[int]
     again: int | None = None
+
+
+@dataclass(frozen=True)
+class TurnFrame:
+    """opening: what a template puts between the generation prompt and an assistant's words, where
+    control tokens are among it. closing: the control tokens behind them, through the turn's end."""
+
+    opening: str
+    closing: tuple[str, ...]
+
+
+Speech = tuple[str | int, ...]
+"""What an assistant said: text, and the ids of the control tokens that the policy sampled."""
+
+
+class OwnWords(str):
+    """An assistant's turn as a chat template may be given it: the control tokens in it are those
+    that the policy sampled; whatever only spells one is taken apart."""
 
 
 class Tokenizer:
@@ -143,12 +161,87 @@ class Tokenizer:
 
     def without_control(self, text: str) -> str:
         """The text with every control token's text taken apart."""
-        text = _well_formed(text)
+        return self._take_apart(_well_formed(text), {})
+
+    def _take_apart(self, text: str, own: Mapping[int, str]) -> str:
+        """The text with control tokens' texts taken apart, but for those at the places `own`."""
         if not self._control:
             return text
-        return self._control_text.sub(
-            lambda found: f"{found[0][:1]} {found[0][1:]}" if len(found[0]) > 1 else " ", text
-        )
+
+        def replaced(match: re.Match[str]) -> str:
+            spelled = match[0]
+            if own.get(match.start()) == spelled:
+                return spelled
+            return f"{spelled[:1]} {spelled[1:]}" if len(spelled) > 1 else " "
+
+        return self._control_text.sub(replaced, text)
+
+    def response_text(self, response: Sequence[int]) -> str:
+        """The text of a response, as environments get it: a token that ends the turn is no part of
+        it, special or not."""
+        return self.decode(self._without_end(response))
+
+    def _without_end(self, response: Sequence[int]) -> Sequence[int]:
+        return response[:-1] if response and response[-1] in self.eos_ids else response
+
+    def speech(self, response: Sequence[int]) -> Speech:
+        """What a response says, without the token that ends its turn."""
+        tokens = self._without_end(response)
+        parts: list[str | int] = []
+        start = 0
+        places = [place for place, token in enumerate(tokens) if token in self._control]
+        for stop in [*places, len(tokens)]:
+            text = self._decode_behind(
+                tokens[start - 1 : start] if start else (), tokens[start:stop]
+            )
+            parts += [text] if text else []
+            parts += tokens[stop : stop + 1]
+            start = stop + 1
+        return tuple(parts)
+
+    def _decode_behind(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text of ids that follow others: alone, some tokenizers drop its first blank."""
+        known = self.decode(before, skip_special_tokens=False)
+        return self.decode([*before, *tokens], skip_special_tokens=not before)[len(known) :]
+
+    def own_words(self, speech: Speech) -> OwnWords:
+        """The speech as text in which its control tokens, and no others, are control tokens."""
+        own: dict[int, str] = {}
+        length = 0
+        texts: list[str] = []
+        for part in speech:
+            text = _well_formed(part) if isinstance(part, str) else self._control[part]
+            if not isinstance(part, str):
+                own[length] = text
+            length += len(text)
+            texts.append(text)
+        return OwnWords(self._take_apart("".join(texts), own))
+
+    def spoken(self, speech: Speech) -> str:
+        """The text of a speech, as environments get it."""
+        return "".join(text for text, _ in self._spans(speech))
+
+    def recognise(self, content: str, said: Mapping[str, Speech]) -> str:
+        """The content of an assistant's message; as OwnWords where it is what one of the speeches
+        says, or a piece of it that holds control tokens. said: speeches by what is `spoken`."""
+        if content and content in said:
+            return self.own_words(said[content])
+        if self._control and self._control_text.search(content):
+            for text, speech in said.items():
+                place = text.find(content)
+                if place >= 0:
+                    stop = place + len(content)
+                    return self.own_words(_cut_speech(self._spans(speech), place, stop))
+        return content
+
+    def _spans(self, speech: Speech) -> list[tuple[str, str | int]]:
+        """(what `decode` shows of it, part) for the parts of a speech."""
+        return [
+            (part, part)
+            if isinstance(part, str)
+            else ("" if part in self.special_ids else self._control[part], part)
+            for part in speech
+        ]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids, exactly; special tokens are left out unless asked for."""
@@ -199,8 +292,10 @@ class Tokenizer:
             ) from None
 
     def _quoted(self, value: Any) -> Any:
-        """Text, or what holds some, as a template may be given it: only the template itself says
-        control tokens. Those that the policy sampled are fed as ids, and are in no text."""
+        """Text, or what holds some, as a template may be given it: only the template itself and the
+        policy say control tokens."""
+        if isinstance(value, OwnWords):
+            return self._without_frame(value)
         if isinstance(value, str):
             return self.without_control(value)
         if isinstance(value, dict):
@@ -217,36 +312,55 @@ class Tokenizer:
     ) -> NextTurn:
         """The ids between a response and the next one: what the template puts behind the response,
         the environment's messages, and the generation prompt. Never the response itself, whose ids
-        stay as sampled.
+        stay as sampled. A turn ends once: what the policy said of its end is not appended again.
 
         Where the template rewrites earlier turns (it strips their thinking, trims them, moves
         tools), all of the conversation as it shows it now; with `exact`, what it puts behind a
         response that it leaves alone.
 
-        history: the messages before the response. closing: the end-of-turn token that the sampled
-        ids end with, if they do: it is not appended again. Raises EnvironmentContractError where
-        the template cannot show what was said, or with `exact` does not put the answer behind
-        it."""
+        history: the messages before the response, those of the policy as OwnWords. closing: the
+        end-of-turn token that the sampled ids end with, if they do. Raises RolloutError where the
+        template would show what was said as something else, EnvironmentContractError where with
+        `exact` it does not put the answer behind it."""
         before = self.render(history) + response
-        after = self.render([*history, {"role": "assistant", "content": response}, *answer])
+        turns: list[Message] = [*history, {"role": "assistant", "content": response}]
+        after = self.render([*turns, *answer])
         end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
         known = after[len(before) :] if after.startswith(before) else None
         if known is not None and known.startswith(end):
             return NextTurn(self._encode_rest(known, end, closing))
         rest = self._rest(history, answer, before + after)
-        if rest and (exact or rest == known):  # the latter: ended by another token than its own
-            return NextTurn(self._encode_rest(rest, end, closing))
-        problem = self.history_problem
+        unsaid = self._behind_said(rest, response)
+        if unsaid and (exact or unsaid == known):  # the latter: ended by another token than its own
+            return NextTurn(self._encode_rest(self._behind_end(unsaid, closing), end, closing))
         if exact:
-            problem = "it does not show the environment's messages behind the response"
-        if problem:
             raise EnvironmentContractError(
-                f"chat template: it rewrites earlier turns of the conversation, and {problem} "
-                f"(expected the render to start with {before[-60:]!r}); answer with text instead "
-                f"of messages, or set rollout.history={'template' if exact else 'exact'}."
+                "chat template: it rewrites earlier turns of the conversation, and does not show "
+                "the environment's messages behind the response (expected the render to start with "
+                f"{before[-60:]!r}); answer with text instead of messages, or set "
+                "rollout.history=template."
             )
+        self._check_shown(turns)
         tokens = self.encode(after)
         return NextTurn(tokens, max(0, len(tokens) - len(self._encode_behind(rest))))
+
+    def _behind_said(self, rest: str, response: str) -> str:
+        """What the template puts behind a turn, without what the policy said of its end."""
+        return rest.removeprefix(self._begun_end(response))
+
+    def _begun_end(self, words: str) -> str:
+        """As much of the template's end of a turn as words end with."""
+        ends = self._frame.closing
+        begun = ("".join(ends[:count]) for count in range(len(ends), 0, -1))
+        return next((text for text in begun if words.endswith(text)), "")
+
+    def _behind_end(self, rest: str, closing: int | None) -> str:
+        """The rest without the template's own end of the turn, where the policy ended it."""
+        if closing is None:
+            return rest
+        ends = self._frame.closing
+        left = ("".join(ends[start:]) for start in range(len(ends)))
+        return rest.removeprefix(next((text for text in left if rest.startswith(text)), ""))
 
     def _encode_rest(self, rest: str, end: str, closing: int | None) -> list[int]:
         """The ids of what stands behind a response and its end. Encoded alone, it may get a blank
@@ -278,35 +392,95 @@ class Tokenizer:
             self.render([_USER]) + _THOUGHT
         ):
             return ""
-        if self.history_problem:
-            told = f"{self.history_problem}: answers that are messages need rollout.history=exact"
-        else:
-            told = (
-                "the policy is trained on what it will see: an episode starts another segment "
-                "where an answer of messages makes it do so (rollout/forks); "
-                "rollout.history=exact keeps all in view"
-            )
-        return f"the chat template rewrites earlier turns, their thinking for one; {told}"
+        note = (
+            "the chat template rewrites earlier turns, their thinking for one; the policy is "
+            "trained on what it will see: an episode starts another segment where an answer of "
+            "messages makes it do so (rollout/forks); rollout.history=exact keeps all in view"
+        )
+        if opening := self._frame.opening:
+            note += f", and is needed for calls of tools, as it puts {opening!r} in front of them"
+        return note
 
     @functools.cached_property
-    def history_problem(self) -> str:
-        """Why the template cannot show earlier turns as they were said; "" where it can.
-
-        A response's text lacks control tokens. Where the template has some of its own between the
-        generation prompt and what an assistant said (gpt-oss: a channel), responses bring theirs,
-        and what they set apart (thinking and answer) cannot be told from the text."""
-        plain, asked = self.render([_USER], generation_prompt=False), self.render([_USER])
+    def _frame(self) -> TurnFrame:
+        """Control tokens of the template around an assistant's turn."""
+        word = "qzxw"
+        plain = self.render([_USER], generation_prompt=False)
+        asked = self.render([_USER])
         prompt = asked[len(plain) :] if asked.startswith(plain) else ""
-        turn: Message = {"role": "assistant", "content": "qzxw"}
-        head = self.render([_USER, turn, _USER]).partition("qzxw")[0]
+        turn: Message = {"role": "assistant", "content": word}
+        head, shown, tail = self.render([_USER, turn, _USER]).partition(word)
+        if not shown:  # it leaves earlier turns out
+            return TurnFrame("", ())
         known = next(size for size in range(len(prompt), -1, -1) if prompt[:size] in head)
-        between = head[head.rfind(prompt[:known]) + known :] if known else ""
-        if self._control.keys().isdisjoint(self.encode(between)):
-            return ""
-        return (
-            f"it puts {between!r} in front of what an assistant said: control tokens, which a "
-            "response brings itself and its text lacks"
-        )
+        opening = head[head.rfind(prompt[:known]) + known :] if known else ""
+        if self._control.keys().isdisjoint(self.encode(opening)):
+            opening = ""
+        # The user's turn ends with the same token where the sampled end is another (gpt-oss)
+        ends = {self.decode([token], skip_special_tokens=False) for token in self.eos_ids}
+        asker = self.render([{**_USER, "content": word}], generation_prompt=False)
+        ends.update(self._leading_control(asker.partition(word)[2])[:1])
+        closing = self._leading_control(tail)
+        last = next((place for place, text in enumerate(closing) if text in ends), -1)
+        return TurnFrame(opening, tuple(closing[: last + 1]))
+
+    def _leading_control(self, text: str) -> list[str]:
+        """The control tokens that a text begins with."""
+        texts: list[str] = []
+        place = 0
+        while self._control and (match := self._control_text.match(text, place)):
+            texts.append(match[0])
+            place = match.end()
+        return texts
+
+    def _without_frame(self, words: OwnWords) -> str:
+        """What the policy said, without what the template puts around it: a policy whose generation
+        prompt does not open the turn (gpt-oss's channels) does so itself."""
+        text = str(words)
+        if not (self._control and self._control_text.search(text)):
+            return text
+        opening = self._frame.opening
+        text = text.rpartition(opening)[2] if opening else text
+        return text.removesuffix(self._begun_end(text))
+
+    def _check_shown(self, messages: Sequence[Message]) -> None:
+        """Raises RolloutError for a turn of the policy that the template would show as another.
+
+        Where it opens turns with control tokens (gpt-oss: the final channel) and a response has
+        others in their place (a call), the template would put those behind its own."""
+        for message in messages:
+            words = message["content"]
+            if not isinstance(words, OwnWords) or not self._control_text.search(words):
+                continue
+            opening = self._frame.opening
+            misplaced = opening and opening not in words
+            if misplaced and self._control_text.search(self._without_frame(words)):
+                raise RolloutError(
+                    "chat template: it rewrites earlier turns of the conversation, and puts "
+                    f"{opening!r} in front of a response that has other control tokens, "
+                    f"{words[:60]!r}; set rollout.history=exact, or answer with text instead of "
+                    "messages."
+                )
+
+
+def _cut_speech(spans: Sequence[tuple[str, str | int]], start: int, stop: int) -> Speech:
+    """The parts between two places of the text that the spans show. Tokens without text at an end
+    of it belong to it only where it is the end of the speech."""
+    parts: list[str | int] = []
+    length = sum(len(text) for text, _ in spans)
+    place = 0
+    for text, part in spans:
+        first = max(start - place, 0)
+        last = min(stop - place, len(text))
+        place += len(text)
+        if isinstance(part, int) and not text:
+            inside = start < place < stop
+            outermost = (place == start == 0) or (place == stop == length)
+            parts += [part] if inside or outermost else []
+        elif first < last:
+            whole = last - first == len(text)
+            parts.append(part if whole else text[first:last])
+    return tuple(parts)
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -16,13 +16,13 @@ TRUNCATED = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
 @dataclass(frozen=True)
 class TokenLines:
     """N trajectories of up to L trained tokens each, in the order in which they were sampled.
-    Observations are skipped, and a segment goes on where the one before it ended: the successor of
-    a token is the next one that the policy sampled."""
+    Observations are skipped, and a turn goes on where the one before it ended, in whatever segment:
+    the successor of a token is the next one that the policy sampled."""
 
     # (N, L) int64: where the token stands among the batch's rows end to end; 0 behind the last one
     place: Tensor
     real: Tensor  # (N, L) bool
-    last_row: Tensor  # (N,) int64: the row of the trajectory's last segment
+    last_row: Tensor  # (N,) int64: the row of the trajectory's last token
     shape: torch.Size  # of the batch's tokens, (B, T)
 
     @classmethod
@@ -38,6 +38,8 @@ class TokenLines:
         longest = int(counts.max()) if len(counts) else 0
         place = torch.zeros(len(last_row), longest, dtype=torch.int64)
         place[lines, number] = rows * batch.tokens.shape[1] + columns
+        ends = lines != torch.nn.functional.pad(lines, (0, 1), value=-1)[1:]
+        last_row[lines[ends]] = rows[ends]
         real = torch.arange(place.shape[1]) < counts[:, None]
         return cls(place, real, last_row, batch.tokens.shape)
 

@@ -86,6 +86,14 @@ def test_tokens_come_in_the_order_in_which_they_were_sampled():
     assert position.tolist() == [1, 1, 2, 1, 2] and owner.tolist() == [0, 0, 0, 1, 1]
 
 
+def test_tokens_of_segments_that_take_turns_come_in_the_order_of_the_turns():
+    batch = batch_of([Tried([Said(1), Said(2, new_segment=True), Said(1), Said(1)])])
+    turn = batch.turn.clone()
+    turn[batch.turn == 1], turn[batch.turn == 2] = 2, 1  # the first segment's, in between
+    row, position, _ = sampled_order(batch.replace(turn=turn, segment=batch.segment))
+    assert turn[row, position].tolist() == [0, 1, 2, 2, 3] and position[2] < position[3]
+
+
 @pytest.mark.parametrize(
     ("gamma", "expected"),
     [(1.0, [6, 5, 3, 9, 5]), (0.5, [2.75, 3.5, 3, 6.5, 5]), (0.0, [1, 2, 3, 4, 5])],

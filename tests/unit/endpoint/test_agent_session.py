@@ -92,6 +92,69 @@ def test_what_nobody_waits_for_any_more_is_not_sampled() -> None:
     in_a_loop(scenario)
 
 
+@pytest.mark.parametrize("names", ["abc", "cba", "bca"])
+def test_requests_that_wait_together_are_answered_in_one_order_whichever_came_first(
+    names: str,
+) -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        answered = []
+        asked = [asking(session, name) for name in names]
+        await asyncio.sleep(0)
+        for number in range(6):
+            assert await session.next(ended)
+            assert session._current is not None
+            answered.append(session._current.name)
+            told(session, "yes")
+            if number < 3:  # what comes later waits for those that were there, whatever it says
+                asked.append(asking(session, f"A{number}"))
+                await asyncio.sleep(0)
+        assert answered == ["a", "b", "c", "A0", "A1", "A2"]
+        await asyncio.gather(*asked)
+
+    in_a_loop(scenario)
+
+
+def test_the_end_of_an_episode_answers_every_asker(caplog: pytest.LogCaptureFixture) -> None:
+    """Those too whose place was given up, as they seemed gone."""
+
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        asked = [asking(session, str(number), gone=number < 2) for number in range(3)]
+        await asyncio.sleep(0)
+        assert await session.next(ended)  # the third's
+        session.close()
+        for one in asked:
+            with pytest.raises(RequestRefused, match="ended"):
+                await asyncio.wait_for(one, 1)
+
+    in_a_loop(scenario)
+    assert not caplog.records
+
+
+def test_a_request_that_two_askers_wait_for_stays_until_both_are_gone() -> None:
+    async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
+        first = asking(session)
+        await asyncio.sleep(0)
+        again = asking(session, again=True)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        assert await session.next(ended)
+        told(session, "yes")
+        assert (await again).content == "yes" and session.counts.requests == 1
+        gone = asking(session, "other")
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        retry = asking(session, "other", again=True)
+        await asyncio.sleep(0)
+        step = await session.next(ended)
+        assert step is not None and step.observation == [USER]
+        told(session, "still")
+        assert (await retry).content == "still"
+
+    in_a_loop(scenario)
+
+
 def test_replies_are_kept_for_retries_and_their_conversations_are_not() -> None:
     async def scenario(session: AgentSession, ended: asyncio.Future[None]) -> None:
         for number in range(KEPT + 2):

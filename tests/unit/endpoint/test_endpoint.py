@@ -82,12 +82,39 @@ def test_an_agent_that_branches_goes_on_by_the_ids_of_the_turn_it_goes_on_from(
         environment(tmp_path, BRANCHES), tokenizer, lambda text, number: f"The answer {number}"
     )
     checked(one, fed)
-    assert one.reward == 1.0 and [turn.segment for turn in one.turns] == [0, 1, 2, 3, 4, 5]
+    assert one.reward == 1.0 and [turn.segment for turn in one.turns] == [0, 1, 0, 2, 0, 3]
     first, second = fed.contexts[0] + fed.said[0], fed.contexts[2] + fed.said[2]
     assert fed.contexts[2][: len(first)] == first
     assert fed.contexts[4][: len(second)] == fed.contexts[5][: len(second)] == second
     assert {len(context) > len(second) for context in fed.contexts[4:]} == {True}
-    assert one.metrics["forks"] == 5 and one.metrics["broken_histories"] == 1.0
+    assert one.metrics["forks"] == 3 and one.metrics["broken_histories"] == 3 / 5
+
+
+SUB_AGENTS = """
+async def agent(task, client):
+    async def converse(name):
+        messages = [{"role": "user", "content": name}]
+        for number in range(4):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": f"and {number}?"})
+    await asyncio.gather(*map(converse, ("a", "b", "c", "d")))
+    return 1
+"""
+
+
+def test_conversations_that_take_turns_are_a_segment_each(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (one,), fed = play(
+        environment(tmp_path, SUB_AGENTS), tokenizer, lambda text, number: "Yes", max_turns=16
+    )
+    checked(one, fed)
+    assert len(one.turns) == 16 and len(one.segments) == 4
+    whole = sorted(zip(map(len, fed.contexts), map(len, fed.said)))[-4:]
+    assert sum(map(len, one.segments)) == sum(map(sum, whole))
+    assert one.metrics["forks"] == 3 and one.metrics["refed_tokens"] == 0
+    assert one.metrics["broken_histories"] == 3 / 15
 
 
 TOOLS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from fixtures import tiny_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlflow.algorithms.aggregates.means import sequence_mean
+from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.chat_engine import PiecedText, messages_of
@@ -133,31 +136,44 @@ def test_exact_history_keeps_everything_as_sampled_in_one_segment(
     assert len(one.segments) == 1 and one.metrics["forks"] == one.metrics["refed_tokens"] == 0
     plain = conversations(PROMPT, PLAIN, USERS)
     texts = [tokenizer.render(view) for view in plain]
-    close = tokenizer.decode(tokenizer.eos_ids[:1], skip_special_tokens=False) if end else ""
+    ends = ["<|im_end|>", "<|end|>"] if end else []  # the template's, or another
     for number, (earlier, later) in enumerate(itertools.pairwise(fed)):
         between = tokenizer.decode(
             later[len(earlier) + len(sampled[number]) :], skip_special_tokens=False
         )
-        expected = texts[number + 1].rpartition(PLAIN[number])[2].removeprefix(close)
+        expected = texts[number + 1].rpartition(PLAIN[number])[2]
+        for close in ends:
+            expected = expected.removeprefix(close)
         assert between == expected and USERS[number][0]["content"] in between
 
 
-def test_what_a_templates_own_control_tokens_set_apart_is_refused(directory: Path) -> None:
-    """Channels of a response are control tokens: its text lacks them, so the template cannot show what was said."""
+CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+
+
+def test_a_policy_that_opens_its_turns_itself_is_seen_as_the_template_shows_it(
+    directory: Path,
+) -> None:
     tokenizer = dressed(directory, GPT_OSS)
-    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
-    sampled = [tokenizer.encode(said)] * 2
-    refusal = r"puts '<\|channel\|>final<\|message\|>' in front .*rollout\.history=exact"
-    with pytest.raises(EnvironmentContractError, match=refusal):
-        played(tokenizer, PROMPT, sampled, Talk(USERS[:1]))
-    one, fed = played(tokenizer, PROMPT, sampled, Talk([[tool("Doc 1")]]), history="exact")
+    sampled = [tokenizer.encode(CHANNELS.format(text)) for text in PLAIN]
+    one, fed = played(tokenizer, PROMPT, sampled, Talk(USERS))
     check_segments(one, fed, sampled)
+    check_contexts(tokenizer, one, fed, conversations(PROMPT, PLAIN, USERS))
+    assert [turn.segment for turn in one.turns] == [0, 1, 2]
+    one, fed = played(tokenizer, PROMPT, sampled[:2], Talk([[tool("Doc 1")]]), history="exact")
+    check_segments(one, fed, sampled[:2])
     shown = tokenizer.decode(fed[1][len(fed[0]) :], skip_special_tokens=False)
-    assert (
-        shown
-        == said
-        + '<|end|><|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
-    )
+    answer = '<|start|>tool<|channel|>commentary<|message|>"Doc 1"<|end|><|start|>assistant'
+    assert shown == CHANNELS.format("One.") + answer
+
+
+def test_a_turn_that_the_template_would_show_as_another_is_refused(directory: Path) -> None:
+    """A call stands in a channel of its own: the template would put it into the final one."""
+    tokenizer = dressed(directory, GPT_OSS)
+    call = tokenizer.encode("<|channel|>commentary to=look<|message|>{}<|return|>")
+    refusal = r"puts '<\|channel\|>final<\|message\|>' in front .*rollout\.history=exact"
+    one, _ = played(tokenizer, PROMPT, [call, call], Talk(USERS))
+    assert not one.usable and len(one.turns) == 1  # what a policy says ends no run
+    assert re.search(refusal, one.error)
 
 
 def test_exact_history_is_refused_where_the_answer_stands_elsewhere(directory: Path) -> None:
@@ -180,8 +196,9 @@ def test_the_note_for_the_start_says_what_becomes_of_thinking(directory: Path) -
         for template in (QWEN25, LLAMA31, QWEN3, DEEPSEEK_R1, GPT_OSS)
     }
     assert notes[QWEN25] == notes[LLAMA31] == ""
-    assert "rollout/forks" in notes[QWEN3] and "rollout/forks" in notes[DEEPSEEK_R1]
-    assert "need rollout.history=exact" in notes[GPT_OSS]
+    for template in (QWEN3, DEEPSEEK_R1, GPT_OSS):
+        assert "rollout/forks" in notes[template]
+        assert ("calls of tools" in notes[template]) == (template == GPT_OSS)
 
 
 def test_long_texts_are_tokenized_beside_the_loop_while_agents_hold_the_threads_of_asyncio(
@@ -278,13 +295,13 @@ def test_an_empty_turn_is_seen_as_the_template_shows_it(directory: Path) -> None
     )
 
 
-def test_another_end_token_than_the_templates_stays_and_forks_nothing(directory: Path) -> None:
+def test_another_end_token_than_the_templates_stands_in_its_place(directory: Path) -> None:
     tokenizer = dressed(directory, QWEN25)
     sampled = [tokenizer.encode("One.<|end|>"), tokenizer.encode("Two.")]
     one, fed = played(tokenizer, PROMPT, sampled, Talk(USERS[:1]))
     check_segments(one, fed, sampled)
     shown = tokenizer.decode(fed[1][len(fed[0]) :], skip_special_tokens=False)
-    assert shown.startswith("One.<|end|><|im_end|>\n<|im_start|>user") and len(one.segments) == 1
+    assert shown.startswith("One.<|end|>\n<|im_start|>user") and len(one.segments) == 1
 
 
 def test_replaced_observations_and_forks_do_not_mix(directory: Path) -> None:
@@ -402,7 +419,9 @@ def random_template(draw: st.DrawFn) -> tuple[str, str]:
     ), order
 
 
-PIECES = st.lists(st.sampled_from(["<think>", "</think>", "a", "b", " ", "\n"]), max_size=8)
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", "a", "b", " ", "\n", "<|channel|>"]), max_size=8
+)
 ANSWERS = st.lists(
     st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]),
                        st.sampled_from(["c", "d e", " f\n"])), min_size=1, max_size=2),
@@ -455,3 +474,54 @@ def test_trained_tokens_are_the_sampled_ones_whatever_a_template_does(
             ]
             close = "" if sampled[number][-1] == end else "<|im_end|>"
             assert between.startswith(f"{close}\n{''.join(frames)}<|im_start|>assistant\n")
+
+
+# ---------------------------------------------------------------- branches
+
+
+def test_conversations_that_take_turns_are_a_segment_each(directory: Path) -> None:
+    tokenizer = dressed(directory, QWEN25)
+    names = "abcd"
+    sampled = ended(tokenizer, [f"{name}{number}" for number in range(4) for name in names])
+    answers: list[Any] = [Step([user(name)], after=-1) for name in names[1:]]
+    answers += [Step([user(f"{number}?")], after=number) for number in range(12)]
+    one, fed = played(tokenizer, [user("a")], sampled, Talk(answers))
+    check_segments(one, fed, sampled)
+    assert [turn.segment for turn in one.turns] == [0, 1, 2, 3] * 4
+    assert [len(segment) for segment in one.segments] == [
+        len(context) + len(ids) for context, ids in zip(fed[12:], sampled[12:])
+    ]
+    assert one.metrics["forks"] == 3 and one.metrics["refed_tokens"] == 0
+
+
+def test_a_request_that_reads_as_an_open_conversation_does_goes_on_in_it(directory: Path) -> None:
+    """Nobody says that it follows: its tokens do."""
+    tokenizer = dressed(directory, QWEN25)
+    sampled = ended(tokenizer, [*PLAIN, "Four, and more."])
+    again = [*PROMPT, {"role": "assistant", "content": "One."}, user("And?")]
+    answers = [Step([user("sub-agent")], after=-1), Step(again, after=-1), Step(again, after=-1)]
+    one, fed = played(tokenizer, PROMPT, sampled, Talk(answers))
+    check_segments(one, fed, sampled)
+    assert [turn.segment for turn in one.turns] == [0, 1, 0, 2]
+    assert one.metrics["refed_tokens"] == len(fed[0] + sampled[0])
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3])
+def test_weights_do_not_depend_on_which_branch_was_asked_for_first(
+    directory: Path, template: str
+) -> None:
+    tokenizer = dressed(directory, template)
+    texts = {"trunk": THOUGHT[0], "left": "Left.", "a long way right": "Right.", "on": "On."}
+    said = dict(zip(texts, ended(tokenizer, list(texts.values()))))
+    found = []
+    for order in itertools.permutations(["left", "a long way right", "on"]):
+        asked = ["trunk", *order]
+        answers = [Step([tool(name)], after=0) for name in order]
+        one, fed = played(tokenizer, PROMPT, [said[name] for name in asked], Talk(answers))
+        check_segments(one, fed, [said[name] for name in asked])
+        assert len(one.segments) == 3
+        batch = make_batch([one])
+        shares = sequence_mean(batch)
+        rows = zip(batch.tokens.tolist(), batch.loss_mask.tolist(), shares.tolist())
+        found.append(sorted((*map(tuple, row),) for row in rows))
+    assert all(rows == found[0] for rows in found)

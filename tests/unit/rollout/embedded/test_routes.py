@@ -15,7 +15,7 @@ from rlflow.errors import DataError
 from rlflow.rollout.continuation import Continued
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.episodes import TokenSpan, make_segment
+from rlflow.rollout.episode_state import TokenSpan, make_segment
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.trainer.routing import check_routes
 from rlflow.types import Segment, StopReason, Trajectory
