@@ -70,6 +70,7 @@ class EpisodeState:
     forks: int = 0
     refed_tokens: int = 0
     cause: str = ""  # where a step failed, and what it was given
+    fault: str = ""  # what the policy did, of an episode that cannot be scored for it
 
     def tokens(self) -> list[int]:
         return [token for span in self.spans for token in span.tokens]

@@ -35,7 +35,8 @@ def evaluate(
     samples_per_prompt: int = 1,
     temperature: float = 0.0,
 ) -> Evaluation:
-    """Attempts every task; attempts lost to infrastructure count in `eval/failed` and in no mean.
+    """Attempts every task; attempts lost to infrastructure count in `eval/failed` and in no mean,
+    those that the policy made unscorable count as wrong.
 
     Raises RolloutError only where not a single attempt was usable."""
     groups = rollout.collect(
@@ -55,11 +56,14 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
     These are the ends of 95% intervals over tasks, each the mean of its attempts."""
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     own = zip(usable, episode_records(usable, registered), strict=True)
+    unscorable = sum(trajectory.unscorable for trajectory in usable)
     records = [{"reward": trajectory.reward, **record} for trajectory, record in own]
     metrics = {
         "eval/questions": float(len({trajectory.group_id for trajectory in usable})),
         "eval/attempts": float(len(usable)),
         "eval/failed": float(len(trajectories) - len(usable)),
+        "eval/asked": float(len(trajectories)),
+        **({"eval/unscorable": float(unscorable)} if unscorable else {}),
         **named_reward_means(usable, "eval"),
     }
     with_interval = {"reward", *scores(registered)}
