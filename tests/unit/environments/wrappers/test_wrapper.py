@@ -141,7 +141,7 @@ def test_a_base_that_blames_the_policy_is_rewarded_by_its_wrappers() -> None:
         played(Doubled(staged), "on", "on")
     # The first step brought -9, which is what the episode is worth without a valid result
     assert fault.value.reward == 0.0
-    assert fault.value.metrics["left"] == 0.0 and fault.value.metrics["stages_reached"] == 1.0
+    assert fault.value.metrics == {"stages_reached": 1.0, "valid_result": 0.0}
     with pytest.raises(PolicyError) as fault:
         played(Doubled(Losing()), "on", "on")
     assert fault.value.reward == -4.0
