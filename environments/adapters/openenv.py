@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,7 +42,8 @@ class NotAnActionError(OpenEnvError):
 
 class OpenEnv(Environment):
     """The server's reward and end are the episode's. What it does not accept as an action is
-    answered with an observation; any other failure aborts the episode."""
+    answered with an observation; any other failure aborts the episode, and so does an end without a
+    reward, which is no verdict."""
 
     shorthand = "url"
     metrics = {
@@ -119,13 +121,9 @@ class OpenEnv(Environment):
             metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
             return Step(f"Not an action: {problem}\n", metrics=metrics)
         done = bool(result.get("done"))
+        reward = _reward_of(result.get("reward"), done, self._url, result["observation"])
         metrics = {"finished": float(done), "invalid_actions": float(state["invalid"])}
-        return Step(
-            f"{self._text(result['observation'])}\n",
-            float(result.get("reward") or 0.0),
-            done,
-            metrics,
-        )
+        return Step(f"{self._text(result['observation'])}\n", reward, done, metrics)
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
@@ -220,6 +218,21 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
             f"environment.url: expected an OpenEnv server, found none at {url}/schema ({why}); "
             "start it, or fix the address."
         ) from None
+
+
+def _reward_of(reward: Any, done: bool, url: str, observation: dict[str, Any]) -> float:
+    """The number of a step; 0 where it has none and the episode goes on. Raises OpenEnvError where
+    it ends without one, or with what is no number."""
+    if reward is None and not done:
+        return 0.0
+    if isinstance(reward, (int, float)) and math.isfinite(reward):
+        return float(reward)
+    error = observation.get("error")
+    said = error if isinstance(error, str) and error else json.dumps(observation)
+    raise OpenEnvError(
+        f"{url}: expected a number as the reward{' of the last step' if done else ''}, found "
+        f"{reward!r:.60}; it said: {' '.join(said.split())[:300]}"
+    )
 
 
 def _filled(value: Any, response: str) -> Any:
