@@ -205,7 +205,7 @@ def test_keys_to_show_are_checked_and_a_row_without_a_text_hides_its_answer(
     tmp_path: Path,
 ) -> None:
     tasks = rows(tmp_path / "tasks.jsonl", {"case": 3, "gold": "Ann"})
-    with pytest.raises(ConfigError, match="no row has 'cases'. Did you mean 'case'"):
+    with pytest.raises(ConfigError, match=r"no row has 'cases'\. Did you mean 'case'"):
         ProgramEnvironment("true", tasks, agent_keys=["cases"])
     (task,) = ProgramEnvironment("true", tasks, agent_keys=["case"]).tasks("train")
     assert task.prompt == [{"role": "user", "content": "{'case': 3}"}]

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow_environments.sandbox import (
     Confines,
     Limits,
     ProgramResult,
     Sandbox,
     SandboxError,
+    SandboxKilledError,
     bubblewrap,
     make_confines,
 )
@@ -352,3 +353,15 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else() -> None:
         decision(0x40000000 + 101) == NOT_PERMITTED
         and decision(0, architecture=0x40000003) == 0x80000000
     )
+
+
+def test_an_unconfined_program_that_ends_its_sandbox_is_to_blame() -> None:
+    """It has the rights to do that; a confined one has not, and there an end is none of its fault."""
+
+    async def play() -> None:
+        async with Sandbox(Confines(SMALL, "none")) as box:
+            await box.python("import os, time; os.kill(os.getppid(), 9); time.sleep(20)")
+
+    with pytest.raises(SandboxKilledError) as caught:
+        asyncio.run(play())
+    assert isinstance(caught.value, PolicyError)
