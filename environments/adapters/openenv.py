@@ -24,12 +24,15 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.adapters.text import bearer, beginning_with, formatted, seeded_tasks
+from rlflow_environments.common.text import load_json
 
 RESPONSE = "{response}"
 SHOWN = ("type", "enum", "description")  # of a field, in the prompt
 LONGEST_MESSAGE = 100 * 2**20  # bytes, as in OpenEnv's own client
 HEARTBEAT_S = 20.0  # as there: between pings; a server that leaves one unanswered is gone
 CLOSING_S = 5.0
+NO_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Codes with which a server refuses what it got as an action."""
 
 
 class OpenEnvError(RLFlowError):
@@ -112,9 +115,11 @@ class OpenEnv(Environment):
     async def step(self, episode: Episode, response: str) -> Step:
         state = episode.scratch
         try:
-            action = (
-                _filled(self._action, response.strip()) if self._action else json.loads(response)
-            )
+            if self._action:
+                action = _filled(self._action, response.strip())
+            else:
+                action = load_json(response.encode(errors="replace"))
+                json.dumps(action, allow_nan=False)  # no JSON to others
             result = await state["session"].ask("step", action)
         except (NotAnActionError, ValueError, RecursionError) as problem:
             state["invalid"] += 1
@@ -184,7 +189,7 @@ class _Session:
         told = " ".join(f"{data.get('message')} {data.get('errors', '')}".split())[:500]
         if data.get("code") == "CAPACITY_REACHED":
             raise Retryable(told)
-        if data.get("code") == "VALIDATION_ERROR" and kind == "step":
+        if data.get("code") in NO_ACTION and kind == "step":
             raise NotAnActionError(told)
         raise OpenEnvError(f"{self._url}: '{kind}' failed on the server: {told}")
 

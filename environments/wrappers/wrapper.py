@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment, awaited, last_step
 from rlflow.errors import ConfigError, PolicyError, Problems, RLFlowError
+from rlflow.report.metrics import scores
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Component
 from rlflow_environments.common.transcript import Transcript, as_text
@@ -175,7 +176,9 @@ class Wrapper(Environment):
     async def _begun(self, begun: Any) -> Episode:
         episode: Episode = await awaited(begun)
         if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
-            episode.scratch[self._key] = Seen()
+            # A score that an episode never reports is 0
+            unseen = dict.fromkeys(scores(self.base.metrics), 0.0)
+            episode.scratch[self._key] = Seen(metrics=unseen)
         return episode
 
     async def _answered(self, episode: Episode, response: str, answer: Any) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from rlflow.report.reductions import (
 )
 from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
+
+MOST_REASONS, LONGEST_REASON = 5, 300
 
 
 @dataclass
@@ -102,6 +105,13 @@ def means_over_sets(
         for name in scores(registered)[:1]
     }
     return {name: mean(found) for name, found in values.items() if found}
+
+
+def failure_reasons(groups: Sequence[Group]) -> dict[str, int]:
+    """Why attempts were lost to infrastructure, the most frequent reasons first, with counts."""
+    lost = [one for group in groups for one in group.trajectories if not one.usable]
+    reasons = Counter(one.error[:LONGEST_REASON] for one in lost)
+    return dict(reasons.most_common(MOST_REASONS))
 
 
 class EvaluationSchedule:

@@ -250,6 +250,8 @@ def task_notes(config: RunConfig, environment: Environment) -> list[str]:
     train, val = (
         tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
     )
+    if not train:  # which is a problem of its own
+        return []
     steps, prompts = config.run.steps, config.rollout.prompts_per_step
     epochs = steps * prompts / len(train)
     notes = [
