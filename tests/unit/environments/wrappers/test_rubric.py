@@ -240,3 +240,15 @@ def test_a_text_that_the_judge_refuses_is_worth_nothing_and_a_judge_without_a_nu
         assert played(rubric, "on filtered out")[-1].rewards["kind"] == 0.0
         with pytest.raises(CriterionError, match="expected points from 0 to 1"):
             played(rubric, "on other out")
+
+
+def test_a_score_that_an_episode_never_reports_is_0_for_a_criterion() -> None:
+    class Quiet(Rooms):
+        def step(self, episode, response):
+            step = super().step(episode, response)
+            step.metrics = {} if "lost" in response else step.metrics
+            return step
+
+    won = {"name": "metric", "metric": "left", "weight": 2.0}
+    assert played(RubricRewards(Quiet(), {"won": won}), "out")[-1].reward == 2.0
+    assert played(RubricRewards(Quiet(), {"won": won}), "lost", turns_left=0)[-1].reward == 0.0
