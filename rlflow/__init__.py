@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rlflow.checks.environments import check_environment
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
+    from rlflow.errors import PolicyError
     from rlflow.loop import train
     from rlflow.report.metrics import Metric
     from rlflow.rollout import Rollout
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Environment": "rlflow.environment",
     "Metric": "rlflow.report.metrics",
+    "PolicyError": "rlflow.errors",
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
     "Trainer": "rlflow.trainer.base",
@@ -60,6 +62,7 @@ __all__ = [
     "Episode",
     "Group",
     "Metric",
+    "PolicyError",
     "PolicyOutput",
     "Rollout",
     "RunConfig",

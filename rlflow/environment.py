@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.errors import ConfigError, EnvironmentContractError, RLFlowError
-from rlflow.report.metrics import Metric
+from rlflow.errors import ConfigError, EnvironmentContractError, PolicyError, RLFlowError
+from rlflow.report.metrics import Metric, scores
 from rlflow.texts import wrong_name
 from rlflow.types import Episode, Step, Task
 
@@ -35,9 +35,11 @@ class Environment(ABC):
     """One shared instance serves many episodes at the same time, so an episode's state lives in
     `episode.scratch`.
 
-    `reset`, `step` and `close` may be plain or `async` methods; plain ones run in a thread. An
-    exception that escapes from them, or a call that takes longer than `rollout.faults.call_s`,
-    aborts the episode: it is counted and kept out of loss and group baseline."""
+    `reset`, `step` and `close` may be plain or `async` methods; plain ones run in a thread. A
+    PolicyError of `step` says that the policy is to blame: the episode ends as a wrong one, and
+    counts. Any other exception that escapes from them, or a call that takes longer than
+    `rollout.faults.call_s`, aborts the episode: it is counted and kept out of loss and group
+    baseline."""
 
     stop: tuple[str, ...] = ()
     """Stop strings of every turn, unless a Step says otherwise. The matched string is part of the
@@ -89,6 +91,11 @@ class Environment(ABC):
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of "train" or "val", in a fixed order."""
+
+    def task_problem(self, task: Task) -> str:
+        """Why no response to the task could be right, for `--dry-run`: its own answer, in the form
+        that its prompt asks for, would be worth nothing. "", the default: nothing is known."""
+        return ""
 
     def task_from_text(self, text: str) -> Task:
         """The task of a question that somebody types (`rlflow ask`), in the form of its own tasks,
@@ -268,6 +275,24 @@ def note_response(episode: Episode, response: str, most: int) -> None:
     episode.turns += 1
     episode.turns_left = max(0, most - episode.turns)
     episode.sampled = SaidTokens(0, [math.nan], lambda: [response])
+
+
+def last_step(environment: Environment, fault: PolicyError, earlier: Mapping[str, float]) -> Step:
+    """The step that ends an episode which the policy made impossible to go on with, or to score.
+    earlier: metrics that the episode has reported."""
+    missing = {name: 0.0 for name in scores(environment.metrics) if name not in earlier}
+    metrics = {**missing, **fault.metrics}
+    return Step("", fault.reward, terminated=True, metrics=metrics, rewards=dict(fault.rewards))
+
+
+async def answered(
+    environment: Environment, episode: Episode, response: str, earlier: Mapping[str, float]
+) -> Any:
+    """What `step` answers, for callers without deadlines; a PolicyError is the last step."""
+    try:
+        return await awaited(environment.step(episode, response))
+    except PolicyError as fault:
+        return last_step(environment, fault, earlier)
 
 
 async def awaited(answer: Any) -> Any:

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -93,6 +93,27 @@ class ConversionError(CheckpointError):
 class EnvironmentContractError(RLFlowError):
     """An environment broke the contract of `rlflow.Environment`, or what it said cannot be
     tokenized exactly."""
+
+
+class PolicyError(RLFlowError):
+    """What the policy wrote cannot be carried out or scored. Raised by `step` or `overflow` of an
+    environment, it ends the episode as a wrong one, which counts in every mean; any other error is
+    one of infrastructure: that episode is left out, and counted as aborted.
+
+    reward, metrics, rewards: of this last step, what a wrong answer has; a score that the episode
+    has not reported is 0."""
+
+    def __init__(
+        self,
+        text: str,
+        reward: float = 0.0,
+        metrics: Mapping[str, float] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.reward = reward
+        self.metrics = dict(metrics or {})
+        self.rewards = dict(rewards or {})
 
 
 class RolloutError(RLFlowError):

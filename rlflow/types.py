@@ -132,7 +132,7 @@ class Trajectory:
     temperature: float = 1.0
     group_stats: tuple[int, float, float] | None = None
     prompt: str = ""
-    error: str = ""  # of an aborted attempt
+    error: str = ""  # of an aborted attempt, or of one that the policy made unscorable
     id: str = ""  # unique in the run; a resumed run gives the same attempt the same one
     rewards: dict[str, float] = field(default_factory=dict)
     rewards_stats: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -146,6 +146,11 @@ class Trajectory:
     @property
     def usable(self) -> bool:
         return self.stop is not StopReason.ABORTED
+
+    @property
+    def unscorable(self) -> bool:
+        """Whether the policy made it impossible to score, so that it counts as wrong."""
+        return self.usable and bool(self.error)
 
 
 @dataclass

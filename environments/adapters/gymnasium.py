@@ -18,6 +18,12 @@ from rlflow_environments.adapters.text import READER, beginning_with, formatted,
 
 logger = logging.getLogger(__name__)
 
+NO_ACTION = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    RecursionError,
+)
+"""What a reader raises for a text that is no action: parts that are missing, numbers too large."""
+
 
 class GymnasiumEnvironment(Environment):
     """id: as for `gymnasium.make`, options: its further keywords. prompt: what stands before the
@@ -82,7 +88,7 @@ class GymnasiumEnvironment(Environment):
         try:
             action = (self._read or self._plain)(response.strip())
             known = action is not None and self._space.contains(action)
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        except NO_ACTION:
             known = False
         state["invalid"] += not known
         metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,12 +24,15 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.adapters.text import bearer, beginning_with, formatted, seeded_tasks
+from rlflow_environments.common.text import load_json
 
 RESPONSE = "{response}"
 SHOWN = ("type", "enum", "description")  # of a field, in the prompt
 LONGEST_MESSAGE = 100 * 2**20  # bytes, as in OpenEnv's own client
 HEARTBEAT_S = 20.0  # as there: between pings; a server that leaves one unanswered is gone
 CLOSING_S = 5.0
+NO_ACTION = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Codes with which a server refuses what it got as an action."""
 
 
 class OpenEnvError(RLFlowError):
@@ -41,7 +45,8 @@ class NotAnActionError(OpenEnvError):
 
 class OpenEnv(Environment):
     """The server's reward and end are the episode's. What it does not accept as an action is
-    answered with an observation; any other failure aborts the episode."""
+    answered with an observation; any other failure aborts the episode, and so does an end without a
+    reward, which is no verdict."""
 
     shorthand = "url"
     metrics = {
@@ -110,22 +115,20 @@ class OpenEnv(Environment):
     async def step(self, episode: Episode, response: str) -> Step:
         state = episode.scratch
         try:
-            action = (
-                _filled(self._action, response.strip()) if self._action else json.loads(response)
-            )
+            if self._action:
+                action = _filled(self._action, response.strip())
+            else:
+                action = load_json(response.encode(errors="replace"))
+                json.dumps(action, allow_nan=False)  # no JSON to others
             result = await state["session"].ask("step", action)
         except (NotAnActionError, ValueError, RecursionError) as problem:
             state["invalid"] += 1
             metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
             return Step(f"Not an action: {problem}\n", metrics=metrics)
         done = bool(result.get("done"))
+        reward = _reward_of(result.get("reward"), done, self._url, result["observation"])
         metrics = {"finished": float(done), "invalid_actions": float(state["invalid"])}
-        return Step(
-            f"{self._text(result['observation'])}\n",
-            float(result.get("reward") or 0.0),
-            done,
-            metrics,
-        )
+        return Step(f"{self._text(result['observation'])}\n", reward, done, metrics)
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
@@ -186,7 +189,7 @@ class _Session:
         told = " ".join(f"{data.get('message')} {data.get('errors', '')}".split())[:500]
         if data.get("code") == "CAPACITY_REACHED":
             raise Retryable(told)
-        if data.get("code") == "VALIDATION_ERROR" and kind == "step":
+        if data.get("code") in NO_ACTION and kind == "step":
             raise NotAnActionError(told)
         raise OpenEnvError(f"{self._url}: '{kind}' failed on the server: {told}")
 
@@ -220,6 +223,21 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
             f"environment.url: expected an OpenEnv server, found none at {url}/schema ({why}); "
             "start it, or fix the address."
         ) from None
+
+
+def _reward_of(reward: Any, done: bool, url: str, observation: dict[str, Any]) -> float:
+    """The number of a step; 0 where it has none and the episode goes on. Raises OpenEnvError where
+    it ends without one, or with what is no number."""
+    if reward is None and not done:
+        return 0.0
+    if isinstance(reward, (int, float)) and math.isfinite(reward):
+        return float(reward)
+    error = observation.get("error")
+    said = error if isinstance(error, str) and error else json.dumps(observation)
+    raise OpenEnvError(
+        f"{url}: expected a number as the reward{' of the last step' if done else ''}, found "
+        f"{reward!r:.60}; it said: {' '.join(said.split())[:300]}"
+    )
 
 
 def _filled(value: Any, response: str) -> Any:

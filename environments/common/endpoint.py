@@ -47,8 +47,11 @@ class UnreadableReply(Retryable):
 
 
 class UnreadableReplyError(EndpointError):
-    """The last of all attempts brought a reply, but none that could be read; or the endpoint, which
-    answered others, refuses this prompt."""
+    """The last of all attempts brought a reply, but none that could be read."""
+
+
+class PromptRefusedError(UnreadableReplyError):
+    """The endpoint, which answered others, refuses this prompt: it is too long, or filtered."""
 
 
 class ChatEndpoint:
@@ -176,7 +179,7 @@ class ChatEndpoint:
 
     async def _post(self, prompt: str, whole: bool) -> str:
         """The reply without its thought, empty where the model gave none. Raises Retryable,
-        EndpointRefusedError, UnreadableReplyError."""
+        EndpointRefusedError, PromptRefusedError."""
         body = {
             **self._body,
             "messages": [{"role": "user", "content": well_formed(prompt)}],
@@ -185,7 +188,7 @@ class ChatEndpoint:
         if reply.status != 200:
             told = f"{self.url}: status {reply.status}: {reply.excerpt}"
             if whole and self._has_answered and reply.status in OF_A_PROMPT:
-                raise UnreadableReplyError(f"{told}, for a prompt of {len(prompt):,} characters.")
+                raise PromptRefusedError(f"{told}, for a prompt of {len(prompt):,} characters.")
             raise EndpointRefusedError(f"{told}. {self._fix}")
         self._has_answered = True
         try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import mmap
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,6 +133,24 @@ def text_of(row: dict[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"'{key}': expected text, found {kind_of(value)}")
     return value
+
+
+def answer_of(row: dict[str, Any], key: str) -> str:
+    """The text under a key, or the text of a number. Raises BadRow where it is anything else."""
+    if (text := number_text(row.get(key))) is not None:
+        return text
+    return text_of(row, key)
+
+
+def number_text(value: Any) -> str | None:
+    """A number as people write it, a whole one without decimals; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        return None
+    return str(int(value)) if value == int(value) else f"{value}"
 
 
 def are_messages(value: Any) -> bool:

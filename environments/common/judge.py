@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.components import check_options
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError, PolicyError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlflow_environments.common.endpoint import (
     ChatEndpoint,
     EndpointError,
     EndpointRefusedError,
+    PromptRefusedError,
     UnreadableReplyError,
 )
 
@@ -36,10 +37,19 @@ class JudgeError(RLFlowError):
 
 
 class UnreadableVerdictError(JudgeError):
-    """The judge replied, but no reply could be read."""
+    """The judge replied, but no reply could be read: no verdict."""
 
 
-KINDS = {UnreadableReplyError: UnreadableVerdictError, EndpointRefusedError: ConfigError}
+class RefusedVerdictError(UnreadableVerdictError, PolicyError):
+    """The judge, which gave verdicts on others, refuses what the policy wrote: too long, or
+    filtered. Unhandled, the episode counts as wrong."""
+
+
+KINDS: dict[type, type[RLFlowError]] = {
+    UnreadableReplyError: UnreadableVerdictError,
+    PromptRefusedError: RefusedVerdictError,
+    EndpointRefusedError: ConfigError,
+}
 """Error of an endpoint -> what it is to those who ask a judge; else JudgeError."""
 
 
@@ -91,8 +101,9 @@ class JudgeEndpoint:
         """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON
         can be made. `read` raises UnreadableReply.
 
-        Raises UnreadableVerdictError where no reply could be read, JudgeError where none came,
-        ConfigError where the endpoint refuses what it is asked.
+        Raises UnreadableVerdictError where no reply could be read, RefusedVerdictError where this
+        prompt is refused, JudgeError where no reply came, ConfigError where the endpoint refuses
+        whatever it is asked.
         """
         key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
         file = None if self._folder is None else self._folder / f"{key}.json"

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, PolicyError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.choices import chosen
-from rlflow_environments.mathematics.answers import boxed, number, on_last_line
+from rlflow_environments.common.transcript import as_text
+from rlflow_environments.mathematics.answers import BOX, answer_in, asked_form, forms_of, number
 from rlflow_environments.mathematics.files import read_tasks
 from rlflow_environments.mathematics.problems import FAMILIES, made_tasks
-from rlflow_environments.mathematics.verifier import Verifier, VerifierError
+from rlflow_environments.mathematics.verifier import UncheckableAnswerError, Verifier
 
 logger = logging.getLogger(__name__)
 
-NO_ANSWER = "No \\boxed{} with an answer.\n"
+NO_ANSWER = "No answer in the form that is asked for.\n"
+FORMS_READ = "\\boxed{}, ####, <answer>, Answer:"
 SHARE_OF_VAL = 10  # every tenth problem of a file without one for validation
 PROMPTS = {
     "made": "Find {question}. Answer in \\boxed{}.\n",
@@ -30,19 +32,24 @@ PROMPTS = {
 
 class Mathematics(Environment):
     r"""One response per problem; the reward is 1 where the last `\boxed{}` holds an answer that
-    equals the problem's, else 0. An answer that cannot be checked (too long, or its check takes too
-    much time or memory) aborts the episode, or counts as wrong.
+    equals the problem's, else 0; where a prompt asks for `#### ...`, `<answer>...</answer>` or a
+    last line `Answer: ...`, that counts too. An answer that cannot be checked (too long, or its
+    check takes too much time or memory) is wrong; a check that fails for another reason aborts the
+    episode.
 
     Plain numbers are compared exactly; whatever else by math-verify, in processes of their own."""
 
-    harmless_options = ("families", "highest", "tasks_per_split", "seed", "unchecked")
+    harmless_options = ("families", "highest", "tasks_per_split", "seed")
     metrics = {
         "solved": Metric("share", "of problems answered right", score=True, shown="solved {:.2f}"),
-        "answered": Metric("share", "of responses with an answer in a box"),
+        "answered": Metric(
+            "share",
+            "of responses with an answer in the form that is asked for",
+        ),
         "mathematics/checks": Metric("count", "of answers by math-verify", "sum"),
         "mathematics/unchecked": Metric(
             "count",
-            "of answers that could not be checked",
+            "of answers that could not be checked: too long, or a check failed",
             "sum",
         ),
     }
@@ -58,7 +65,6 @@ class Mathematics(Environment):
         prompt: str | None = None,
         stop: Sequence[str] | None = None,
         checks: Literal["numbers", "math-verify"] | None = None,
-        unchecked: Literal["abort", "wrong"] = "abort",
         timeout_s: PositiveFloat = 5.0,
         memory_mb: PositiveInt = 2048,
         at_once: PositiveInt | None = None,
@@ -67,9 +73,9 @@ class Mathematics(Environment):
         """train, val: files of problems; without val every tenth of train's; without both, problems
         are made. families, highest, tasks_per_split, seed: of made ones. prompt: around {question}.
         stop: stop strings; none: a line break where problems are made. checks: none: `numbers`
-        where they are made, which takes no other answer. unchecked: what an answer is that cannot
-        be checked. timeout_s, memory_mb: of a check. at_once: checks at the same time; none: one
-        per processor. Raises ConfigError, DataError, MissingPackageError."""
+        where they are made, which takes no other answer. timeout_s, memory_mb: of a check, in
+        seconds of a processor. at_once: checks at the same time; none: one per processor. Raises
+        ConfigError, DataError, MissingPackageError."""
         known = [family.name for family in FAMILIES]
         families = chosen(families, known, "environment.families", "family")
         made = train is None and val is None
@@ -86,10 +92,10 @@ class Mathematics(Environment):
             }
         else:
             self._tasks = _out_of_files(train, val, self._prompt)
+        _warn_of_forms(self._tasks)
         at_once = at_once or len(os.sched_getaffinity(0))
         numbers = checks == "numbers" or (made and checks is None)
         self._verifier = None if numbers else Verifier(at_once, timeout_s, memory_mb)
-        self._unchecked = unchecked
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
@@ -103,14 +109,27 @@ class Mathematics(Environment):
 
     def step(self, episode: Episode, response: str) -> Step:
         task = episode.task
-        found = boxed(response)
-        if found is None and (task.metadata or {}).get("line"):
-            found = on_last_line(response)
+        found = answer_in(response, forms_of(as_text(task.prompt)))
         if not found:
             return Step(NO_ANSWER, terminated=True, metrics={"solved": 0.0, "answered": 0.0})
-        solved = task.answer is not None and self._equal(str(task.answer), found)
+        try:
+            solved = task.answer is not None and self._equal(str(task.answer), found)
+        except UncheckableAnswerError as fault:
+            metrics = {"solved": 0.0, "answered": 1.0}
+            raise PolicyError(str(fault), metrics=metrics) from None
         said = "Right.\n" if solved else f"Wrong: it is {task.answer}.\n"
         return Step(said, float(solved), True, {"solved": float(solved), "answered": 1.0})
+
+    def task_problem(self, task: Task) -> str:
+        """See Environment."""
+        prompt, answer = as_text(task.prompt), str(task.answer)
+        said = (asked_form(prompt) or BOX).written.format(answer)
+        found = answer_in(said, forms_of(prompt))
+        if found is not None and (found == answer or self._plainly_equal(answer, found)):
+            return ""
+        if found is not None and self._verifier and found.strip("$*. ") == answer.strip("$*. "):
+            return ""  # math-verify does not mind
+        return f"its own answer in {said[:60]!r} is read as {found!r:.60}"
 
     def report(self) -> dict[str, float]:
         return {} if self._verifier is None else self._verifier.report()
@@ -119,18 +138,31 @@ class Mathematics(Environment):
         if self._verifier is not None:
             self._verifier.close()
 
+    @staticmethod
+    def _plainly_equal(wanted: str, found: str) -> bool | None:
+        """Whether two plain numbers are equal; None where one is none."""
+        values = number(wanted), number(found)
+        return None if None in values else values[0] == values[1]
+
     def _equal(self, wanted: str, found: str) -> bool:
         if wanted == found:
             return True
-        values = number(wanted), number(found)
-        if None not in values or self._verifier is None:
-            return None not in values and values[0] == values[1]
-        try:
-            return self._verifier.same(wanted, found)
-        except VerifierError:
-            if self._unchecked == "abort":
-                raise
-            return False
+        plain = self._plainly_equal(wanted, found)
+        if plain is not None or self._verifier is None:
+            return bool(plain)
+        return self._verifier.same(wanted, found)
+
+
+def _warn_of_forms(tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Says which tasks ask for no form of answer that is read."""
+    for split, own in tasks.items():
+        silent = sum(asked_form(as_text(task.prompt)) is None for task in own)
+        if silent:
+            logger.warning(
+                "split '%s': %d of %d prompts ask for no form of answer that is read (%s): a right "
+                "answer in another form is worth 0",
+                split, silent, len(own), FORMS_READ,
+            )  # fmt: skip
 
 
 def _out_of_files(train: str | None, val: str | None, prompt: str) -> dict[str, list[Task]]:

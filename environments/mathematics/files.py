@@ -3,7 +3,7 @@
 gsm8k   question, and answer: working that ends with `#### 42` (openai/gsm8k)
 dapo    prompt, messages or text, and reward_model.ground_truth (BytedTsinghua-SIA/DAPO-Math-17k,
         which holds each problem about a hundred times; open-r1's processed one; verl's others)
-plain   problem or question, and answer or solution that is the answer alone"""
+plain   problem or question, and answer or solution that is the answer alone, text or a number"""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.types import Task
-from rlflow_environments.common.jsonl import BadRow, are_messages, kind_of, refuse, text_of
+from rlflow_environments.common.jsonl import (
+    BadRow,
+    answer_of,
+    are_messages,
+    kind_of,
+    refuse,
+    text_of,
+)
 from rlflow_environments.common.rows import Row, read_rows
-from rlflow_environments.mathematics.answers import LAST_LINE, boxed, number
-
-MARK = "####"
+from rlflow_environments.common.transcript import as_text
+from rlflow_environments.mathematics.answers import HASHES, boxed, number
 
 
 def read_tasks(path: str, split: str, prompt: str) -> list[Task]:
@@ -32,7 +38,7 @@ def read_tasks(path: str, split: str, prompt: str) -> list[Task]:
             bad.append((name, str(problem)))
             continue
         task_id = f"{split}-{len(found)}"
-        found.setdefault(_key(question), _task(task_id, question, answer, prompt))
+        found.setdefault(as_text(question), _task(task_id, question, answer, prompt))
     refuse(Path(path), what, bad, len(found))
     return list(found.values())
 
@@ -40,17 +46,19 @@ def read_tasks(path: str, split: str, prompt: str) -> list[Task]:
 def _problem(row: Row) -> tuple[Any, str]:
     """(messages or text, answer) of a row. Raises BadRow."""
     if isinstance(row.get("reward_model"), Mapping):
-        answer = text_of(dict(row["reward_model"]), "ground_truth")
+        answer = answer_of(dict(row["reward_model"]), "ground_truth")
         return _messages(row.get("prompt")), boxed(answer) or answer.strip()
     question = text_of(row, "problem" if "problem" in row else "question")
-    answer = text_of(row, "answer" if "answer" in row else "solution")
-    if MARK in answer:
-        said = answer.rsplit(MARK, 1)[1].strip()
+    answer = answer_of(row, "answer" if "answer" in row else "solution")
+    if HASHES in answer:
+        said = answer.rsplit(HASHES, 1)[1].strip()
         if number(said) is not None:
             return question, said.replace(",", "")
         answer = boxed(answer) or said  # a heading of Markdown has the mark too
         if not answer:
-            raise BadRow(f"'answer': expected '{MARK} NUMBER' at its end, found nothing behind it")
+            raise BadRow(
+                f"'answer': expected '{HASHES} NUMBER' at its end, found nothing behind it"
+            )
     return question, boxed(answer) or answer.strip()
 
 
@@ -62,14 +70,7 @@ def _messages(prompt: Any) -> Any:
     return [{"role": one["role"], "content": one["content"]} for one in prompt]
 
 
-def _key(question: Any) -> str:
-    if isinstance(question, str):
-        return question
-    return "\n".join(message["content"] for message in question)
-
-
 def _task(name: str, question: Any, answer: str, prompt: str) -> Task:
-    """Messages stay as they are; those that ask for a last line `Answer: ...` take one."""
-    text = isinstance(question, str)
-    shown = prompt.replace("{question}", question) if text else question
-    return Task(name, shown, answer, {"line": not text and LAST_LINE in _key(question).lower()})
+    """Messages stay as they are."""
+    shown = prompt.replace("{question}", question) if isinstance(question, str) else question
+    return Task(name, shown, answer)

@@ -15,23 +15,31 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import RLFlowError, install_command, needing
+from rlflow.errors import PolicyError, RLFlowError, install_command, needing
 from rlflow.storage.child import last_said, start_answering
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, GRACE_S = 60.0, 2.0
+MOST_WAITS = 6  # a check may take so many times its seconds of a processor, on a busy machine
 MOST_CHARACTERS = 2_000  # of an answer that is looked at
+OF_THE_ANSWER = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals that end a process for what it computes: formulas that are nested too deeply."""
 
 
 class VerifierError(RLFlowError):
-    """An answer could not be checked: neither right nor wrong."""
+    """A check failed, by no fault of the answer's: it is neither right nor wrong."""
+
+
+class UncheckableAnswerError(PolicyError):
+    """The answer is too long, or its check takes more time or memory than there is."""
 
 
 class Verifier:
     """At most `at_once` processes of math-verify, started when they are needed and again after one
     that ended. Its methods may be called from many threads.
 
-    timeout_s, memory_mb: of a check. Raises MissingPackageError."""
+    timeout_s: of a check, in seconds of a processor. memory_mb: of a process. Raises
+    MissingPackageError."""
 
     def __init__(
         self, at_once: int, timeout_s: float, memory_mb: int, program: Path = WORKER
@@ -47,11 +55,11 @@ class Verifier:
         self._closed = False
 
     def same(self, wanted: str, found: str) -> bool:
-        """Whether the answers are equal. Raises VerifierError where that cannot be found out."""
+        """Whether the answers are equal. Raises UncheckableAnswerError, VerifierError."""
         outcome = "unchecked"
         try:
             if len(found) > MOST_CHARACTERS:
-                raise VerifierError(
+                raise UncheckableAnswerError(
                     f"mathematics: an answer of {len(found):,} characters is not checked; at most "
                     f"{MOST_CHARACTERS:,}."
                 )
@@ -79,7 +87,7 @@ class Verifier:
     def _asked(self, question: dict[str, Any]) -> bool:
         process = self._taken()
         try:
-            answer = _exchange(process, question, self._timeout_s + GRACE_S)
+            answer = _exchange(process, question, MOST_WAITS * self._timeout_s + GRACE_S)
         except BaseException:
             _end(process)
             raise
@@ -89,7 +97,9 @@ class Verifier:
         if closed:
             _end(process)
         if "same" not in answer:
-            raise VerifierError(f"mathematics: a check failed: {answer.get('failed', answer)}.")
+            raise UncheckableAnswerError(
+                f"mathematics: a check failed: {answer.get('failed', answer)}."
+            )
         return bool(answer["same"])
 
     def _taken(self) -> subprocess.Popen[bytes]:
@@ -124,7 +134,7 @@ def _exchange(
                     raise VerifierError(f"mathematics: a check did not end within {limit_s:g} s.")
                 more = os.read(process.stdout.fileno(), 1 << 16)
                 if not more:
-                    raise VerifierError(f"mathematics: {_how_it_ended(process, limit_s)}.")
+                    raise _ended(process)
                 data += more
         answer: dict[str, Any] = json.loads(data)
     except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
@@ -132,11 +142,15 @@ def _exchange(
     return answer
 
 
-def _how_it_ended(process: subprocess.Popen[bytes], limit_s: float) -> str:
+def _ended(process: subprocess.Popen[bytes]) -> RLFlowError:
+    """What the end of a check's process says: its own signals are the answer's doing."""
     code = process.wait(GRACE_S)
-    if code == -signal.SIGALRM:
-        return f"a check did not end within {limit_s - GRACE_S:g} s"
-    return f"the process of a check ended with code {code}: {last_said(process)}"
+    if code == -signal.SIGPROF:
+        return UncheckableAnswerError("mathematics: a check took too much time.")
+    if -code in OF_THE_ANSWER:
+        return UncheckableAnswerError(f"mathematics: a check ended with code {code}.")
+    told = f"the process of a check ended with code {code}: {last_said(process)}"
+    return VerifierError(f"mathematics: {told}.")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,8 @@
 """Compares answers by math-verify: reads a JSON object per line, answers with one.
 
 Runs apart from the training process: what a policy writes (9**9**9) may take for ever, or all
-memory. A timer of the system ends this process, inside of a long multiplication too."""
+memory. A timer of the system, which counts seconds of a processor, ends this process, inside of a
+long multiplication too."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ def main() -> None:
     _write({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, asked["limit_s"])
+        signal.setitimer(signal.ITIMER_PROF, asked["limit_s"])
         answer = _compared(math_verify, asked["wanted"], asked["found"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answer)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
@@ -29,7 +29,8 @@ class AgentEnvironment(Environment):
 
     plain: the model has no chat template. ignore: parameters that training cannot honour are left
     out and counted. timeout_s: between two requests. An agent that fails aborts the episode; one
-    that was refused a response, as a limit was reached, is truncated however it ends."""
+    that raises PolicyError, or ends with BLAMES_POLICY, ends it as a wrong one; one that was
+    refused a response, as a limit was reached, is truncated however it ends."""
 
     metrics = {
         "score": Metric("reward", "what the agent's episode was worth", score=True),
@@ -104,7 +105,7 @@ class AgentEnvironment(Environment):
             step = await self._next(state)
             if step is None:
                 agent = state["agent"]
-                told = agent.failure or f"it ended: {agent.last_lines()}"
+                told = agent.failure or agent.fault or f"it ended: {agent.last_lines()}"
                 raise ProgramError(f"the agent asked for no response; {told}")
         except BaseException:
             await self._ended(state)  # an episode that did not begin is not closed
@@ -208,7 +209,13 @@ class AgentEnvironment(Environment):
             return step
         if (agent.failure or not episode.turns) and not session.truncated:
             raise ProgramError(f"the agent {agent.failure or 'got no response'}")
-        score = await self.score(episode)
+        try:
+            if agent.fault is not None and not session.truncated:
+                raise agent.fault
+            score = await self.score(episode)
+        except PolicyError as fault:
+            metrics = {**_metrics(session), "score": fault.reward, **fault.metrics}
+            raise PolicyError(str(fault), fault.reward, metrics, fault.rewards) from fault
         metrics = {**_metrics(session), "score": score}
         terminated = not session.truncated or episode.turns_left != 0
         return Step(reward=score, terminated=terminated, metrics=metrics)

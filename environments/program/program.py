@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import os
 import secrets
 import shlex
@@ -16,35 +17,46 @@ from rlflow.calls import CallThreads, call
 from rlflow.components import Kind, names_code
 from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import MAX_REWARD
-from rlflow.errors import ConfigError, install_command, needing
+from rlflow.errors import ConfigError, PolicyError, did_you_mean, install_command, needing
 from rlflow.storage.child import Guard
 from rlflow.texts import one_line
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, held_out, read_each
 from rlflow_environments.program.agents import AgentEnvironment
-from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
+from rlflow_environments.program.running import (
+    BLAMES_POLICY,
+    AgentProcess,
+    AgentTask,
+    ProgramError,
+    last_lines,
+)
+
+logger = logging.getLogger(__name__)
 
 AGENT = Kind("agent", call=2)
 """`async def agent(task, client)`, the task a dict, the client an openai.AsyncOpenAI."""
 REWARD = Kind("reward", call=2)
 """`def reward(task, played)`, async or not: a number. played: `output`, `returned`, `messages`."""
-HELD_BACK = ("agent", "answer", "answers", "solution", "solutions")
-"""Keys of a row that the reward sees, and the agent does not."""
 RUN_MARK = "RLFLOW_AGENTS"
 """Variable by which a guard knows all programs of an environment, whatever sessions they are in."""
-JUDGES = 256
-"""Rewards at the same time, where their function is not async."""
 PROMPTS = ("prompt", "question", "instruction", "problem")
 """Keys of a row whose text stands for the task in displays."""
+SHOWN = ("id", "messages", *PROMPTS)
+"""Keys of a row that the agent sees, with those of `agent_keys`; the reward sees all."""
+HELD_BACK = ("agent", "answer", "answers", "solution", "solutions")
+"""Keys that nobody expects an agent to see."""
+MOST_NAMED, LONGEST_NAME = 10, 40
+JUDGES = 256
+"""Rewards at the same time, where their function is not async."""
 
 
 class ProgramEnvironment(AgentEnvironment):
     """agent: a command, started for each episode, or `file.py:function` of this process; a row may
     have an `agent` of its own. train, val: files of JSON rows; without val every tenth of train's.
-    reward: `file.py:function`. reward_command: a command; its last line is a number, or its exit
-    code says whether the episode went well. Without either the agent posts its reward, or returns
-    it.
+    agent_keys: of a row, which the agent sees beside SHOWN; nothing else reaches it. reward:
+    `file.py:function`. reward_command: see `verdict_of`. Without either the agent posts its reward,
+    or returns it.
 
     messages: `text` where the model has no chat template. sampling: what becomes of parameters that
     training cannot honour. timeout_s: between two requests, and of a reward. variables: for the
@@ -58,6 +70,7 @@ class ProgramEnvironment(AgentEnvironment):
         train: str | Path | None = None,
         val: str | Path | None = None,
         *,
+        agent_keys: Sequence[str] = (),
         reward: str | None = None,
         reward_command: str | None = None,
         messages: Literal["template", "text"] = "template",
@@ -81,6 +94,8 @@ class ProgramEnvironment(AgentEnvironment):
                 "environment program: expected agent=COMMAND or agent=file.py:function, and "
                 "train=ROWS.jsonl or val=ROWS.jsonl of tasks."
             )
+        self._shown = frozenset((*SHOWN, *agent_keys))
+        _check_keys([row for own in rows.values() for row in own], agent_keys, self._shown)
         tasks = {split: self._made(split, own) for split, own in rows.items()}
         self._tasks = tasks if "val" in tasks else held_out(tasks["train"])
         agents = {row.get("agent", agent or "") for own in rows.values() for row in own}
@@ -109,11 +124,16 @@ class ProgramEnvironment(AgentEnvironment):
     def _made(self, split: str, rows: Sequence[dict[str, Any]]) -> list[Task]:
         tasks = []
         for number, row in enumerate(rows):
-            text = next((row[key] for key in PROMPTS if isinstance(row.get(key), str)), str(row))
+            shown = str(self._shown_of(row))
+            text = next((row[key] for key in PROMPTS if isinstance(row.get(key), str)), shown)
             prompt: Observation = text if self._plain else [{"role": "user", "content": text}]
             name = str(row.get("id", f"{split}-{number}"))
             tasks.append(Task(name, prompt, row.get("answer"), {"row": row}))
         return tasks
+
+    def _shown_of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What the agent sees of a row."""
+        return {key: value for key, value in row.items() if key in self._shown}
 
     async def begin(self) -> Endpoint:
         self._judges = CallThreads(JUDGES, "reward")
@@ -124,8 +144,7 @@ class ProgramEnvironment(AgentEnvironment):
 
     async def start(self, task: Task, session: AgentSession, url: str) -> AgentProcess | AgentTask:
         row = task.metadata["row"]
-        given = {key: value for key, value in row.items() if key not in HELD_BACK}
-        given = {"id": task.id, **given}
+        given = {"id": task.id, **self._shown_of(row)}
         agent: str = row.get("agent", self._agent)
         if agent in self._functions:
             return AgentTask(self._functions[agent], given, self.client(session, url))
@@ -157,7 +176,7 @@ class ProgramEnvironment(AgentEnvironment):
         elif self._reward_command is not None:
             if not isinstance(agent, AgentProcess):
                 raise ConfigError("environment.reward_command: the agent is no program.")
-            found = _number_of(*await agent.judge(self._reward_command, self._timeout_s))
+            found = verdict_of(*await agent.judge(self._reward_command, self._timeout_s))
         elif session.posted is not None:
             found = session.posted["reward"]
         elif session.truncated and _number(found) is None:
@@ -207,13 +226,48 @@ def _number(found: Any) -> float | None:
     return None
 
 
-def _number_of(code: int, output: str) -> float:
-    """What a reward command says: the number on its last line, or whether it ended well. Raises
-    ProgramError where it was killed."""
-    if code < 0:
-        raise ProgramError(f"environment.reward_command was killed by signal {-code}")
+def verdict_of(code: int, output: str, errors: str) -> float:
+    """What a reward command says. Exit code 0: the number on its last line of stdout, else 1. Exit
+    code 1, with nothing on stderr and no other number: 0.
+
+    Raises PolicyError for BLAMES_POLICY, ProgramError for any other end, which is no verdict."""
+    number = None
     with contextlib.suppress(ValueError, IndexError):
         number = float(output.strip().splitlines()[-1])
-        if code == 0:
-            return number
-    return float(code == 0)
+    if code == 0:
+        return 1.0 if number is None else number
+    if code == 1 and not errors.strip() and not number:
+        return 0.0
+    wrote = last_lines(f"{output}\n{errors}")
+    if code == BLAMES_POLICY:
+        raise PolicyError(f"environment.reward_command ended with code {code}: {wrote}")
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    raise ProgramError(
+        f"environment.reward_command {how}, which is no verdict: {wrote}; expected exit code 0 "
+        "with the reward on the last line of stdout, or exit code 1 with nothing on stderr for 0"
+    )
+
+
+def _check_keys(
+    rows: Sequence[dict[str, Any]], agent_keys: Sequence[str], shown: frozenset[str]
+) -> None:
+    """Says which keys the agent does not see. Raises ConfigError for one to show that no row
+    has."""
+    there = {key: None for row in rows for key in row}
+    for key in agent_keys:
+        if key not in there:
+            raise ConfigError(
+                f"environment.agent_keys: no row has '{key}'.{did_you_mean(key, there)}"
+            )
+    hidden = [key for key in there if key not in shown]
+    if not hidden:
+        return
+    names = ", ".join(f"{key[:LONGEST_NAME]!r}" for key in hidden[:MOST_NAMED])
+    more = f" and {len(hidden) - MOST_NAMED} more" if len(hidden) > MOST_NAMED else ""
+    unknown = any(key not in HELD_BACK for key in hidden)
+    logger.log(
+        logging.WARNING if unknown else logging.INFO,
+        "the agent does not see %s%s of its task: environment.agent_keys names those that it needs",
+        names,
+        more,
+    )

@@ -14,13 +14,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import RLFlowError, described, raised_at
+from rlflow.errors import PolicyError, RLFlowError, described, raised_at
 from rlflow.storage.child import Child, tail
 from rlflow.storage.guard import marked
 
 LAST_LINES, LINE = 5, 200
 OURS = f"{Path(__file__).parent}{os.sep}"
 MARK = "RLFLOW_EPISODE"
+BLAMES_POLICY = os.EX_DATAERR
+"""Exit code 65, with which a program says that what the policy wrote is at fault."""
 
 
 class ProgramError(RLFlowError):
@@ -31,10 +33,12 @@ class AgentProcess:
     """A command as an agent. It gets its task as a file of JSON, and ends with its whole process
     group and all that keeps its mark in the environment.
 
-    ended: done when the agent is. failure: how it failed, "" where it ended well."""
+    ended: done when the agent is. failure: how it failed, "" where it ended well. fault: that of
+    the policy, where the agent says so."""
 
     ended: asyncio.Future[None]
     failure, returned = "", None
+    fault: PolicyError | None = None
 
     def __init__(
         self, name: str, command: str, task: Mapping[str, Any], variables: Mapping[str, str]
@@ -60,7 +64,10 @@ class AgentProcess:
 
     async def _waited(self) -> None:
         await asyncio.shield(asyncio.wrap_future(self._child.ended))
-        if self._child.ended.result() != 0:
+        code = self._child.ended.result()
+        if code == BLAMES_POLICY:
+            self.fault = PolicyError(f"the agent ended with code {code}: {self.last_lines()}")
+        elif code != 0:
             self.failure = f"{self._child.how_it_ended().partition(':')[0]}: {self.last_lines()}"
 
     @property
@@ -71,8 +78,8 @@ class AgentProcess:
         """How its output ends."""
         return last_lines(self.output)
 
-    async def judge(self, command: str, limit_s: float) -> tuple[int, str]:
-        """(exit code, what it wrote to stdout) of a command that looks at what the agent has done.
+    async def judge(self, command: str, limit_s: float) -> tuple[int, str, str]:
+        """(exit code, what it wrote to stdout, and to stderr) of a command that looks at what the agent has done.
         Raises ProgramError where it takes longer."""
         errors = self._folder / "reward.errors"
         child = await asyncio.to_thread(self._started, command, "reward.log", errors)
@@ -86,7 +93,7 @@ class AgentProcess:
             ) from None
         finally:
             await asyncio.to_thread(child.stop, 0)
-        return code, tail(child.log)
+        return code, tail(child.log), tail(errors)
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._stop)
@@ -110,9 +117,11 @@ class AgentProcess:
 
 
 class AgentTask:
-    """An async function as an agent, in this process. returned: what it returned."""
+    """An async function as an agent, in this process. returned: what it returned. fault: the
+    PolicyError that it raised."""
 
     failure, output, returned = "", "", None
+    fault: PolicyError | None = None
 
     def __init__(
         self, function: Callable[..., Awaitable[Any]], task: Mapping[str, Any], client: Any
@@ -124,6 +133,8 @@ class AgentTask:
         try:
             self.returned = await self._function(task, client)
             self.output = "" if self.returned is None else str(self.returned)
+        except PolicyError as fault:
+            self.fault = fault
         except BaseException as problem:  # noqa: BLE001 -- SystemExit would end the loop
             # A cancellation too: after one from outside nobody reads this
             self.failure = f"{described(problem)} ({raised_at(problem, OURS)})"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError, PolicyError, RLFlowError
 
 
 class RetrievalError(RLFlowError):
     """The retrieval service failed, after all attempts: the episode is aborted, and no text of this
     reaches the model."""
+
+
+class QueryRefusedError(RetrievalError, PolicyError):
+    """The service, which answered others, refuses what the policy asks for: too long, or empty. The
+    episode counts as wrong."""
 
 
 class QueueFullError(RetrievalError):

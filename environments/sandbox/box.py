@@ -24,6 +24,7 @@ from rlflow_environments.sandbox.bubblewrap import (
     HERE,
     Confines,
     SandboxError,
+    SandboxKilledError,
     command,
     variables,
 )
@@ -50,7 +51,7 @@ class Sandbox:
     Files stay from program to program, processes do not. All of it ends with the block, with a
     cancelled call, with this process, and where a program made too many files (`ended`). A
     program's own failure is a ProgramResult; SandboxError says that the sandbox failed by no fault
-    of its program."""
+    of its program, SandboxKilledError that an unconfined program ended it."""
 
     def __init__(self, confines: Confines | None = None) -> None:
         self.confines = confines or Confines()
@@ -210,6 +211,10 @@ class Sandbox:
                 texts = ["", ""]
             except (EOFError, OSError, ValueError, KeyError) as problem:
                 await self.close()
+                if not self._confined:  # it had the rights to do that
+                    raise SandboxKilledError(
+                        f"sandbox: the program ended its first process ({problem!r})."
+                    ) from None
                 raise SandboxError(
                     f"sandbox: its first process ended by no fault of the program ({problem!r}); "
                     "is memory used up?"

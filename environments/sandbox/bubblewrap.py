@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlflow.errors import ConfigError, RLFlowError, did_you_mean
+from rlflow.errors import ConfigError, PolicyError, RLFlowError, did_you_mean
 from rlflow_environments.sandbox.limits import Limits
 
 Confinement = Literal["bubblewrap", "none"]
@@ -37,6 +37,10 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXP
 
 class SandboxError(RLFlowError):
     """A sandbox cannot be started, or ended by no fault of its programs."""
+
+
+class SandboxKilledError(PolicyError):
+    """A program without confinement ended its sandbox."""
 
 
 @dataclass(frozen=True)

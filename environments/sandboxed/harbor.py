@@ -45,14 +45,17 @@ class HarborError(RLFlowError):
 
 class HarborTasks(ToolEnvironment):
     """The tests of a folder see what the policy left behind, and write the reward to
-    /logs/verifier/reward.json or reward.txt. Tests that a limit ends give 0; tests that write no
-    reward abort the episode. Several rewards are named ones; the reward is `reward`, else their
+    /logs/verifier/reward.json or reward.txt. Tests that a limit ends give 0; so do tests that write
+    no reward, where they write one of the untouched task: the policy broke them. Where they never
+    do, the episode is aborted. Several rewards are named ones; the reward is `reward`, else their
     mean."""
 
     shorthand = "folder"
     metrics = {
         **SHELL_METRICS,
-        "tests_killed": Metric("share", "of episodes whose tests a limit ended or found no place"),
+        "tests_killed": Metric(
+            "share", "of episodes whose tests a limit ended, or the policy broke or kept out"
+        ),
         "out_of_time": Metric("share", "of episodes that used up the time of the task"),
     }
 
@@ -83,6 +86,7 @@ class HarborTasks(ToolEnvironment):
         self._folders = {str(one.path): one for folders in found for one in folders}
         train, *val = [[_task(one, system) for one in folders] for folders in found]
         self._tasks = {"train": train, "val": val[0]} if val else held_out(train)
+        self._tests_work: dict[str, bool] = {}  # of the untouched task, by its folder
         self._box_tools = BoxTools(tools, at_once)
         self.tools = self._box_tools.schemas
 
@@ -92,19 +96,24 @@ class HarborTasks(ToolEnvironment):
 
     async def reset(self, task: Task) -> Episode:
         folder = self._folders[task.metadata["folder"]]
-        box = Sandbox(dataclasses.replace(self._confines, places=folder.places))
         async with self._box_tools.places.here():
-            await box.open()
-            try:
-                for where, script, files in folder.layers:
-                    await _lay(box, where, script, files, folder.tests_s)
-                made = f"mkdir -p {shlex.quote(folder.workdir)}"
-                await _lay(box, "its working folder", made, [])
-            except BaseException:
-                await box.close()
-                raise
+            box = await self._laid_out(folder)
         counts = {"limits_reached": 0.0, "program_s": 0.0}
         return Episode(task, scratch={"box": box, "folder": folder, **counts})
+
+    async def _laid_out(self, folder: TaskFolder) -> Sandbox:
+        """A sandbox with the task in it. Raises HarborError, SandboxError."""
+        box = Sandbox(dataclasses.replace(self._confines, places=folder.places))
+        await box.open()
+        try:
+            for where, script, files in folder.layers:
+                await _lay(box, where, script, files, folder.tests_s)
+            made = f"mkdir -p {shlex.quote(folder.workdir)}"
+            await _lay(box, "its working folder", made, [])
+        except BaseException:
+            await box.close()
+            raise
+        return box
 
     async def call(self, episode: Episode, call: TextCall) -> str:
         state, folder = episode.scratch, episode.scratch["folder"]
@@ -139,7 +148,30 @@ class HarborTasks(ToolEnvironment):
         await episode.scratch["box"].close()
 
     async def _tested(self, box: Sandbox, folder: TaskFolder) -> tuple[dict[str, float], float]:
-        """(rewards by name, 1 where a limit ended the tests)."""
+        """(rewards by name, 1 where a limit ended the tests, or the policy broke them)."""
+        try:
+            return await self._rewarded(box, folder)
+        except HarborError:
+            if await self._works_untouched(folder):
+                return {"reward": 0.0}, 1.0
+            raise
+
+    async def _works_untouched(self, folder: TaskFolder) -> bool:
+        """Whether the tests write a reward where no policy has been."""
+        key = str(folder.path)
+        if key not in self._tests_work:
+            box = await self._laid_out(folder)
+            try:
+                await self._rewarded(box, folder)
+                self._tests_work[key] = True
+            except HarborError:
+                self._tests_work[key] = False
+            finally:
+                await box.close()
+        return self._tests_work[key]
+
+    async def _rewarded(self, box: Sandbox, folder: TaskFolder) -> tuple[dict[str, float], float]:
+        """(rewards by name, 1 where a limit ended the tests). Raises HarborError without any."""
         try:
             await _lay(box, "its tests", EMPTY, files_of_tests(folder))
         except HarborError:  # the policy stands in their way: setup was fine, in the same sandbox

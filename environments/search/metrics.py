@@ -30,12 +30,9 @@ METRICS = {
     ),
     "hops": Metric("count", "`hops` of the question's row; only where it has them"),
     "judge_asked": Metric(
-        "share", "of answers that the judge was asked about; only with that reward, as the next two"
+        "share", "of answers that the judge was asked about; only with that reward, as the next one"
     ),
     "judge_cached": Metric("share", "of answers whose verdict was known"),
-    "judge_unparsable": Metric(
-        "share", "of answers without a verdict that can be read: they score 0"
-    ),
     **{
         name: Metric("reward", f"what the rule {name.removeprefix('score_')} gives")
         for name in RULE_SCORES

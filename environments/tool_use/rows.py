@@ -16,6 +16,7 @@ from rlflow_environments.common.jsonl import (
     are_messages,
     held_out,
     kind_of,
+    number_text,
     read_each,
     text_of,
 )
@@ -50,7 +51,8 @@ def match(task: Task, messages: Sequence[Message]) -> float:
     said = messages[-1]["content"].rpartition("</think>")[2]
     said = (blocks("answer", said) or [said])[-1]
     answers = task.answer if isinstance(task.answer, list) else [task.answer]
-    return float(_normal(said) in [_normal(str(answer)) for answer in answers])
+    texts = [number_text(answer) or str(answer) for answer in answers]
+    return float(_normal(said) in map(_normal, texts))
 
 
 def read_tasks(

@@ -9,7 +9,7 @@ from rlflow.components import Kind
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.values import PositiveInt
 from rlflow_environments.common.endpoint import UnreadableReply
-from rlflow_environments.common.judge import JudgeEndpoint, JudgeError
+from rlflow_environments.common.judge import JudgeEndpoint, JudgeError, RefusedVerdictError
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.wrappers.wrapper import Played
 
@@ -103,7 +103,8 @@ class JudgeCriterion:
         self._judge = judge
 
     async def __call__(self, played: Played) -> float:
-        """Raises CriterionError; ConfigError where the endpoint refuses the request."""
+        """Raises CriterionError; RefusedVerdictError where the endpoint refuses what the policy
+        wrote; ConfigError where it refuses whatever it is asked."""
         text = _written(played, self._whole)[-LONGEST_TEXT:]
         prompt = PROMPT.format(
             criterion=self._criterion,
@@ -113,6 +114,8 @@ class JudgeCriterion:
         )
         try:
             points, _ = await self._judge.verdict(prompt, self._read)
+        except RefusedVerdictError:
+            raise
         except JudgeError as problem:
             raise CriterionError(f"criterion judge ({self._criterion[:60]!r}): {problem}") from None
         return points / self._points

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.components import Kind, takes
 from rlflow.errors import EnvironmentContractError
 from rlflow_environments.common.endpoint import UnreadableReply
-from rlflow_environments.common.judge import JudgeEndpoint
+from rlflow_environments.common.judge import JudgeEndpoint, JudgeError, RefusedVerdictError
 
 LONGEST_TEXT = 10_000  # characters of an observation that the critic reads, the last ones
 
@@ -69,9 +69,11 @@ class CriticEndpoint:
             name: json.dumps(text[-LONGEST_TEXT:], ensure_ascii=False)
             for name, text in vars(pair).items()
         }
-        (percent, done), _ = await self._judge.verdict(
-            PROMPT.format(reference=self._reference, **texts), read_progress
-        )
+        prompt = PROMPT.format(reference=self._reference, **texts)
+        try:
+            (percent, done), _ = await self._judge.verdict(prompt, read_progress)
+        except RefusedVerdictError as problem:  # of observations, which the policy did not write
+            raise JudgeError(str(problem)) from None
         return percent / 100, bool(done)
 
     def close(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow.environment import awaited
-from rlflow.errors import ConfigError, EnvironmentContractError
+from rlflow.errors import ConfigError, EnvironmentContractError, PolicyError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import checked
@@ -18,6 +19,8 @@ from rlflow_environments.common.judge import make_judge
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.criteria import CRITERION, CriterionError
 from rlflow_environments.wrappers.wrapper import Base, Played, Seen, Wrapper, over
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class RubricRewards(Wrapper):
     Every criterion is a named reward too, without its weight, for advantages that weigh them
     (`gdpo`); behind a gate that was not passed the others are 0, and not asked. Metrics:
     `rubric_<name>`, the score of each criterion that was judged. A criterion that cannot be judged
-    raises: the episode is aborted and left out of loss and baseline. Source of the forms: OpenEnv
+    raises: the episode is aborted and left out of loss and baseline; where the policy caused it
+    (PolicyError), the criterion has its worst score. Source of the forms: OpenEnv
     (`WeightedSum`, `Gate`, `LLMJudge`), verifiers (`Rubric`). An episode that a token limit ends
     between two turns got no rewards.
     """
@@ -122,10 +126,15 @@ class RubricRewards(Wrapper):
 
 
 async def _score(criterion: Criterion, played: Played) -> float:
-    """Raises CriterionError for anything but a finite number, and what the criterion raises."""
+    """Raises CriterionError for anything but a finite number, and what the criterion raises; where
+    that blames the policy, the worst score of a judge's: 0, or 1 where more is worse."""
     length = sum(map(len, (*played.responses, *played.observations)))
-    score = await beside_the_loop(length, lambda: criterion.score(played))
-    score = await awaited(score)
+    try:
+        score = await beside_the_loop(length, lambda: criterion.score(played))
+        score = await awaited(score)
+    except PolicyError as fault:
+        logger.info("criterion %s of task %s: %s", criterion.name, played.task.id, fault)
+        return float(criterion.weight < 0)
     if isinstance(score, bool):
         return float(score)
     if not isinstance(score, (int, float)) or not math.isfinite(score):

@@ -12,7 +12,7 @@ from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow_environments.common.endpoint import UnreadableReply
-from rlflow_environments.common.judge import make_judge
+from rlflow_environments.common.judge import RefusedVerdictError, make_judge
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
@@ -122,7 +122,10 @@ class StageRewards(Wrapper):
             response=json.dumps(response[-LONGEST_TEXT:], ensure_ascii=False),
             observation=json.dumps(observation[-LONGEST_TEXT:], ensure_ascii=False),
         )
-        found, _ = await self._labeller.verdict(prompt, read_stages)
+        try:
+            found, _ = await self._labeller.verdict(prompt, read_stages)
+        except RefusedVerdictError:  # nothing shows that it came further
+            return set()
         return set(found) & set(stages)
 
     def shutdown(self) -> None:

@@ -7,11 +7,12 @@ import functools
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rlflow.components import ENVIRONMENT
-from rlflow.environment import Environment, awaited
-from rlflow.errors import ConfigError, Problems, RLFlowError
+from rlflow.environment import Environment, awaited, last_step
+from rlflow.errors import ConfigError, PolicyError, Problems, RLFlowError
+from rlflow.report.metrics import scores
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Component
 from rlflow_environments.common.transcript import Transcript, as_text
@@ -123,6 +124,9 @@ class Wrapper(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         return self.base.tasks(split)
 
+    def task_problem(self, task: Task) -> str:
+        return self.base.task_problem(task)
+
     def task_from_text(self, text: str) -> Task:
         return self.base.task_from_text(text)
 
@@ -134,10 +138,17 @@ class Wrapper(Environment):
         return self._begun(self.base.reset(task))
 
     def step(self, episode: Episode, response: str) -> Any:
-        return self._answered(episode, response, self.base.step(episode, response))
+        try:
+            answer = self.base.step(episode, response)
+        except PolicyError as fault:  # of a plain method, which runs in a thread: not here
+            answer = _raised(fault)
+        return self._answered(episode, response, answer)
 
     async def overflow(self, episode: Episode) -> Step | None:
-        step = await self.base.overflow(episode)
+        try:
+            step = await self.base.overflow(episode)
+        except PolicyError as fault:
+            await self._faulted(episode, fault)
         answers = step is not None and episode.turns  # no prompt, which is nobody's observation
         return await self._taken(episode, step) if answers else step
 
@@ -159,28 +170,49 @@ class Wrapper(Environment):
 
     @abstractmethod
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
-        """The base's step with the wrapper's rewards; `seen` holds it already. What it raises
-        aborts the episode."""
+        """The base's step with the wrapper's rewards; `seen` holds it already. A PolicyError ends
+        the episode as a wrong one; what else it raises aborts it."""
 
     async def _begun(self, begun: Any) -> Episode:
         episode: Episode = await awaited(begun)
         if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
-            episode.scratch[self._key] = Seen()
+            # A score that an episode never reports is 0
+            unseen = dict.fromkeys(scores(self.base.metrics), 0.0)
+            episode.scratch[self._key] = Seen(metrics=unseen)
         return episode
 
     async def _answered(self, episode: Episode, response: str, answer: Any) -> Step:
-        step: Step = await awaited(answer)
+        seen: Seen = episode.scratch[self._key]
+        try:
+            step: Step = await awaited(answer)
+        except PolicyError as fault:
+            seen.responses.append(response)
+            return await self._faulted(episode, fault)
         if not isinstance(step, Step):
             return step
-        episode.scratch[self._key].responses.append(response)
+        seen.responses.append(response)
         return await self._taken(episode, step)
+
+    async def _faulted(self, episode: Episode, fault: PolicyError) -> NoReturn:
+        """Raises the base's fault with what the wrapper makes of the base's last step."""
+        seen: Seen = episode.scratch[self._key]
+        step = await self._taken(episode, last_step(self.base, fault, seen.metrics))
+        raise PolicyError(str(fault), step.reward, step.metrics, step.rewards) from fault
 
     async def _taken(self, episode: Episode, step: Step) -> Step:
         seen: Seen = episode.scratch[self._key]
         seen.observations.append(as_text(step.observation))
         seen.metrics |= step.metrics
         seen.returned += float(step.reward)
-        return await self.rewarded(episode, seen, step)
+        try:
+            return await self.rewarded(episode, seen, step)
+        except PolicyError as fault:
+            metrics = {**step.metrics, **fault.metrics}
+            raise PolicyError(str(fault), fault.reward, metrics, fault.rewards) from fault
+
+
+async def _raised(fault: PolicyError) -> NoReturn:
+    raise fault
 
 
 def over(episode: Episode, step: Step) -> bool:

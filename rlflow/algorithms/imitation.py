@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlflow.algorithms import SFTLoss
 from rlflow.batching import make_batch
-from rlflow.environment import Environment, awaited, check_fields, note_response
+from rlflow.environment import Environment, answered, awaited, check_fields, note_response
 from rlflow.errors import ConfigError, StorageError, described
 from rlflow.models.huggingface import why_occupied
 from rlflow.models.tiny import write_random_model, write_tokenizer
@@ -132,7 +132,7 @@ async def _demonstrate(
         for turn in range(1, turns + 1):
             response = answer(prompt, said, generator)
             note_response(episode, response, turns)
-            step = await awaited(environment.step(episode, response))
+            step = await answered(environment, episode, response, {})
             check_fields(environment, "step", step)
             parts.append((response, True))
             reward += step.reward

@@ -27,12 +27,13 @@ from rlflow.checks.plays import Play, describe, describe_player
 from rlflow.checks.report import ContractReport
 from rlflow.environment import (
     Environment,
+    last_step,
     most_turns,
     note_response,
     observation_problem,
     stop_problem,
 )
-from rlflow.errors import RolloutError, described, raised_at
+from rlflow.errors import PolicyError, RolloutError, described, raised_at
 from rlflow.report.metrics import Metric
 from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread
@@ -139,6 +140,8 @@ class _Audit:
             timed = timed_method(method, self.blocked.setdefault(what, []))
             return True, await call(self.threads, timed, arguments, FOREVER_S, what, kind)
         except Exception as error:  # noqa: BLE001 -- others' code: whatever it raises is reported
+            if isinstance(error, PolicyError) and what == "step":
+                return True, last_step(self.environment, error, {})
             raised = f"{what} raised {described(error)}"
             text = str(error) if isinstance(error, RolloutError) else raised
             response = f"the response was {arguments[1]!r:.80}" if what == "step" else ""

@@ -69,7 +69,8 @@ class Conversation:
     def finish(self, stop: str, error: str) -> None:
         """The episode ended."""
         cut = "" if stop == "terminated" else f"cut: {stop}"
-        self.ended = f"aborted: {error}" if error else cut
+        kind = "aborted" if stop == "aborted" else "unscorable"
+        self.ended = f"{kind}: {error}" if error else cut
         if self.ended and self._live:
             print(self._paint(printable(self.ended), "warn"))
         self._changed()

@@ -21,6 +21,7 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError, StorageError
+from rlflow.report.lines import printable
 from rlflow.report.metrics import Metrics, shown
 from rlflow.texts import one_line
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.report.records import write_trajectories
     from rlflow.run.assemble import fitting_tasks
     from rlflow.run.directory import RunDirectory
-    from rlflow.run.evaluate import evaluate, means_over_sets, metrics_by_set
+    from rlflow.run.evaluate import evaluate, failure_reasons, means_over_sets, metrics_by_set
     from rlflow.storage.files import write_json
 
     check_least(args, questions=1, samples=1, temperature=0)
@@ -114,10 +115,14 @@ def run(args: argparse.Namespace) -> int:
         "prompts_dropped": dropped,
     }
     summary |= result.metrics
+    if failures := failure_reasons(result.groups):
+        summary |= {"failures": failures}
     if by_set:
         summary |= {"sets": by_set}
         summary |= {f"{name}_mean_over_sets": value for name, value in means.items()}
     _print_scores(result.metrics, by_set, means, registered)
+    for reason, count in failures.items():
+        print(f"{count} FAILED: {printable(reason)}")
     out = Path(args.out or Path("runs") / f"eval-{name}")
     try:
         out = out if args.out else new_directory(out.parent, out.name)

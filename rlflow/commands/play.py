@@ -10,7 +10,14 @@ from typing import TextIO
 
 from rlflow.checks.agents import Agent
 from rlflow.commands.show import Paint
-from rlflow.environment import Environment, awaited, check_fields, most_turns, note_response
+from rlflow.environment import (
+    Environment,
+    answered,
+    awaited,
+    check_fields,
+    most_turns,
+    note_response,
+)
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
@@ -89,7 +96,7 @@ async def _episode(
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
                 return
             note_response(episode, response, most)
-            step = await awaited(environment.step(episode, response))
+            step = await answered(environment, episode, response, {})
             check_fields(environment, "step", step)
             total += step.reward
             said.append((response, step.observation))

@@ -25,6 +25,7 @@ ALWAYS_SHOWN = (
 )
 SHOWN_ABOVE_ZERO = (
     "ABORTED {rollout/aborted:.0%}",
+    "UNSCORABLE {rollout/unscorable:.0%}",
     "cut at tokens {rollout/truncated_max_tokens:.0%}",
     "cut at turns {rollout/truncated_max_turns:.0%}",
 )
@@ -140,8 +141,11 @@ def evaluation_line(metrics: Mapping[str, float], registered: Metrics) -> str:
     others = [name for name in scores(registered) if name != first]
     parts += _registered(metrics, registered, [*others, *shown_names(registered)], "eval")
     parts += _filled(metrics, "turns {eval/turns:.2f}", "{eval/questions:.0f} tasks")
+    if metrics.get("eval/unscorable", 0) > 0:
+        parts += _filled(metrics, "{eval/unscorable:.0f} UNSCORABLE")
     if metrics.get("eval/failed", 0) > 0:
-        parts += _filled(metrics, "{eval/failed:.0f} FAILED")
+        asked = " of {eval/asked:.0f}" if "eval/asked" in metrics else ""
+        parts += _filled(metrics, f"{{eval/failed:.0f}}{asked} FAILED")
     return "  ".join(parts)
 
 

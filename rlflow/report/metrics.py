@@ -209,6 +209,11 @@ METRICS: Metrics = {
     "rollout/aborted": Metric(
         "share", "of episodes lost to infrastructure; out of loss and baseline"
     ),
+    "rollout/unscorable": Metric(
+        "share",
+        "of episodes that the policy made impossible to score: they count as wrong; left out where "
+        "it is 0",
+    ),
     "rollout/staleness": Metric(
         "versions", "that trained tokens lag behind the weights in training"
     ),
@@ -297,6 +302,12 @@ METRICS: Metrics = {
     ),
     "eval/failed": Metric(
         "count", "attempts lost to infrastructure: reported apart, never scored 0"
+    ),
+    "eval/asked": Metric("count", "attempts that were to be made: scored and failed ones"),
+    "eval/unscorable": Metric(
+        "count",
+        "attempts that the policy made impossible to score: they count as wrong; left out where it "
+        "is 0",
     ),
 }
 

@@ -127,6 +127,7 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
         return mean([float(one.stop.value == reason) for one in trajectories])
 
     rewards = [trajectory.reward for trajectory in usable]
+    unscorable = mean([float(one.unscorable) for one in trajectories])
     own = reduced(episode_records(usable, registered), registered)
     return {
         **({"train/reward": mean(rewards)} if usable else {}),
@@ -136,6 +137,7 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
         "rollout/truncated_max_turns": share("max_turns"),
         "rollout/truncated_max_tokens": share("max_tokens"),
         "rollout/aborted": share("aborted"),
+        **({"rollout/unscorable": unscorable} if unscorable else {}),
     }
 
 

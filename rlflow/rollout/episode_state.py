@@ -77,6 +77,7 @@ class EpisodeState:
     forks: int = 0
     refed_tokens: int = 0
     cause: str = ""  # where a step failed, and what it was given
+    fault: str = ""  # what the policy did, of an episode that cannot be scored for it
 
     def __post_init__(self) -> None:
         self._replaced = False

@@ -17,12 +17,14 @@ from rlflow.environment import (
     check_episode,
     check_fields,
     check_step,
+    last_step,
     most_turns,
 )
 from rlflow.errors import (
     ConfigError,
     EnvironmentContractError,
     ModelError,
+    PolicyError,
     RolloutError,
     described,
     raised_at,
@@ -135,7 +137,7 @@ class EpisodePlayer:
         step = replace(episode.opening or Step(), observation=episode.task.prompt)
         while True:
             while not await self._fits(episode, state, step):
-                other = await self._call("overflow", episode)
+                other = await self._answer_of("overflow", state, episode)
                 if other is None and episode.unshown is not None:
                     raise episode.unshown
                 if other is not None:
@@ -233,7 +235,7 @@ class EpisodePlayer:
         full = full or stop >= self.limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         try:
-            step = await self._call("step", episode, response)
+            step = await self._answer_of("step", state, episode, response)
         except Exception as failure:
             told = [raised_at(failure), f"the response was {response!r:.{SHOWN}}"]
             state.cause = f" ({'; '.join(filter(None, told))})"
@@ -327,6 +329,15 @@ class EpisodePlayer:
             for message in observation
         ]
 
+    async def _answer_of(self, name: str, state: EpisodeState, *arguments: Any) -> Any:
+        """The step of a method that answers the policy; its last one where the policy made the
+        episode impossible to score."""
+        try:
+            return await self._call(name, *arguments)
+        except PolicyError as fault:
+            state.fault = described(fault)
+            return last_step(self.environment, fault, state.metrics)
+
     async def _call(self, name: str, *arguments: Any) -> Any:
         """The result of an environment's method, within the deadline."""
         what = f"{type(self.environment).__name__}.{name}"
@@ -358,7 +369,7 @@ class EpisodePlayer:
             metrics={**state.metrics, "turns": float(len(state.turns)), **counts},
             temperature=self._temperature(attempt) or 1.0,  # greedy: log-probs at temperature 1
             prompt=state.prompt,
-            error=error,
+            error=error or state.fault,
             attempt=attempt.number,
             id=attempt.id,
         )

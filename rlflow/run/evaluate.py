@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from rlflow.report.reductions import (
 )
 from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
+
+MOST_REASONS, LONGEST_REASON = 5, 300
 
 
 @dataclass
@@ -35,7 +38,8 @@ def evaluate(
     samples_per_prompt: int = 1,
     temperature: float = 0.0,
 ) -> Evaluation:
-    """Attempts every task; attempts lost to infrastructure count in `eval/failed` and in no mean.
+    """Attempts every task; attempts lost to infrastructure count in `eval/failed` and in no mean,
+    those that the policy made unscorable count as wrong.
 
     Raises RolloutError only where not a single attempt was usable."""
     groups = rollout.collect(
@@ -55,11 +59,14 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
     These are the ends of 95% intervals over tasks, each the mean of its attempts."""
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     own = zip(usable, episode_records(usable, registered), strict=True)
+    unscorable = sum(trajectory.unscorable for trajectory in usable)
     records = [{"reward": trajectory.reward, **record} for trajectory, record in own]
     metrics = {
         "eval/questions": float(len({trajectory.group_id for trajectory in usable})),
         "eval/attempts": float(len(usable)),
         "eval/failed": float(len(trajectories) - len(usable)),
+        "eval/asked": float(len(trajectories)),
+        **({"eval/unscorable": float(unscorable)} if unscorable else {}),
         **named_reward_means(usable, "eval"),
     }
     with_interval = {"reward", *scores(registered)}
@@ -98,6 +105,13 @@ def means_over_sets(
         for name in scores(registered)[:1]
     }
     return {name: mean(found) for name, found in values.items() if found}
+
+
+def failure_reasons(groups: Sequence[Group]) -> dict[str, int]:
+    """Why attempts were lost to infrastructure, the most frequent reasons first, with counts."""
+    lost = [one for group in groups for one in group.trajectories if not one.usable]
+    reasons = Counter(one.error[:LONGEST_REASON] for one in lost)
+    return dict(reasons.most_common(MOST_REASONS))
 
 
 class EvaluationSchedule:

@@ -197,7 +197,24 @@ def _look_at_tasks(
             found.problems.attempt(_check_stop, text, tokenizer)
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config, found)
+            found.problems.attempt(_check_answers, environment, split, found)
         found.notes += found.problems.attempt(task_notes, config, environment) or []
+
+
+def _check_answers(environment: Environment, split: str, found: Readiness) -> None:
+    """Notes tasks that no response could solve. Raises DataError where all are such."""
+    tasks = tasks_of(environment, split)[:PROMPTS_READ]
+    problems = {task.id: text for task in tasks if (text := environment.task_problem(task))}
+    if not problems:
+        return
+    first, why = next(iter(problems.items()))
+    told = (
+        f"split '{split}': {len(problems):,} of the {len(tasks):,} tasks that were looked at could "
+        f"not be solved; task '{first}': {why}"
+    )
+    if len(problems) == len(tasks):
+        raise DataError(f"{told}. Fix the prompts or the answers.")
+    found.notes.append(told)
 
 
 def _check_stop(text: str, tokenizer: Tokenizer) -> None:
@@ -250,6 +267,8 @@ def task_notes(config: RunConfig, environment: Environment) -> list[str]:
     train, val = (
         tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
     )
+    if not train:  # which is a problem of its own
+        return []
     steps, prompts = config.run.steps, config.rollout.prompts_per_step
     epochs = steps * prompts / len(train)
     notes = [

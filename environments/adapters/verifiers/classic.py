@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, described
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.adapters.verifiers.shared import (
     METRICS,
@@ -44,6 +44,7 @@ class VerifiersEnvironment(Environment):
         self._rows = split_rows(rows)
         if held_out is not None:
             self._rows = {"train": rows, "val": list(held_out)}
+        self._tool_error: type[Exception] = library.ToolError
         self._client = _no_model(importlib.import_module("verifiers.clients").Client)
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -75,7 +76,11 @@ class VerifiersEnvironment(Environment):
         if episode.turns_left == 0:  # truncated: what it would show, nobody reads
             return await self._scored(episode, terminated=False)
         before = [*prompt, *state["trajectory"][-1]["completion"]]
-        following = list(await theirs.get_prompt_messages(state))
+        try:
+            following = list(await theirs.get_prompt_messages(state))
+        except self._tool_error as problem:  # of the policy's call: as their rollout, it is scored
+            state["error"] = problem
+            return await self._scored(episode)
         if await theirs.is_completed(state):  # `final_env_response` is one of the conditions
             return await self._scored(episode)
         if following[: len(before)] != before:
@@ -93,8 +98,12 @@ class VerifiersEnvironment(Environment):
 
     async def _scored(self, episode: Episode, terminated: bool = True) -> Step:
         """The last step, in the order of their `run_rollout`: clean up, score, clean the rubric
-        up."""
+        up. Raises VerifiersError where the rollout ended with an error that is none of a tool's:
+        what the rubric makes of it is no verdict."""
         theirs, state = self._environment, episode.scratch["state"]
+        error = state.get("error")
+        if error is not None and not isinstance(error, self._tool_error):
+            raise VerifiersError(f"the environment failed: {described(error)}")
         episode.scratch["open"] = False
         await theirs.cleanup(state)
         await theirs.rubric.score_rollout(state)

@@ -9,8 +9,9 @@ from typing import Any
 from rlflow.http import Reply
 from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage, make_contents, title_of
-from rlflow_environments.retrieval.errors import RetrievalError
+from rlflow_environments.retrieval.errors import QueryRefusedError, RetrievalError
 
+_OF_A_QUERY = (400, 413, 422)
 _NOT_OURS = (301, 302, 307, 308, 401, 403, 404, 405)
 
 
@@ -21,8 +22,9 @@ class NotASearchServer(Exception):
 def read_passages(endpoint: str, reply: Reply, count: int, top_k: int) -> list[list[Passage]]:
     """The passages of each of `count` queries, at most `top_k` each, in order.
 
-    Raises Retryable (429 and 5xx), NotASearchServer (what a wrong address answers), RetrievalError
-    (any other refusal, and an answer that does not fit the queries)."""
+    Raises Retryable (429 and 5xx), NotASearchServer (what a wrong address answers),
+    QueryRefusedError (400, 413, 422), RetrievalError (any other refusal, and an answer that does
+    not fit the queries)."""
     found = []
     for hits in _results(endpoint, reply, count):
         if not isinstance(hits, list):
@@ -48,7 +50,8 @@ def _results(endpoint: str, reply: Reply, count: int) -> list[Any]:
     if reply.status in _NOT_OURS:
         raise NotASearchServer(f"{endpoint} answers with status {reply.status}: {told}")
     if reply.status != 200:
-        raise RetrievalError(f"{endpoint}: status {reply.status}: {told}")
+        kind = QueryRefusedError if reply.status in _OF_A_QUERY else RetrievalError
+        raise kind(f"{endpoint}: status {reply.status}: {told}")
     try:
         answer = load_json(reply.content)
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from rlflow_environments.retrieval.client.asynchronous import (
 from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.errors import RetrievalError
+from rlflow_environments.retrieval.errors import QueryRefusedError, RetrievalError
 from rlflow_environments.retrieval.indices.base import check_top_k
 from rlflow_environments.retrieval.server.addresses import read_addresses
 
@@ -237,8 +237,10 @@ class HttpRetriever(AsyncRetriever):
             raise ConfigError(
                 f"retriever http: {problem}. Give the address of a retrieval server."
             ) from None
-        except RetrievalError:
+        except RetrievalError as problem:
             failed = False
+            if isinstance(problem, QueryRefusedError) and not self._known:
+                raise RetrievalError(str(problem)) from None  # it may be no query's doing
             raise
         except asyncio.CancelledError:  # the rollout's doing
             failed = None

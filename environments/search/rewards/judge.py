@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from typing import Any
 
 from rlflow.components import takes
 from rlflow_environments.common.endpoint import UnreadableReply
-from rlflow_environments.common.judge import JudgeEndpoint, UnreadableVerdictError
+from rlflow_environments.common.judge import JudgeEndpoint
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.make import Score
-
-logger = logging.getLogger("rlflow.search.judge")  # under `rlflow`, so that a run's log has it
 
 LONGEST_ANSWER = 500  # characters of a prediction that the judge reads (ASearcher)
 
@@ -40,9 +37,9 @@ class Judge:
     """The reward `judge`: 1 if the model says that the last answer is correct, else 0; 0 without
     asking if there is none.
 
-    Metrics: judge_asked, judge_cached, judge_unparsable (1 if no reply could be read in all
-    attempts: the score is 0 then). An endpoint that fails after all attempts raises JudgeError: the
-    episode is aborted and left out of loss and baseline.
+    Metrics: judge_asked, judge_cached. An endpoint that fails after all attempts, or whose replies
+    cannot be read, raises JudgeError: the episode is aborted and left out of loss and baseline. One
+    that refuses this prompt alone raises RefusedVerdictError: the episode counts as wrong.
     """
 
     def __init__(self, **judge: Any) -> None:
@@ -50,27 +47,18 @@ class Judge:
         self._judge = JudgeEndpoint("environment.reward", **judge)
 
     async def __call__(self, transcript: Transcript) -> Score:
-        """The verdict on the last answer. Raises JudgeError."""
+        """The verdict on the last answer. Raises JudgeError, RefusedVerdictError."""
         answer = scoring.extract_answer(transcript.model_text)
         if answer is None:
-            return Score(0.0, {"judge_asked": 0.0, "judge_cached": 0.0, "judge_unparsable": 0.0})
+            return Score(0.0, {"judge_asked": 0.0, "judge_cached": 0.0})
         answer = answer.partition("</")[0][:LONGEST_ANSWER]
         prompt = PROMPT.format(
             question=transcript.question,
             golds=json.dumps(transcript.golds, ensure_ascii=False),
             answer=json.dumps(answer, ensure_ascii=False),
         )
-        try:
-            verdict, cached = await self._judge.verdict(prompt, read_verdict)
-        except UnreadableVerdictError as problem:
-            logger.info("the judge's reply could not be read: %s", problem)
-            return Score(0.0, {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": 1.0})
-        asked = {
-            "judge_asked": float(not cached),
-            "judge_cached": float(cached),
-            "judge_unparsable": 0.0,
-        }
-        return Score(verdict, asked)
+        verdict, cached = await self._judge.verdict(prompt, read_verdict)
+        return Score(verdict, {"judge_asked": float(not cached), "judge_cached": float(cached)})
 
     def close(self) -> None:
         """Drops what waits for the judge and closes the connections."""

@@ -154,6 +154,31 @@ def test_long_prompts_before_fitting_ones_are_no_problem(
     assert code == 0 and "prompts of them take up to" in out and "3 are too long" in out
 
 
+def test_answers_that_could_not_be_right_are_said(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A task's own answer, in the form that its prompt asks for: some that are worth nothing are a note, all of them a problem."""
+
+    def rows(name: str, *answers: str) -> str:
+        file = tmp_path / f"{name}.jsonl"
+        row = {"question": "How many are {} of {}? Put it behind ####."}
+        found = [
+            row | {"question": row["question"].format(number, name), "answer": answer}
+            for number, answer in enumerate(answers)
+        ]
+        file.write_text("".join(json.dumps(one) + "\n" for one in found))
+        return f"environment={{name: mathematics, val: {file}, train: {tmp_path}/train.jsonl, checks: numbers, prompt: '{{question}}'}}"
+
+    rows("train", "7", "8", "9", "10", "11")
+    good = rows("good", "1", "2", "3", "4")
+    code, out, problems = dry(place, capsys, good)
+    assert (code, problems) == (0, []) and "could not be solved" not in out
+    code, out, _ = dry(place, capsys, rows("some", "1,000", "7.", "$5$", "x\ny"))
+    assert code == 0 and "split 'val': 2 of the 4 tasks that were looked at could not be" in out
+    code, _, problems = dry(place, capsys, rows("all", "$7$", "x\ny"))
+    assert code == 2 and "'#### $7$' is read as '7'" in problems[0]
+
+
 def test_prompts_without_the_models_template_are_said(
     place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -181,7 +181,7 @@ def test_a_refused_key_is_one_line_at_once(
 
 
 def test_a_conversation_that_the_server_cannot_take_fails_alone(
-    data: list[str], tmp_path: Path
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
         return (
@@ -194,6 +194,10 @@ def test_a_conversation_that_the_server_cannot_take_fails_alone(
         assert cli.main(["eval", "--server", url, *data]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["eval/failed"], summary["eval/attempts"]) == (1.0, 2.0)
+    ((reason, count),) = summary["failures"].items()
+    assert summary["eval/asked"] == 3.0 and count == 1 and "too long" in reason
+    said = capsys.readouterr().out
+    assert "1 of 3 FAILED" in said and f"1 FAILED: {reason}" in said
 
 
 def test_a_model_has_to_be_named_where_the_server_has_several() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.sleeping import FakeEngine
-from rlflow.errors import EnvironmentContractError, RolloutError
+from rlflow.errors import EnvironmentContractError, PolicyError, RolloutError
+from rlflow.report.metrics import Metric
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.episodes import LONG_TEXT
@@ -69,6 +70,49 @@ def test_whatever_a_method_raises_aborts_its_episode_alone(
     assert type(error).__name__ in said and (
         f"Escaping.{method} raised" in said or "coroutine raised" in said
     )
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "async"])
+def test_what_the_policy_caused_counts_as_wrong(tokenizer: Tokenizer, plain: bool) -> None:
+    """A PolicyError of the second step ends the episode; what it had earned before stays."""
+
+    class Judging(Asking):
+        metrics = {"found": Metric("share", "of things", score=True)}
+
+        async def answer(self, episode: Episode, response: str) -> Step:
+            if episode.task.id == "t0" and episode.turns == 2:
+                raise PolicyError("too deep", reward=-1.0, metrics={"deep": 1.0}, rewards={"a": -2})
+            return Step("\n", 0.25, metrics={} if episode.task.id == "t0" else {"found": 1.0})
+
+    class Plain(Judging):
+        def step(self, episode: Episode, response: str) -> Step:
+            return asyncio.run(self.answer(episode, response))
+
+    class Async(Judging):
+        async def step(self, episode: Episode, response: str) -> Step:
+            return await self.answer(episode, response)
+
+    environment = Plain() if plain else Async()
+    with over(tokenizer, environment, max_turns=3, max_aborted_share=0.0) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    wrong, right = (group.trajectories[0] for group in groups)
+    assert (wrong.reward, wrong.rewards, len(wrong.turns)) == (-0.75, {"a": -2.0}, 2)
+    assert wrong.stop is StopReason.TERMINATED and wrong.unscorable and not right.unscorable
+    assert wrong.error == "PolicyError: too deep" and wrong.metrics["deep"] == 1.0
+    assert (wrong.metrics["found"], right.metrics["found"]) == (0.0, 1.0)
+
+
+def test_before_the_policy_has_said_anything_nothing_is_its_fault(tokenizer: Tokenizer) -> None:
+    class Early(Asking):
+        async def reset(self, task: Task) -> Episode:
+            if task.id == "t0":
+                raise PolicyError("too early")
+            return await super().reset(task)
+
+    environment = Early(turns=1)
+    with over(tokenizer, environment) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert [len(group.usable) for group in groups] == [0, 2]
 
 
 def test_an_error_without_a_text_aborts_its_episode_alone(tokenizer: Tokenizer) -> None:

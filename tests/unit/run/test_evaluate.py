@@ -52,7 +52,8 @@ def test_named_rewards_are_means_in_which_0_stands_for_none() -> None:
 def test_asking_the_same_questions_again_narrows_no_interval() -> None:
     """A policy that is right about the same 3 of 10 questions, four times each, was still asked 10 questions."""
     once = [attempt(f"q{index}", float(index < 3)) for index in range(10)]
-    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), "eval/attempts": 40.0}
+    counts = {"eval/attempts": 40.0, "eval/asked": 40.0}
+    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), **counts}
 
 
 def test_attempts_are_averaged_within_their_question_by_hand() -> None:
@@ -89,6 +90,7 @@ def test_no_questions_are_no_error(tmp_path: Path) -> None:
             "eval/questions": 0.0,
             "eval/attempts": 0.0,
             "eval/failed": 0.0,
+            "eval/asked": 0.0,
         }
 
 

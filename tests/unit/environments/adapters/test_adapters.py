@@ -557,6 +557,18 @@ def test_what_does_not_map_is_refused_with_the_reason(classic: Any) -> None:
 
 
 @pytest.mark.slow
+def test_an_error_of_a_tool_is_scored_and_any_other_is_no_verdict(classic: Any) -> None:
+    """As in their own rollout a tool's error ends it with the rubric's score; infrastructure's is left out."""
+    environment = made("verifiers:classic_games", options={"kind": "multi"})
+    _, (step,) = played(environment, "tool", task=1)
+    assert (step.terminated, step.reward) == (True, 0.0)
+    for said, told in (("infra", "the sandbox is gone"), ("noted", "the disk is full")):
+        with pytest.raises(Exception, match=told):
+            played(environment, said, task=1)
+    assert environment._environment.cleaned == 3
+
+
+@pytest.mark.slow
 def test_a_rollout_that_is_cut_is_scored_and_cleaned_up_once(classic: Any) -> None:
     environment = made("verifiers:classic_games", options={"kind": "multi"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 from rlflow import check_environment
-from rlflow.errors import ConfigError, DataError, MissingPackageError
+from rlflow.errors import ConfigError, DataError, MissingPackageError, PolicyError
+from rlflow.report.reductions import rollout_metrics
+from rlflow.rollout import Rollout
+from rlflow.run.evaluate import evaluate
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.mathematics import verifier as verifying
 from rlflow_environments.mathematics.answers import boxed, number, on_last_line
@@ -22,6 +26,7 @@ from rlflow_environments.mathematics.environment import Mathematics
 from rlflow_environments.mathematics.player import play
 from rlflow_environments.mathematics.problems import FAMILIES
 from rlflow_environments.mathematics.verifier import Verifier, VerifierError
+from tests.saying import Saying, byte_tokenizer
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -43,6 +48,11 @@ def said(environment: Mathematics, answer: str, task: Task) -> Step:
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"}} \boxed {4}", "4"),
         (r"\boxed{}", ""),
+        (r"\boxed{1} so \fbox{2}", "2"),
+        (r"\boxed{1}, that is $\boxed 7$.", "7"),
+        (r"\boxed 1,234.", "1,234"),
+        (r"\boxed7 or \boxed x", "x"),
+        (r"\boxedx \boxed answer", None),
         ("no box {5}", None),
     ],
 )
@@ -56,7 +66,7 @@ def test_a_megabyte_of_boxes_takes_time_in_proportion() -> None:
         boxed(text)
         return time.perf_counter() - began
 
-    for piece in (r"\boxed{", "{", r"\boxed{}", "}", "\\"):
+    for piece in (r"\boxed{", "{", r"\boxed{}", "}", "\\", r"\boxed 1,", r"\boxed   "):
         once, tenfold = (min(seconds(piece * count) for _ in range(3)) for count in (3_000, 30_000))
         assert tenfold < 40 * once + 0.01, piece
     assert boxed(r"\boxed{" * 100_000 + "1" + "}" * 100_000) == "1"
@@ -197,6 +207,85 @@ def test_files_in_the_formats_of_gsm8k_and_dapo(tmp_path: Path) -> None:
     assert environment.task_from_text("1+1?").answer is None
 
 
+HASHES = 'Work it out, then write the number alone behind four hashes, like "#### 7".'
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("12 x 6 = 72.\n#### 72", 1.0),
+        ("#### Step 1\n72\n#### $72$.\nDone.", 1.0),
+        ("so #### 72", 1.0),
+        (r"\boxed{72}", 1.0),
+        ("#### \\boxed{72}", 1.0),
+        ("#### 72\n#### 18", 0.0),
+        ("#### 18 72", 0.0),
+        (r"\boxed{72}. #### 18", 0.0),
+        ("##### 72", 0.0),
+        ("Answer: 72", 0.0),
+        ("72", 0.0),
+    ],
+)
+def test_the_form_that_a_row_asks_for_is_read(response: str, reward: float, tmp_path: Path) -> None:
+    """The layout of verl's and SkyRL's GSM8K; one answer is looked at, the last."""
+    row = {
+        "prompt": [{"role": "user", "content": f"6 x 12? {HASHES}"}],
+        "reward_model": {"ground_truth": "72"},
+    }
+    environment = Mathematics(val=written(tmp_path / "a.jsonl", row), checks="numbers")
+    (task,) = environment.tasks("val")
+    assert environment.step(Episode(task), response).reward == reward
+    assert environment.task_problem(task) == ""
+
+
+def test_tags_count_where_they_are_asked_for_and_hashes_beside_a_box_only_without_one(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1? <answer>...</answer>"}],
+            "reward_model": {"ground_truth": "5"},
+        },
+        {"problem": "#### Part a\n2?", "answer": 5},
+    ]
+    environment = Mathematics(val=written(tmp_path / "a.jsonl", *rows), checks="numbers")
+    tags, heading = environment.tasks("val")
+    for task, response, reward in (
+        (tags, "<answer>4</answer><answer> 5 </answer>", 1.0),
+        (tags, r"<answer>\boxed{5}</answer>", 1.0),
+        (tags, r"<answer>4</answer> \boxed{5}", 0.0),
+        (heading, "\\boxed{5}\n#### Remark", 1.0),
+        (heading, "<answer>5</answer>", 0.0),
+    ):
+        assert environment.step(Episode(task), response).reward == reward, response
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [(204, "204"), (7.0, "7"), (0.5, "0.5"), (-3, "-3"), ("08", "08")],
+)
+def test_numbers_are_answers_too(answer: Any, wanted: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"problem": "a", "answer": answer})
+    dapo = written(tmp_path / "b.jsonl", {"prompt": "a", "reward_model": {"ground_truth": answer}})
+    for file in (path, dapo):
+        (task,) = Mathematics(val=file, checks="numbers").tasks("val")
+        assert task.answer == wanted
+
+
+def test_answers_that_could_not_be_right_and_prompts_without_a_form_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"problem": "fine?", "answer": "7"},
+        {"problem": "open?", "answer": "{7"},
+        {"prompt": [{"role": "user", "content": "Plain?"}], "reward_model": {"ground_truth": "1"}},
+    ]
+    environment = Mathematics(val=written(tmp_path / "a.jsonl", *rows), checks="numbers")
+    problems = [environment.task_problem(task) for task in environment.tasks("val")]
+    assert problems[0] == problems[2] == "" and "is read as" in problems[1]
+    assert "1 of 3 prompts ask for no form" in caplog.text
+
+
 def test_parquet_and_every_tenth_problem_for_validation(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table
@@ -240,8 +329,8 @@ def test_a_question_of_both_files_is_held_out(
             "'prompt': expected text or messages, found a list",
         ),
         (
-            {"prompt": "a", "reward_model": {"ground_truth": 1}},
-            "'ground_truth': expected text, found a number",
+            {"prompt": "a", "reward_model": {"ground_truth": True}},
+            "'ground_truth': expected text, found true/false",
         ),
     ],
 )
@@ -263,34 +352,65 @@ def fake(tmp_path: Path, body: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "told", "kind"),
     [
-        ("time.sleep(60)", "did not end within"),
-        ("os.kill(os.getpid(), 11)", "ended with code -11"),
-        ("print('no json', flush=True)", "process failed"),
-        ('print(\'{"failed": "MemoryError"}\', flush=True)', "MemoryError"),
+        ("time.sleep(60)", "did not end within", VerifierError),
+        ("os.kill(os.getpid(), 9)", "ended with code -9", VerifierError),
+        ("os.kill(os.getpid(), 11)", "ended with code -11", PolicyError),
+        ("os.kill(os.getpid(), 27)", "too much time", PolicyError),
+        ("print('no json', flush=True)", "process failed", VerifierError),
+        ('print(\'{"failed": "MemoryError"}\', flush=True)', "MemoryError", PolicyError),
     ],
-    ids=["hangs", "crashes", "babbles", "memory"],
+    ids=["waits", "killed", "crashes", "computes", "babbles", "memory"],
 )
-def test_a_check_that_fails_is_neither_right_nor_wrong(
-    body: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_check_tells_what_the_answer_caused_from_what_it_did_not(
+    body: str, told: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error escapes, so that the rollout aborts the episode and counts it; the next check is served."""
+    """The error escapes, and its kind says whether the episode counts as wrong or is left out; the next check is served."""
     monkeypatch.setattr(verifying.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(verifying, "GRACE_S", 0.1)
+    monkeypatch.setattr(verifying, "MOST_WAITS", 1)
     environment, task = Mathematics(), Task("a", "?", "x + 1")
     environment._verifier = Verifier(2, 0.2, 512, program=fake(tmp_path, body))
-    with pytest.raises(VerifierError, match=told):
+    with pytest.raises(kind, match=told):
         said(environment, "bad", task)
     assert said(environment, "ok", task).reward == 1.0
     assert environment.report() == {"mathematics/checks": 1.0, "mathematics/unchecked": 1.0}
     assert environment.report() == {"mathematics/checks": 0.0, "mathematics/unchecked": 0.0}
-    environment._unchecked = "wrong"
-    assert (
-        said(environment, "bad", task).reward == 0.0
-        and environment.report()["mathematics/unchecked"] == 1.0
-    )
     environment.shutdown()
+
+
+def test_what_a_policy_makes_unscorable_counts_as_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One box in three holds more than is looked at: 2 of 3 attempts are right, in evaluation and in training."""
+    rows = [{"problem": f"{number}?", "answer": f"x_{number}"} for number in range(3)]
+    environment = Mathematics(
+        val=written(tmp_path / "a.jsonl", *rows), checks="numbers", prompt="{question}\\boxed"
+    )
+    monkeypatch.setattr(verifying, "MOST_CHARACTERS", 20)
+    environment._verifier = object.__new__(Verifier)
+    environment._verifier._counts, environment._verifier._lock = Counter(), threading.Lock()
+    tokenizer = byte_tokenizer()
+
+    def answer(prompt: str) -> str:
+        number = prompt[0]
+        return rf"\boxed{{x_{number}}}" if number != "1" else r"\boxed{" + "1+" * 10 + "1}"
+
+    limits = {"max_response_tokens": 60, "max_total_tokens": 100, "max_turns": 1}
+    with Rollout(Saying(tokenizer, answer), environment, tokenizer, **limits) as rollout:
+        metrics = evaluate(rollout, environment.tasks("val")).metrics
+        groups = rollout.collect(environment.tasks("val"), samples_per_prompt=2)
+    assert metrics["eval/solved"] == pytest.approx(2 / 3)
+    assert (metrics["eval/asked"], metrics["eval/failed"], metrics["eval/unscorable"]) == (3, 0, 1)
+    attempts = [one for group in groups for one in group.trajectories]
+    assert [one.reward for one in attempts] == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert [one.unscorable for one in attempts] == [False, False, True, True, False, False]
+    told = attempts[2].error
+    assert "21 characters" in told and attempts[2].metrics["answered"] == 1.0
+    assert rollout_metrics(attempts, environment.metrics)["rollout/unscorable"] == pytest.approx(
+        1 / 3
+    )
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +460,7 @@ def test_math_verify_on_hard_and_hostile_answers() -> None:
                 assert (
                     one.result(60).reward == 0.0
                 )  # what the library itself refuses in time is wrong
-            except VerifierError as told:
-                assert "did not end within 1 s" in str(told) or "1,000,000 characters" in str(told)
+            except PolicyError as told:
+                assert "too much time" in str(told) or "1,000,000 characters" in str(told)
     assert environment.report()["mathematics/unchecked"] >= 1
     environment.shutdown()

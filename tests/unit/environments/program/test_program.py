@@ -16,8 +16,9 @@ from rlflow.errors import ConfigError, DataError
 from rlflow.rollout import Tokenizer
 from rlflow.storage.guard import marked
 from rlflow.types import StopReason, Trajectory
-from rlflow_environments.program.program import ProgramEnvironment
-from tests.unit.endpoint.scripted import checked, play, rows
+from rlflow_environments.program.program import ProgramEnvironment, verdict_of
+from rlflow_environments.program.running import ProgramError
+from tests.unit.endpoint.scripted import checked, environment, play, rows
 from tests.waiting import until
 
 pytest.importorskip("starlette")
@@ -80,7 +81,7 @@ def test_the_reward_of_a_function_sees_the_answer_and_the_conversation(
     [
         ("print('a'); print(0.75)", 0.75),
         ("print('all passed')", 1.0),
-        ("raise SystemExit(3)", 0.0),
+        ("raise SystemExit(1)", 0.0),
         ("import sys; print(0.25, flush=True); sys.stderr.write('ResourceWarning')", 0.25),
     ],
 )
@@ -93,6 +94,123 @@ def test_the_reward_of_a_command_is_its_last_line_or_its_exit_code(
         played(tokenizer, tmp_path, "ask(task['question'])", reward_command=command).reward
         == expected
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "errors", "verdict"),
+    [
+        (0, "looked\n0.75\n", "", 0.75),
+        (0, "", "", 1.0),
+        (0, "3 passed in 0.1 s", "a warning", 1.0),
+        (1, "", "", 0.0),
+        (1, "1 failed", " \n", 0.0),
+        (1, "0", "", 0.0),
+        (1, "0.75", "", None),
+        (1, "", "Traceback (most recent call last): ...\nModuleNotFoundError: numpy", None),
+        (2, "", "", None),
+        (127, "", "", None),
+        (-9, "0.5", "", None),
+    ],
+)
+def test_a_reward_command_that_crashes_gives_no_verdict(
+    code: int, output: str, errors: str, verdict: float | None
+) -> None:
+    """Exit codes as of diff, grep and test: 0 for yes, 1 for no, more for trouble. Python ends with 1 after an uncaught error
+    too, with words on stderr."""
+    if verdict is None:
+        with pytest.raises(ProgramError, match="is no verdict"):
+            verdict_of(code, output, errors)
+    else:
+        assert verdict_of(code, output, errors) == verdict
+
+
+def test_a_crashed_judge_aborts_its_episode_with_the_reason(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text("import a_missing_library\nprint(1.0)\n")
+    command = f"{sys.executable} -S {tmp_path / 'judge.py'}"
+    one = played(tokenizer, tmp_path, "ask(task['question'])", reward_command=command)
+    assert one.stop is StopReason.ABORTED and "No module named 'a_missing_library'" in one.error
+
+
+@pytest.mark.parametrize("who", ["agent", "judge"])
+def test_a_program_says_with_its_exit_code_that_the_policy_is_to_blame(
+    who: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """65, EX_DATAERR of sysexits.h: the episode counts as wrong."""
+    (tmp_path / "judge.py").write_text("import sys\nsys.exit(65)\n")
+    command = f"{sys.executable} -S {tmp_path / 'judge.py'}"
+    body = "ask('x')\nprint('no JSON')" + ("\nsys.exit(65)" if who == "agent" else "")
+    one = played(tokenizer, tmp_path, body, reward_command=command)
+    assert one.unscorable and (one.reward, one.metrics["score"]) == (0.0, 0.0)
+    assert one.metrics["requests"] == 1.0 and "ended with code 65" in one.error
+
+
+@pytest.mark.parametrize("who", ["agent", "reward"])
+def test_a_function_blames_the_policy_by_its_error(
+    who: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    pytest.importorskip("openai")
+    blame = "    raise rlflow.PolicyError('unreadable', reward=-1.0)\n"
+    agent = (
+        "import rlflow\nasync def agent(task, client):\n"
+        "    asked = [{'role': 'user', 'content': task['prompt']}]\n"
+        "    await client.chat.completions.create(model='policy', messages=asked)\n"
+        + (blame if who == "agent" else "")
+    )
+    (tmp_path / "judge.py").write_text("import rlflow\ndef reward(task, played):\n" + blame)
+    made = environment(tmp_path, agent, reward=f"{tmp_path / 'judge.py'}:reward")
+    (one,), _ = play(made, tokenizer, lambda text, number: "Yes")
+    assert one.unscorable and (one.reward, one.metrics["score"]) == (-1.0, -1.0), one.error
+
+
+# ------------------------------------------------------------ what an agent sees
+
+ROW = {
+    "id": "7",
+    "question": "Who?",
+    "messages": [],
+    "answer": "Ann",
+    "gold": "Ann",
+    "ground_truth": "Ann",
+    "expected": ["Ann"],
+    "label": 1,
+    "files": {"a.txt": "text"},
+}
+
+
+def test_an_agent_sees_the_question_and_what_is_named_and_nothing_else(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever an answer is called, it stays with the reward."""
+    (tmp_path / "agent.py").write_text(
+        ASK + "ask('x')\nprint(json.dumps(task))\npost('/reward', {'reward': 1})"
+    )
+    (tmp_path / "judge.py").write_text(
+        "import json\ndef reward(task, played):\n"
+        "    shown = json.loads(played['output'])\n"
+        f"    assert task == {ROW!r}\n"
+        "    return float(shown == {key: task[key] for key in ('id', 'question', 'messages', 'files')})\n"
+    )
+    options = {"agent_keys": ["files"], "reward": f"{tmp_path / 'judge.py'}:reward"}
+    tasks = rows(tmp_path / "tasks.jsonl", ROW)
+    made = ProgramEnvironment(f"{sys.executable} -S {tmp_path / 'agent.py'}", tasks, **options)
+    assert (
+        "does not see 'answer', 'gold', 'ground_truth', 'expected', 'label' of its task"
+        in caplog.text
+    )
+    (one,), _ = play(made, tokenizer, lambda text, number: "Yes")
+    assert one.reward == 1.0, one.error
+
+
+def test_keys_to_show_are_checked_and_a_row_without_a_text_hides_its_answer(
+    tmp_path: Path,
+) -> None:
+    tasks = rows(tmp_path / "tasks.jsonl", {"case": 3, "gold": "Ann"})
+    with pytest.raises(ConfigError, match=r"no row has 'cases'\. Did you mean 'case'"):
+        ProgramEnvironment("true", tasks, agent_keys=["cases"])
+    (task,) = ProgramEnvironment("true", tasks, agent_keys=["case"]).tasks("train")
+    assert task.prompt == [{"role": "user", "content": "{'case': 3}"}]
 
 
 @pytest.mark.parametrize(

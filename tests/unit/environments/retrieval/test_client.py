@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
@@ -68,6 +68,18 @@ def test_what_another_attempt_would_not_change_is_not_tried_again(status):
     with serving(server) as url, pytest.raises(RetrievalError, match=f"status {status}"):
         client(url).search(["a"], 1)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_query_that_a_server_refuses_which_answers_others_is_the_policys_doing(status):
+    with serving(Scripted(status, 200, status)) as url:
+        search = client(url)
+        with pytest.raises(RetrievalError) as first:  # nothing has shown that any query is answered
+            search.search(["a"], 1)
+        search.search(["a"], 1)
+        with pytest.raises(PolicyError, match=f"status {status}"):
+            search.search(["b"], 1)
+    assert not isinstance(first.value, PolicyError)
 
 
 @pytest.mark.parametrize("status", [401, 404, 405])

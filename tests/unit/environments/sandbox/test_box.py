@@ -17,13 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow_environments.sandbox import (
     Confines,
     Limits,
     ProgramResult,
     Sandbox,
     SandboxError,
+    SandboxKilledError,
     bubblewrap,
     make_confines,
 )
@@ -475,3 +476,15 @@ def test_a_check_imports_what_the_policy_wrote_where_nothing_else_has_the_name(
         assert (await box.bash("echo $HOME $PYTHONPATH")).stdout.strip() == box._folder
 
     within(kind, play)
+
+
+def test_an_unconfined_program_that_ends_its_sandbox_is_to_blame() -> None:
+    """It has the rights to do that; a confined one has not, and there an end is none of its fault."""
+
+    async def play() -> None:
+        async with Sandbox(Confines(SMALL, "none")) as box:
+            await box.python("import os, time; os.kill(os.getppid(), 9); time.sleep(20)")
+
+    with pytest.raises(SandboxKilledError) as caught:
+        asyncio.run(play())
+    assert isinstance(caught.value, PolicyError)

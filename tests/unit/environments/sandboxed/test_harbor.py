@@ -130,6 +130,25 @@ def test_a_policy_that_keeps_the_tests_out_gets_no_reward(tmp_path: Path) -> Non
 
 
 @needs_bubblewrap
+def test_a_policy_that_breaks_the_tests_gets_no_reward_and_tests_that_never_work_are_no_verdict(
+    tmp_path: Path,
+) -> None:
+    """Tests that write no reward are tried on the untouched task: who broke them?"""
+    script = "set -e\ncat /app/log.txt > /dev/null\necho 1 > /logs/verifier/reward.txt\n"
+    environment = ENVIRONMENT.build(f"harbor:{folder(tmp_path, **{'tests/test.sh': script})}")
+    work, breaks = called("bash", command="true"), called("bash", command="rm /app/log.txt")
+    assert played(environment, work, "done")[-1].reward == 1.0
+    for _ in range(2):
+        step = played(environment, breaks, "done")[-1]
+        assert (step.reward, step.terminated, step.metrics["tests_killed"]) == (0.0, True, 1.0)
+    changed = {"tests/test.sh": script.replace("log.txt", "missing.txt")}
+    never = ENVIRONMENT.build(f"harbor:{folder(tmp_path, 'never', **changed)}")
+    for said in (work, breaks):
+        with pytest.raises(HarborError, match="its tests wrote no reward"):
+            played(never, said, "done")
+
+
+@needs_bubblewrap
 def test_a_dockerfile_is_followed_in_its_order(tmp_path: Path) -> None:
     lines = (
         "FROM --platform=linux/amd64 ubuntu:24.04 AS base", "WORKDIR /app", "RUN touch old && \\", "", "  rm -f /app/log.txt",

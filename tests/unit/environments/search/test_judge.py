@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow.types import Task
 from rlflow_environments.common import judge as judging
-from rlflow_environments.common.judge import JudgeError
+from rlflow_environments.common.judge import JudgeError, UnreadableVerdictError
 from rlflow_environments.retrieval.corpus import write_rows
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.rewards import Transcript, make_reward
@@ -47,7 +48,7 @@ def test_the_last_judgement_of_the_reply_is_the_reward(reply, value):
     with serving(endpoint) as url:
         score, _, _ = _judge(url)
     assert score.value == value
-    assert score.metrics == {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": 0.0}
+    assert score.metrics == {"judge_asked": 1.0, "judge_cached": 0.0}
     ((path, body, _),) = endpoint.requests
     assert path == "/v1/chat/completions" and (body["model"], body["temperature"]) == ("m", 0.0)
     prompt = body["messages"][0]["content"]
@@ -83,16 +84,25 @@ def test_failures_that_may_pass_are_tried_again():
     assert score.value == 1.0 and len(endpoint.requests) == 5
 
 
-def test_replies_that_cannot_be_read_are_a_status_and_no_error():
+def test_replies_that_cannot_be_read_are_no_verdict():
+    """The episode is aborted with the reply, and nothing is remembered of it."""
     endpoint = judging_server(*["no verdict"] * 3)
     with serving(endpoint) as url:
-        score, reward, transcript = _judge(url, tries=3)
-        assert (
-            score.value == 0.0
-            and score.metrics["judge_unparsable"] == 1.0
-            and len(endpoint.requests) == 3
-        )
-        assert asyncio.run(reward(transcript)).value == 1.0  # and nothing is remembered of it
+        with pytest.raises(UnreadableVerdictError, match="no verdict") as caught:
+            _judge(url, tries=3)
+        assert len(endpoint.requests) == 3 and not isinstance(caught.value, PolicyError)
+        assert _judge(url, tries=3)[0].value == 1.0
+
+
+def test_an_answer_that_the_endpoint_refuses_is_the_policys_doing():
+    """As of a content filter: the endpoint answers others."""
+    with serving(judging_server(RIGHT, 400)) as url:
+        score, reward, transcript = _judge(url)
+        assert score.value == 1.0
+        other = dataclasses.replace(transcript, responses=("<answer>x</answer>",))
+        with pytest.raises(PolicyError, match="status 400") as caught:
+            asyncio.run(reward(other))
+        assert caught.value.reward == 0.0
 
 
 def test_an_endpoint_that_stays_down_is_an_error_and_no_verdict():

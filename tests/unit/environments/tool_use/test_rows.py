@@ -12,7 +12,7 @@ import pytest
 
 from rlflow.errors import ConfigError, DataError, RolloutError
 from rlflow.types import Task
-from rlflow_environments.common.tool_calls import UNREADABLE, TextCall, read_calls
+from rlflow_environments.common.tool_calls import TOO_DEEP, UNREADABLE, TextCall, read_calls
 from rlflow_environments.tool_use.environment import shortened
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
 
@@ -37,6 +37,12 @@ def test_calls_are_read_in_the_forms_of_qwen_hermes_and_llama() -> None:
     ):
         assert read_calls(f"<tool_call>{wrong}</tool_call>") == [UNREADABLE]
     assert read_calls("no call") == []
+    for levels, call in ((63, TextCall), (64, str), (900, str)):
+        deep = "[" * levels + "]" * levels
+        (read,) = read_calls(
+            f'<tool_call>{{"name": "a", "arguments": {{"x": {deep}}}}}</tool_call>'
+        )
+        assert isinstance(read, call) and (call is TextCall or read == TOO_DEEP)
 
 
 def test_reading_calls_takes_time_linear_in_the_text() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlflow.checks.environments import check_environment
-from rlflow.errors import ConfigError, EnvironmentContractError
+from rlflow.errors import ConfigError, EnvironmentContractError, PolicyError
 from rlflow_environments.common import judge as judging
 from rlflow_environments.search.rewards.searchr1 import searchr1_em
 from rlflow_environments.wrappers.criteria import CriterionError
@@ -215,3 +215,40 @@ def test_it_keeps_the_contract() -> None:
     report = check_environment(RubricRewards(Rooms(), {"polite": POLITE, "far": FAR}), episodes=4)
     assert report.passed, str(report)
     assert any("named rewards: far, polite, steps" in fact for fact in report.facts)
+
+
+def blaming(played) -> float:
+    raise PolicyError("no parser reads this")
+
+
+def test_what_the_policy_makes_impossible_to_judge_has_the_worst_score() -> None:
+    """0, and 1 where more is worse; what the others say, and what the base measured, stays."""
+    here = "tests.unit.environments.wrappers.test_rubric"
+    good, bad = f"{here}:blaming", {"name": f"{here}:blaming", "weight": -2.0}
+    (step,) = played(RubricRewards(Rooms(), {"good": good, "bad": bad, "far": FAR}), "on out")
+    assert step.rewards == {"steps": 1.0, "good": 0.0, "bad": 1.0, "far": 1.0}
+    assert step.reward == -1.5 and step.metrics["left"] == 1.0
+
+
+def test_a_text_that_the_judge_refuses_is_worth_nothing_and_a_judge_without_a_number_no_verdict() -> (
+    None
+):
+    endpoint = ChatServer('{"points": 1}', 400, "no number", "none")
+    with serving(endpoint) as url:
+        rubric = judged(url)
+        assert played(rubric, "on out")[-1].rewards["kind"] == 1.0
+        assert played(rubric, "on filtered out")[-1].rewards["kind"] == 0.0
+        with pytest.raises(CriterionError, match="expected points from 0 to 1"):
+            played(rubric, "on other out")
+
+
+def test_a_score_that_an_episode_never_reports_is_0_for_a_criterion() -> None:
+    class Quiet(Rooms):
+        def step(self, episode, response):
+            step = super().step(episode, response)
+            step.metrics = {} if "lost" in response else step.metrics
+            return step
+
+    won = {"name": "metric", "metric": "left", "weight": 2.0}
+    assert played(RubricRewards(Quiet(), {"won": won}), "out")[-1].reward == 2.0
+    assert played(RubricRewards(Quiet(), {"won": won}), "lost", turns_left=0)[-1].reward == 0.0

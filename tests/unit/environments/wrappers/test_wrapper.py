@@ -9,8 +9,9 @@ import pytest
 
 from rlflow import Step
 from rlflow.checks.environments import check_environment
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, PolicyError
 from rlflow_environments.wrappers.rubric import RubricRewards
+from rlflow_environments.wrappers.stages import StageRewards
 from rlflow_environments.wrappers.wrapper import Wrapper
 from tests.unit.environments.wrappers import small
 from tests.unit.environments.wrappers.small import Rooms, play, played
@@ -122,3 +123,36 @@ def test_a_rehearsal_is_that_of_the_base_with_the_wrapper_over_it() -> None:
         problems[0]
     )
     assert Doubled.rehearse(base={"name": f"{__file__}:Rooms"}) is None  # made as for a run
+
+
+class Losing(Rooms):
+    """The policy is to blame in its second turn."""
+
+    def step(self, episode, response):
+        if episode.turns == 2:
+            raise PolicyError("unreadable", reward=-2.0)
+        return super().step(episode, response)
+
+
+def test_a_base_that_blames_the_policy_is_rewarded_by_its_wrappers() -> None:
+    """What the stages make of the base's last step stands, and the fault stays one."""
+    staged = StageRewards(Losing(), {"one": "room 1"}, valid="left", failure=-10.0, per_stage=1.0)
+    with pytest.raises(PolicyError, match="unreadable") as fault:
+        played(Doubled(staged), "on", "on")
+    # The first step brought -9, which is what the episode is worth without a valid result
+    assert fault.value.reward == 0.0
+    assert fault.value.metrics == {"stages_reached": 1.0, "valid_result": 0.0}
+    with pytest.raises(PolicyError) as fault:
+        played(Doubled(Losing()), "on", "on")
+    assert fault.value.reward == -4.0
+
+
+def test_a_wrapper_that_blames_the_policy_keeps_what_the_base_measured() -> None:
+    class Blaming(Wrapper):
+        async def rewarded(self, episode, seen, step):
+            raise PolicyError("no judge reads this", metrics={"read": 0.0})
+
+    with pytest.raises(PolicyError) as fault:
+        played(Blaming(Rooms()), "out")
+    assert fault.value.reward == 0.0
+    assert fault.value.metrics == {"room": 0.0, "left": 1.0, "read": 0.0}

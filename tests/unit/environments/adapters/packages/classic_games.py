@@ -31,7 +31,7 @@ def together(completions: list[Any], **_: Any) -> list[float]:
 
 
 class Guess(vf.MultiTurnEnv):
-    """Higher or lower; `rewritten` makes it forget the question, which no sequence of tokens can follow."""
+    """Higher or lower; `rewritten` makes it forget the question, which no sequence of tokens can follow. Some numbers fail."""
 
     def __init__(self, rewritten: bool = False, **keywords: Any) -> None:
         super().__init__(max_turns=4, **keywords)
@@ -44,6 +44,13 @@ class Guess(vf.MultiTurnEnv):
 
     async def env_response(self, messages: Any, state: vf.State, **_: Any) -> Any:
         said = messages[-1].content.strip()
+        if said == "tool":
+            raise vf.ToolCallError("no such tool")
+        if said == "infra":
+            raise vf.InfraError("the sandbox is gone")
+        if said == "noted":
+            state["error"] = vf.InfraError("the disk is full")
+            return [{"role": "user", "content": "Sorry."}]
         if said == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "Right."}]
             return state["final_env_response"]
