@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -294,8 +295,12 @@ def _make_policy(
     from rlflow.components import Kind
 
     began = time.monotonic()
+    careful = math.ceil(lessons.clumsy * lessons.steps)
 
     def say(step: int, loss: float) -> None:
+        if step == careful + 1:
+            told = "from now on the player is clumsy, so that there is something to learn"
+            print(f"imitating the player: {told}", file=sys.stderr, flush=True)
         if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"
             done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"
