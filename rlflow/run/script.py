@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rlflow.types import Group, Task
 
 SCRIPT = "script"
 """Part of a saved state: what the script gave to `save`."""
+SAY = functools.partial(print, flush=True)
 KEPT_CHECKPOINTS = 2
 KEPT_GROUPS = 2
 
@@ -41,9 +43,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     step: how many steps are done. state: what was given to the last `save`, {} before."""
 
     def __init__(
-        self, path: str | Path, trainer: Trainer, rollout: Rollout, *, say: bool = True
+        self,
+        path: str | Path,
+        trainer: Trainer,
+        rollout: Rollout,
+        *,
+        say: Callable[[str], object] = SAY,
     ) -> None:
-        """say: print a line for each step and evaluation.
+        """say: given a line for each step and evaluation.
 
         Raises ConfigError where the folder is in use, or holds something else;
         DamagedCheckpointError."""
@@ -81,7 +88,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._metrics.log(self.step, values)
         episodes = self.directory.trajectories(self.step)
         write_trajectories(episodes, groups[:KEPT_GROUPS])
-        self._print(f"step {self.step}", *numbers(values, registered))
+        self._tell(f"step {self.step}", *numbers(values, registered))
         return values
 
     def evaluate(
@@ -101,7 +108,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         write_trajectories(self.directory.evaluations(self.step), made.groups)
         self._draw()
         line = evaluation_line(values, self.rollout.environment.metrics)
-        self._print(f"evaluation after step {self.step}", line)
+        self._tell(f"evaluation after step {self.step}", line)
         return made.metrics
 
     def save(self, state: Mapping[str, Any] | None = None) -> Path:
@@ -124,14 +131,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         its path. reference: the directory with configuration and tokenizer. dtype: the trainer's.
         Raises StorageError, ModelError."""
         export_policy(self.trainer, self.directory.export, str(reference), dtype)
-        self._print(f"exported to {self.directory.export}")
+        self._tell(f"exported to {self.directory.export}")
         return self.directory.export
 
     def close(self) -> None:
         """Draws the picture, and lets others write here again."""
         try:
             if self._draw():
-                self._print(f"curve: {self.directory.picture}")
+                self._tell(f"curve: {self.directory.picture}")
             self._metrics.close()
         finally:
             self.directory.close()
@@ -159,7 +166,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.state = dict(state[SCRIPT])
         self._clock.before_s = float(state["seconds"])
         self.directory.drop_after(step)
-        self._print(f"going on after step {step} from {path}")
+        self._tell(f"going on after step {step} from {path}")
 
     def _note_start(self) -> None:
         self.directory.summary.unlink(missing_ok=True)
@@ -173,6 +180,5 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         title = self.directory.path.resolve().name
         return run_png(records, self.directory.picture, title, self.rollout.environment.metrics)
 
-    def _print(self, *parts: str) -> None:
-        if self._say:
-            print("  ".join(parts), flush=True)
+    def _tell(self, *parts: str) -> None:
+        self._say("  ".join(parts))
