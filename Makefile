@@ -18,3 +18,4 @@ types:
 
 docs:
 	$(PYTHON) docs/metrics_table.py
+	$(PYTHON) docs/api_page.py

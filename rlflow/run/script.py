@@ -130,7 +130,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """Writes the policy as a HuggingFace directory, and holds it against transformers; returns
         its path. reference: the directory with configuration and tokenizer. dtype: the trainer's.
         Raises StorageError, ModelError."""
-        export_policy(self.trainer, self.directory.export, str(reference), dtype)
+        export_policy(self.trainer, self.directory.export, reference, dtype)
         self._tell(f"exported to {self.directory.export}")
         return self.directory.export
 
