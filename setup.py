@@ -125,7 +125,7 @@ setup(
         "rlflow.environments": [
             "mathematics = rlflow_environments.mathematics.environment:Mathematics",
             "bash = rlflow_environments.sandboxed.shell:ShellTasks",
-            "dataset = rlflow_environments.dataset:DatasetEnvironment",
+            "dataset = rlflow_environments.dataset.environment:DatasetEnvironment",
             "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
             "ml_engineering = rlflow_environments.sandboxed.ml_engineering:MlEngineering",
             "program = rlflow_environments.program.program:ProgramEnvironment",

@@ -20,7 +20,7 @@ from rlflow_environments.common.jsonl import (
     refuse,
 )
 from rlflow_environments.common.rows import read_rows
-from rlflow_environments.dataset.rewards import NoVerdictError, RewardFunction, reward_function
+from rlflow_environments.dataset.rewards import NoVerdictError, reward_function
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,3 @@ class DatasetEnvironment(Environment):
             self._tasks["train"] = kept
         elif both:
             logger.warning("%s: every prompt is in %s too: validation shows no more", train, val)
-
-
-__all__ = ["DatasetEnvironment", "NoVerdictError", "RewardFunction"]

@@ -15,7 +15,7 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import awaited
 from rlflow.errors import ConfigError, DataError, EnvironmentContractError
 from rlflow.types import Episode, Step, StopReason
-from rlflow_environments.dataset import DatasetEnvironment
+from rlflow_environments.dataset.environment import DatasetEnvironment
 from rlflow_environments.dataset.rewards import reward_function
 from tests.fixtures import tiny_model
 
