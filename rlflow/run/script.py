@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rlflow.config.loading import save_config
+from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.report.charts import run_png
 from rlflow.report.lines import evaluation_line, numbers
@@ -26,7 +28,8 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Group, Task
 
 SCRIPT = "script"
-"""Part of a saved state: what the script gave to `save`."""
+"""In a saved state what the script gave to `save`; in config.yaml the script's path, which no other
+run has."""
 SAY = functools.partial(print, flush=True)
 KEPT_CHECKPOINTS = 2
 KEPT_GROUPS = 2
@@ -61,6 +64,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._say = say
         self._clock = Clock()
         path = Path(path)
+        _refuse_others(RunDirectory(path))
         resumes = Checkpoints(RunDirectory(path).checkpoints).latest() is not None
         self.directory = RunDirectory.create(path, resume=resumes, overwrite=not resumes)
         try:
@@ -152,12 +156,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         assert latest is not None
         step, path = latest
         state = saved.read_state(step)
-        if SCRIPT not in state:
-            raise ConfigError(
-                f"{self.directory.path}: expected the run of a script, found one of `rlflow train`; "
-                "choose another folder."
-            )
-        if "rollout" not in state:
+        if not {"rollout", SCRIPT} <= state.keys():
             raise CheckpointError(f"{path}: another version of rlflow wrote it; begin anew.")
         self.trainer.load(path / TRAINER)
         self.rollout.load_state_dict(state["rollout"])
@@ -171,7 +170,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def _note_start(self) -> None:
         self.directory.summary.unlink(missing_ok=True)
         name = self.directory.path.resolve().name
-        save_config({"run": {"name": name}}, self.directory.config)
+        save_config({"run": {"name": name}, SCRIPT: sys.argv[0]}, self.directory.config)
         save_registered(self.directory.environment_metrics, self.rollout.environment.metrics)
 
     def _draw(self) -> bool:
@@ -182,3 +181,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def _tell(self, *parts: str) -> None:
         self._say("  ".join(parts))
+
+
+def _refuse_others(directory: RunDirectory) -> None:
+    """Raises ConfigError where the run in a directory is not that of a script."""
+    if directory.config.is_file() and SCRIPT not in read_yaml(directory.config, aliases=False):
+        raise ConfigError(
+            f"{directory.path}: expected the run of a script, found one of `rlflow train`; choose "
+            "another folder."
+        )

@@ -130,6 +130,13 @@ def test_without_a_checkpoint_it_begins_anew_and_others_folders_are_refused(
     with pytest.raises(ConfigError, match="not of a run"):
         loop(model, tmp_path / "letters", steps=1)
     assert [one.name for one in (tmp_path / "letters").iterdir()] == ["to_my_aunt.txt"]
+    configured = tmp_path / "configured"  # killed before its first checkpoint
+    configured.mkdir()
+    for name, text in (("config.yaml", "run: {name: x}\n"), ("metrics.jsonl", '{"step": 1}\n')):
+        (configured / name).write_text(text)
+    with pytest.raises(ConfigError, match="expected the run of a script"):
+        loop(model, configured, steps=1)
+    assert len([*configured.iterdir()]) == 2
 
 
 def test_two_loops_in_one_folder_are_refused(model: Path, tmp_path: Path) -> None:
