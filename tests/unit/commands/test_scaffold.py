@@ -111,6 +111,13 @@ def test_the_configuration_finds_its_files_from_where_it_was_written(
     environment = make_environment(config)
     assert environment.tasks("train") and config.model.path == str(made.policy)
     environment.shutdown()
+    hint = re.search(r"own add\n((?:#   .*\n)+)", made.configuration.read_text())
+    assert hint is not None
+    own = cli.parse(
+        ["train", "--config", str(made.configuration), *hint[1].replace("#", "").split()]
+    )
+    real = load_config(own.config, own.overrides)
+    assert real.trainer.lr == 1e-6 and real.rollout.max_response_tokens == 512
     printed = made.following()
     words = [shlex.split(line, comments=True) for line in printed]
     assert ["rlflow", "train", "--config", str(made.configuration)] in words
