@@ -83,7 +83,13 @@ class DatasetEnvironment(Environment):
         return self._tasks.get(split, [])
 
     def task_from_text(self, text: str) -> Task:
-        return Task("asked", self._with_system(text))
+        """The text in the place of the one column that prompts are made of."""
+        if len(columns := set(_COLUMN.findall(self._prompt))) != 1:
+            raise ConfigError(
+                f"environment dataset: a prompt is made of {len(columns)} columns "
+                f"({self._prompt!r:.60}), so no task can be made of a text."
+            )
+        return Task("asked", self._with_system(_COLUMN.sub(lambda name: text, self._prompt)))
 
     def step(self, episode: Episode, response: str) -> Step | Awaitable[Step]:
         """Judges the response: an awaitable where a function is async."""
@@ -131,7 +137,13 @@ class DatasetEnvironment(Environment):
         for function in self._rewards:
             if missing := function.missing(row):
                 raise BadRow(f"{function.name} needs {', '.join(missing)}, found no such column")
-        return Task(name, self._with_system(self._shown(row)), metadata={"row": dict(row)})
+        metadata: dict[str, Any] = {"row": dict(row)}
+        columns = set(_COLUMN.findall(self._prompt))
+        question = row.get(*columns) if len(columns) == 1 else None
+        if isinstance(question, str):
+            metadata["question"] = question  # of displays, and for `rlflow ask`
+        prompt = self._with_system(self._shown(row))
+        return Task(name, prompt, row.get("answer"), metadata)
 
     def _shown(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt. Raises BadRow."""

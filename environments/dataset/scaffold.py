@@ -13,7 +13,7 @@ from rlflow.commands.scaffold import TRAIN, Form
 LETTERS = "abcdefgh"
 VALIDATED = 16
 """Pairs of letters out of 64 that no prompt of training has."""
-_PROMPT = "Two words, one with {}, one with {}:\n"
+_PROMPT = "Two words, one with {}, one with {}:"
 
 
 def rows(split: str) -> str:

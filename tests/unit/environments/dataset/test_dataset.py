@@ -192,8 +192,15 @@ def test_a_prompt_may_be_made_of_other_columns_and_reads_braces_as_they_are(fold
     rows = ({"question": "2 + {x}?", "answer": "4"},)
     with pytest.raises(DataError, match="'x'"):
         made("share", rows=rows, prompt="{x}")
-    shown = made("share", rows=rows, prompt="Q: {question}\nIn {} A:").tasks("train")[0].prompt
-    assert shown == "Q: 2 + {x}?\nIn {} A:"
+    environment = made("share", rows=rows, prompt="Q: {question}\nIn {} A:")
+    task = environment.tasks("train")[0]
+    assert (task.prompt, task.answer) == ("Q: 2 + {x}?\nIn {} A:", "4")
+    assert task.metadata["question"] == "2 + {x}?"
+    assert environment.task_from_text("{1}?").prompt == "Q: {1}?\nIn {} A:"
+    asked = Episode(environment.task_from_text("what?"))
+    assert environment.step(asked, "that").terminated, "without a row there is nothing to judge"
+    with pytest.raises(ConfigError, match="2 columns"):
+        made("share", rows=rows, prompt="{question} {answer}").task_from_text("x")
 
 
 def test_no_prompt_for_validation_is_trained_on(
