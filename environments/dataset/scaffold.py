@@ -26,7 +26,7 @@ def rows(split: str) -> str:
 
 
 FORM = Form(
-    "prompts in JSON Lines and a reward function in place of the class, with such a policy and "
+    "prompts in JSON Lines and a reward function in place of the class; a tiny policy, a "
     "configuration",
     {
         "{module}_train.jsonl": lambda: rows("train"),

@@ -40,8 +40,8 @@ def check_packages() -> None:
 
 
 FORM = Form(
-    "an agent on OpenAI's client in place of the class, with rows of tasks, a reward, and such a "
-    "policy and configuration",
+    "an agent on OpenAI's client in place of the class; its tasks and reward, a tiny policy, a "
+    "configuration",
     {
         "{module}.py": "agent.py.txt",
         "{module}_train.jsonl": lambda: rows("train"),

@@ -53,8 +53,8 @@ LEARNING = Form(
     lessons={},
 )
 SCRIPT = Form(
-    "the same with a training loop of your own in place of a configuration: train_NAME.py trains, "
-    "evaluates, logs, saves, and goes on after a kill",
+    "as --policy, with a training loop of your own in place of the configuration: train_NAME.py "
+    "trains, evaluates, logs, saves, and goes on after a kill",
     {**_PLAYED_FILES, "train_{module}.py": "script.py.txt"},
     (*_CHECKS, "python {script}", LOOK),
     lessons={},
