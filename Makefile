@@ -21,3 +21,4 @@ types:
 
 docs:
 	$(PYTHON) docs/metrics_table.py
+	$(PYTHON) docs/api_page.py

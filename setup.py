@@ -136,6 +136,7 @@ setup(
         "rlflow.environments": [
             "mathematics = rlflow_environments.mathematics.environment:Mathematics",
             "bash = rlflow_environments.sandboxed.shell:ShellTasks",
+            "dataset = rlflow_environments.dataset.environment:DatasetEnvironment",
             "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
             "ml_engineering = rlflow_environments.sandboxed.ml_engineering:MlEngineering",
             "program = rlflow_environments.program.program:ProgramEnvironment",
@@ -156,6 +157,10 @@ setup(
             "revisit = rlflow_environments.wrappers.revisit:RevisitFailures",
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
             "stages = rlflow_environments.wrappers.stages:StageRewards",
+        ],
+        "rlflow.scaffolds": [
+            "agent = rlflow_environments.program.scaffold:FORM",
+            "dataset = rlflow_environments.dataset.scaffold:FORM",
         ],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],

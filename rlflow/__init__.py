@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rlflow.loop import train
     from rlflow.report.metrics import Metric
     from rlflow.rollout import Rollout
+    from rlflow.run.evaluate import evaluate
+    from rlflow.run.export import export_policy
+    from rlflow.run.script import RunFolder
     from rlflow.trainer.base import Trainer
     from rlflow.types import (
         Batch,
@@ -35,8 +38,11 @@ _HOMES = {
     "PolicyError": "rlflow.errors",
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
+    "RunFolder": "rlflow.run.script",
     "Trainer": "rlflow.trainer.base",
     "check_environment": "rlflow.checks.environments",
+    "evaluate": "rlflow.run.evaluate",
+    "export_policy": "rlflow.run.export",
     "load_config": "rlflow.config.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",
@@ -66,6 +72,7 @@ __all__ = [
     "PolicyOutput",
     "Rollout",
     "RunConfig",
+    "RunFolder",
     "Segment",
     "Step",
     "StopReason",
@@ -73,6 +80,8 @@ __all__ = [
     "Trainer",
     "Trajectory",
     "check_environment",
+    "evaluate",
+    "export_policy",
     "load_config",
     "make_batch",
     "train",

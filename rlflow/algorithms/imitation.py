@@ -27,7 +27,7 @@ from rlflow.models.weight_files import write_model
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, Segment, StopReason, Task, Trajectory
+from rlflow.types import Batch, Segment, Step, StopReason, Task, Trajectory
 
 Encode = Callable[[str], list[int]]
 TextPart = tuple[str, bool]
@@ -61,10 +61,12 @@ class Lessons:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode that a player played: its parts in order, and its return."""
+    """An episode that a player played: its parts in order, its return, and the stop strings of its
+    responses."""
 
     parts: tuple[TextPart, ...]
     reward: float
+    stop: tuple[str, ...] = ()
 
 
 def demonstrate(
@@ -128,6 +130,7 @@ async def _demonstrate(
     parts: list[TextPart] = [(prompt, False)]
     said: list[tuple[str, str]] = []
     reward = 0.0
+    stop = _stops(environment, episode.opening)
     try:
         for turn in range(1, turns + 1):
             response = answer(prompt, said, generator)
@@ -142,9 +145,16 @@ async def _demonstrate(
                 raise ConfigError(f"{_READS_TEXT.format(task.id)} an observation of messages.")
             parts.append((step.observation, False))
             said.append((response, step.observation))
+            stop |= _stops(environment, step)
     finally:
         await awaited(environment.close(episode))
-    return PlayedEpisode(tuple(parts), reward)
+    return PlayedEpisode(tuple(parts), reward, tuple(sorted(stop)))
+
+
+def _stops(environment: Environment, step: Step | None) -> set[str]:
+    """The stop strings of the response that follows."""
+    own = None if step is None else step.stop
+    return set(environment.stop if own is None else own)
 
 
 def to_trajectory(
@@ -199,7 +209,7 @@ def make_policy(
     Raises as `demonstrate`, and StorageError where `out` is taken."""
     out = Path(out)
     _check_place(out, overwrite)
-    tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
+    tasks = tasks_of(environment, "train")
     if not tasks:
         raise ConfigError("the environment has no tasks of the split 'train' to demonstrate.")
     drawn = [tasks[index % len(tasks)] for index in range(lessons.episodes or TEXTS)]
@@ -214,7 +224,7 @@ def make_policy(
         tokenizer = Tokenizer.from_pretrained(folder)
 
         # One that no stop string ends is ended by its last token
-        def encode_response(text: str) -> list[int]:
+        def encode_response(stop: tuple[str, ...], text: str) -> list[int]:
             ids = tokenizer.encode(text)
             return ids if stop and text.endswith(stop) else [*ids, *tokenizer.eos_ids[:1]]
 
@@ -228,7 +238,10 @@ def make_policy(
                 chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
                 played = demonstrate(environment, player, chosen, lessons.turns, place, spoilt)
             return make_batch(
-                [to_trajectory(one.parts, tokenizer.encode, encode_response) for one in played]
+                [
+                    to_trajectory(one.parts, tokenizer.encode, partial(encode_response, one.stop))
+                    for one in played
+                ]
             )
 
         _teach(folder, out, lessons, batch_of, say, overwrite)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from rlflow.commands.arguments import (
     option,
     quoted,
 )
+from rlflow.commands.scaffold import ENVIRONMENT, Scaffold, forms, write_environment
 from rlflow.errors import ConfigError, as_called, described, raised_at
 from rlflow.texts import printable
 
@@ -90,12 +91,12 @@ def _add_new(actions: Commands) -> None:
         actions,
         "new",
         run_new,
-        "write a new environment and its test",
+        "write a new environment and its test, or all that a first training needs",
         """
         Writes NAME.py, an environment of at most 30 lines that works, and test_NAME.py, which
-        passes. With --policy also NAME_player.py (a clumsy scripted player), NAME_policy (a tiny
-        model that imitates it; half a minute on two cores) and NAME.yaml: `rlflow train --config
-        NAME.yaml` then shows it learning, in two minutes.
+        passes. With one of the forms it also writes what trains a tiny policy on it, which starts
+        near zero and learns nearly all in a few minutes on two cores. It ends with the commands
+        that come next.
         """,
         """
         rlflow env new my_task && rlflow env check my_task.py:MyTask
@@ -104,11 +105,10 @@ def _add_new(actions: Commands) -> None:
     )
     new.add_argument("name", metavar="NAME", help="snake_case; the class gets the CamelCase of it")
     option(new, "--directory", "DIR", "where to write", default=".")
-    flag(
-        new,
-        "--policy",
-        "also a scripted player, a tiny policy that imitates it, a configuration",
-    )
+    group = new.add_argument_group("forms", "at most one of them")
+    choice = group.add_mutually_exclusive_group()
+    for name, form in forms().items():
+        flag(choice, f"--{name}", form.help)
 
 
 def _add_limits(
@@ -154,34 +154,34 @@ def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> N
 
 
 def run_new(args: argparse.Namespace) -> int:
-    """Writes an environment, its test and on demand a policy; says what to do with them."""
-    from rlflow.commands.scaffold import write_environment
-
-    made = write_environment(args.name, Path(args.directory), policy=args.policy)
-    reference, test = shlex.quote(made.reference), shlex.quote(str(made.test))
-    pytest = "" if find_spec("pytest") else "pip install pytest && "
-    following = [
-        f"rlflow env check {reference}",
-        f"rlflow env play {reference}",
-        f"{pytest}python -m pytest {test}",
-    ]
-    written = [made.source, made.test]
-    if args.policy:
-        from rlflow.algorithms.imitation import Lessons
-
-        written += [made.player_file, made.configuration]
-        lessons = Lessons(steps=LESSONS, turns=TURNS)
+    """Writes a project and, where its form has one, a policy; says what to do with them."""
+    chosen = [form for name, form in forms().items() if getattr(args, name.replace("-", "_"))]
+    made = write_environment(args.name, Path(args.directory), *(chosen or [ENVIRONMENT]))
+    written = made.files
+    if made.form.lessons is not None:
         try:
-            _make_policy(_environment(made.reference), made.player, made.policy, lessons)
+            _teach(made)
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
                 path.unlink(missing_ok=True)
             raise
-        written.append(made.policy)
-        following.append(f"rlflow train --config {shlex.quote(str(made.configuration))}")
+        written = [*written, made.policy]
     print(f"wrote {', '.join(map(str, written))}\n")
-    print("\n".join(f"  {as_called(command)}" for command in following))
+    print("\n".join(f"  {as_called(command)}" for command in made.following()))
     return 0
+
+
+def _teach(made: Scaffold) -> None:
+    """Makes the policy of a new project in its environment."""
+    from rlflow.algorithms.imitation import Lessons
+
+    wanted = {"steps": LESSONS, "turns": TURNS, **(made.form.lessons or {})}
+    if made.configuration in made.files:
+        environment = _environment(None, str(made.configuration))
+    else:
+        environment = _environment(made.reference)
+    with _shut_down(environment):
+        _make_policy(environment, made.player, made.policy, Lessons(**wanted))
 
 
 def run_policy(args: argparse.Namespace) -> int:
@@ -274,13 +274,14 @@ def _shut_down(environment: Environment) -> Iterator[None]:
 
 
 def _environment(
-    name: str, config_file: str | None = None, overrides: list[str] | None = None
+    name: str | None, config_file: str | None = None, overrides: list[str] | None = None
 ) -> Environment:
+    """name: None: the configuration's."""
     from rlflow.config.schema import load_config
     from rlflow.run.assemble import make_environment
 
-    overrides = [f"environment.name={quoted(name)}", *(overrides or [])]
-    return make_environment(load_config(config_file, overrides))
+    named = [] if name is None else [f"environment.name={quoted(name)}"]
+    return make_environment(load_config(config_file, [*named, *(overrides or [])]))
 
 
 def _make_policy(
@@ -295,8 +296,12 @@ def _make_policy(
     from rlflow.components import Kind
 
     began = time.monotonic()
+    careful = math.ceil(lessons.clumsy * lessons.steps)
 
     def say(step: int, loss: float) -> None:
+        if step == careful + 1:
+            told = "from now on the player is clumsy, so that there is something to learn"
+            print(f"imitating the player: {told}", file=sys.stderr, flush=True)
         if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"
             done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"

@@ -173,6 +173,8 @@ class ClusterSection:
 
 @dataclass
 class RunConfig:
+    """Everything that a run is configured by, a section each; `rlflow config` lists the keys."""
+
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)

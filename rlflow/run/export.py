@@ -40,9 +40,9 @@ ROWS, WIDTH = 4, 48
 
 def export_policy(
     trainer: Trainer,
-    path: Path,
-    reference: str,
-    dtype: str,
+    path: str | Path,
+    reference: str | Path,
+    dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> float:
     """Writes or replaces the policy's HuggingFace directory; returns the nats of `check_export`.

@@ -88,6 +88,7 @@ def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
         "adapters",
         "browser",
         "common",
+        "dataset",
         "program",
         "programs",
         "swarm",

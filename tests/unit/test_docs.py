@@ -7,11 +7,15 @@ import inspect
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlflow import check_environment
+from rlflow.commands import cli
+from rlflow.components import ENVIRONMENT
 from rlflow.config.schema import RunConfig
 from rlflow.report.metrics import METRICS, Metric
 
@@ -86,6 +90,90 @@ def test_metrics_page_holds_the_table_of_the_code() -> None:
     both = metrics_table({"maze": {"longest": longest}, "cave": {"longest": longest}})
     row = "| `longest` | steps | longest walk (max) |"
     assert both.partition("## maze, cave\n\n")[2].splitlines() == [*own.splitlines()[2:4], row]
+
+
+def test_the_api_page_says_what_the_docstrings_say() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "api_page.py"))
+    written = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert script["page"]() == written, "make docs"
+    rows = dict(script["methods"](Documented))
+    assert rows == {"halved(number)": "Half of a number", "name": "Its name"}
+    assert script["fields"](Documented) == [("size: int", "metres"), ("tag: str", "")]
+    assert script["shown_signature"](test_relative_links_lead_to_files) == "(page)"
+
+
+@dataclasses.dataclass
+class Documented:
+    """For the test above."""
+
+    size: int  # metres
+    tag: str = ""
+
+    def halved(self, number: float) -> float:
+        """Half of a number. Never more."""
+        return number / 2
+
+    def undocumented(self) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.tag
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of rlflow in a page's blocks, without comments, each in one line."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    lines = [
+        part.strip()
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+        for part in re.split(r"&&|\|", line)
+    ]
+    return [
+        line for line in lines if line.startswith("rlflow ") and not re.search(r"\.\.\.|\$", line)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_pages_are_commands(page: Path) -> None:
+    for line in commands_of(page):
+        cli.parse(shlex.split(line, comments=True)[1:])
+
+
+def test_commands_of_pages_are_found_for_that_test() -> None:
+    named = {page.name: len(commands_of(page)) for page in PAGES}
+    assert named["prompts_and_reward.md"] >= 5 and named["train_your_agent.md"] >= 4
+
+
+def test_troubleshooting_names_keys_and_metrics_that_there_are() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = {section.name for section in dataclasses.fields(RunConfig())}
+    keys = [key for key in re.findall(r"`([a-z]+\.[\w.]+)", text) if key.split(".")[0] in sections]
+    known = {*schema_rows(), *("rollout.engine.kv_tokens", "rollout.engine.max_concurrency"),
+             *("rollout.engine.arguments", "trainer.optimizer.offload", "rollout.faults.max_aborted_share")}  # fmt: skip
+    assert len(keys) > 20 and not set(keys) - known
+    metrics = re.findall(r"`((?:train|rollout|memory)/\w+)`", text)
+    assert metrics and not set(metrics) - set(METRICS)
+
+
+def test_the_page_of_prompts_and_rewards_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "prompts_and_reward.md").read_text(encoding="utf-8")
+    snippets = dict(re.findall(r"<!-- test: (\S+) -->\n```\w+\n(.*?)```", text, flags=re.S))
+    assert set(snippets) == {"train.jsonl", "my_reward.py", "trl_reward.py"}
+    for name, snippet in snippets.items():
+        (tmp_path / name).write_text(snippet)
+    monkeypatch.chdir(tmp_path)
+    rewards = ["my_reward.py:reward", "trl_reward.py:exact"]
+    options = {"name": "dataset", "train": "train.jsonl", "reward": rewards}
+    environment = ENVIRONMENT.build(options)
+    report = check_environment(environment, episodes=2)
+    assert report.passed, str(report)
+    documented = re.findall(r"^\| (`.*?) \|", text.partition("## Options")[2], flags=re.M)
+    names = [name for cell in documented for name in re.findall(r"`(\w+)`", cell)]
+    assert names == [*inspect.signature(type(environment)).parameters]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -50,9 +50,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
     # A game of nle, in processes of its own.
     "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
+    # Prompts and a reward function of the user's own. `commands`: what `env new` writes of it.
+    "dataset": (
+        {"errors", "types", "components", "report", "environment", "commands"},
+        {"common"},
+    ),
     # Agents of the user's own, in processes or in this one.
     "program": (
         {
+            "commands",
             "errors",
             "types",
             "values",

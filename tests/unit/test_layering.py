@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
-    "__init__": {"loop", "checks", "report", "config", "rollout", "trainer", "environment", "batching", *BASIS},
+    "__init__": {"loop", "checks", "report", "run", "config", "rollout", "trainer", "environment", "batching", *BASIS},
 }  # fmt: skip
 
 # Heavy or optional packages, and the only places that may import them.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.commands import cli
-from rlflow.commands.scaffold import write_environment
+from rlflow.commands.scaffold import LEARNING, write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ PLAYER, POLICY, CLASS = "guess_number_player.py:play", "guess_number_policy", "G
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what `rlflow env new guess_number --policy` writes; the policy has had two lessons only."""
     folder = tmp_path_factory.mktemp("readme")
-    made = write_environment("guess_number", folder, policy=True)
+    made = write_environment("guess_number", folder, LEARNING)
     (folder / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
     assert f'MODEL = "{POLICY}"' in SNIPPETS[SCRIPT] and made.policy.name == POLICY
     with contextlib.chdir(folder):

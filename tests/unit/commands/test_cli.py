@@ -31,7 +31,7 @@ from rlflow.commands.doctor import (
     versions_tested,
 )
 from rlflow.commands.play import find_task, play, read_response
-from rlflow.commands.scaffold import write_environment
+from rlflow.commands.scaffold import LEARNING, write_environment
 from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
@@ -310,7 +310,7 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_scripted_player_plays_and_one_watches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = write_environment("guess", tmp_path, policy=True)
+    made = write_environment("guess", tmp_path, LEARNING)
     assert cli.main(["env", "play", made.reference, "--player", made.player, "--split", "val"]) == 0
     out = capsys.readouterr().out
     assert "The player is the policy." in out and "terminated after" in out and "return 1" in out

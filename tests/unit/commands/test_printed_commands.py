@@ -167,11 +167,11 @@ def test_what_env_policy_prints_trains_what_was_imitated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from rlflow.commands.scaffold import write_environment
+    from rlflow.commands.scaffold import LEARNING, write_environment
     from rlflow.commands.train import train_overrides
     from rlflow.config.schema import load_config
 
-    made = write_environment("my_task", tmp_path, policy=True)
+    made = write_environment("my_task", tmp_path, LEARNING)
     monkeypatch.chdir(tmp_path)
     words = [
         made.reference,
