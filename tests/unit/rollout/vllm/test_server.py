@@ -20,6 +20,7 @@ from rlflow.components import ENGINE
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.entries import Experts
 from rlflow.models.huggingface import iterate_weights
+from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.vllm import served_model
@@ -156,6 +157,21 @@ def over_experts(path: Path, fault: str = "", **options: Any) -> Completion:
         return done
     finally:
         served.close()
+
+
+def test_every_request_leaves_out_the_ids_that_the_tokenizer_has_not(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, vocab_size=390)
+    served = FakeServed(path)
+    folder = str(path / "weights")
+    (engine,) = make_vllm_server_engines(path, url=served.url, weights_folder=folder, start_s=2.0)
+    assert isinstance(engine, VLLMEngine)
+    run(engine.generate(PROMPT, Sampling(5, seed=1)))
+    engine.kill()
+    served.close()
+    biases = [body["sampling_params"]["logit_bias"] for body in served.bodies]
+    known = known_vocab(path, 390)
+    assert known < 390 and biases
+    assert all(bias == {str(token): -100.0 for token in range(known, 390)} for bias in biases)
 
 
 def test_routes_come_from_the_layers_that_have_experts(experts: Path) -> None:
