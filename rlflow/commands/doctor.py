@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not args.overrides:
         return code
     from rlflow.commands.dry_run import look
-    from rlflow.config.schema import load_config
+    from rlflow.config.foreign import read_config
 
     print()
-    return look(load_config(args.config, args.overrides)) or code
+    return look(read_config(args.config, args.overrides)[0]) or code
 
 
 def all_jobs() -> list[Job]:

@@ -275,11 +275,11 @@ def _shut_down(environment: Environment) -> Iterator[None]:
 def _environment(
     name: str, config_file: str | None = None, overrides: list[str] | None = None
 ) -> Environment:
-    from rlflow.config.schema import load_config
+    from rlflow.config.foreign import read_config
     from rlflow.run.assemble import make_environment
 
     overrides = [f"environment.name={quoted(name)}", *(overrides or [])]
-    return make_environment(load_config(config_file, overrides))
+    return make_environment(read_config(config_file, overrides)[0])
 
 
 def _make_policy(
