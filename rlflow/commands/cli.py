@@ -34,11 +34,16 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.storage.redaction import redact_text
+from rlflow.unread import end_quietly
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, the error's own (2, or a conversion's) with one
     line on stderr, 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
+    return end_quietly(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     args = parse(arguments)
     try:
         with _warnings_on_stderr():
@@ -52,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
         return getattr(stop, "exit_code", 130)
-    except BrokenPipeError:  # `rlflow show RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise  # `end_quietly` knows whether it is `rlflow show RUN | head`
     except OSError as error:
         # A name that is too long, a file that may not be read: the system says which
         if os.environ.get("RLFLOW_DEBUG") == "1":

@@ -22,26 +22,34 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def dry_run(config: RunConfig) -> int:
+def dry_run(config: RunConfig, model_later: bool = False) -> int:
     """Prints what `look` prints, then the resolved configuration; returns what `look` does."""
     from rlflow.config.loading import config_text
 
-    status = look(config)
+    status = look(config, model_later)
     print(f"\n# resolved configuration\n{config_text(config)}", end="")
     return status
 
 
-def look(config: RunConfig) -> int:
+def look(config: RunConfig, model_later: bool = False) -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory.
-    Returns 0 where a run could start, else 2."""
+    model_later: the model is made before the run starts. Returns 0 where a run could start, else
+    2."""
     from rlflow.config.batch_plan import batch_plan
     from rlflow.run.examine import examine
     from rlflow.run.origin import fetch_models
 
     unreached = Problems()
-    waiting = unreached.attempt(fetch_models, config, weights=False)
+    waiting = None
+    if not model_later:
+        waiting = unreached.attempt(fetch_models, config, weights=False)
     found = examine(config, model=waiting is not None, weights=waiting == [])
     found.problems[:0] = unreached
+    if model_later:
+        found.notes.append(
+            f"{config.model.path} is made by the first start and was not looked at: neither "
+            "lengths of prompts nor memory and time are known before"
+        )
     found.notes += waiting or []
     for problem in found.problems:
         told = as_called(redact_text(str(problem)))

@@ -49,6 +49,7 @@ def add(commands: Commands) -> None:
     flag(parser, "--overwrite", "throw away the files of an earlier run of that name")
     dry = "open all that the run needs, print configuration, plan, memory and every problem"
     flag(parser, "--dry-run", f"{dry}, and exit")
+    flag(parser, "--model-later", "with --dry-run: model.path is made later; look at all else")
     add_options(parser, "train")
 
 
@@ -64,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         raise ConfigError("--out: only for a --config of another system, for its translation.")
     config = load_config(args.config, train_overrides(args), args.preset)
+    if args.model_later and not args.dry_run:
+        raise ConfigError("--model-later: only with --dry-run, as a run needs its model.")
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
 
-        return dry_run(config)
+        return dry_run(config, args.model_later)
     check_config(config)
     from rlflow.loop import train
 
