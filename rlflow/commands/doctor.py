@@ -93,10 +93,14 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not args.overrides:
         return code
     from rlflow.commands.dry_run import look
-    from rlflow.config.foreign import read_config
+    from rlflow.config.foreign import foreign_table, read_config
+    from rlflow.run.host_memory import sized_config
 
     print()
-    return look(read_config(args.config, args.overrides)[0]) or code
+    if args.config is not None and foreign_table(args.config) is not None:
+        return look(read_config(args.config, args.overrides)[0]) or code
+    config, note = sized_config(args.config, args.overrides)
+    return look(config, note=note) or code
 
 
 def all_jobs() -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def add(commands: Commands) -> None:
@@ -57,21 +60,23 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
     from rlflow.config.checks import check_config
     from rlflow.config.foreign import foreign_table
-    from rlflow.config.schema import load_config
+    from rlflow.run.host_memory import sized_config
 
     table = foreign_table(args.config) if args.config else None
     if table is not None:
         return _translated(args, table)
     if args.out:
         raise ConfigError("--out: only for a --config of another system, for its translation.")
-    config = load_config(args.config, train_overrides(args), args.preset)
+    config, note = sized_config(args.config, train_overrides(args), args.preset)
     if args.model_later and not args.dry_run:
         raise ConfigError("--model-later: only with --dry-run, as a run needs its model.")
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
 
-        return dry_run(config, args.model_later)
+        return dry_run(config, args.model_later, note)
     check_config(config)
+    if note:
+        logger.warning("%s", note)
     from rlflow.loop import train
 
     status = train(config)["status"]
