@@ -95,11 +95,16 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.commands.dry_run import look
     from rlflow.config.foreign import foreign_table, read_config
     from rlflow.run.host_memory import sized_config
+    from rlflow.run.places import enter_project
 
     print()
     if args.config is not None and foreign_table(args.config) is not None:
         return look(read_config(args.config, args.overrides)[0]) or code
-    config, note = sized_config(args.config, args.overrides)
+    overrides, file = args.overrides, args.config
+    if file is not None:
+        file = Path(file).absolute()
+        overrides = enter_project(file, overrides)
+    config, note = sized_config(file, overrides)
     return look(config, note=note) or code
 
 

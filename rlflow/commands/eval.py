@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_least(args, questions=1, samples=1, temperature=0)
     _check_out(args.out, args.overwrite)
+    here = Path.cwd()
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
@@ -123,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         summary |= {"sets": by_set}
         summary |= {f"{name}_mean_over_sets": value for name, value in means.items()}
     _print_scores(result.metrics, by_set, means, registered)
+    if here != Path.cwd():
+        os.chdir(here)  # what was asked for is written where it was asked
     out = Path(args.out or Path("runs") / f"eval-{name}")
     try:
         out = out if args.out else new_directory(out.parent, out.name)
@@ -231,21 +235,26 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     from rlflow.config.foreign import read_config
     from rlflow.config.schema import load_config
     from rlflow.run.origin import trusted
+    from rlflow.run.places import enter_project
 
     source = args.config or model.config
     if source and source != args.config and not args.allow_code:
         source = trusted(source)
     overrides = option_overrides(args, "eval")
+    config_path, data = str(model.path.absolute()), args.data and str(Path(args.data).absolute())
+    if isinstance(source, (str, Path)):
+        source = Path(source).absolute()
+        overrides = enter_project(source, overrides)
     if isinstance(source, dict):
         config = load_config(source, overrides)
     else:
         config, translation = read_config(source, overrides)
         if translation is not None:
             print(summary(str(source), translation), file=sys.stderr)
-    if args.data:
+    if data:
         environment_name(config)  # there must be one
-        config.environment |= data_options(config.environment, args.data)
-    config.model.path = str(model.path)
+        config.environment |= data_options(config.environment, data)
+    config.model.path = config_path
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+from pathlib import Path
 from typing import Any
 
 from rlflow.commands.arguments import (
@@ -61,13 +62,19 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.config.checks import check_config
     from rlflow.config.foreign import foreign_table
     from rlflow.run.host_memory import sized_config
+    from rlflow.run.places import enter_project
 
     table = foreign_table(args.config) if args.config else None
     if table is not None:
         return _translated(args, table)
     if args.out:
         raise ConfigError("--out: only for a --config of another system, for its translation.")
-    config, note = sized_config(args.config, train_overrides(args), args.preset)
+    overrides, here = train_overrides(args), Path.cwd()
+    if args.config:
+        file = Path(args.config).absolute()
+        overrides = enter_project(file, overrides, args.resume)
+        args.config = file if Path.cwd() != here else args.config
+    config, note = sized_config(args.config, overrides, args.preset)
     if args.model_later and not args.dry_run:
         raise ConfigError("--model-later: only with --dry-run, as a run needs its model.")
     if args.dry_run:

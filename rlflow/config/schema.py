@@ -55,6 +55,7 @@ class RunSection:
     resume: bool = False  # continue from the newest checkpoint (--resume)
     resume_step: PositiveInt | None = None  # with resume: this step's checkpoint, not the newest
     overwrite: bool = False  # throw away what an earlier run left in `directory`
+    folder: str | None = None  # where relative paths start: a run notes where it was started
 
 
 @dataclass
