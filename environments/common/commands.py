@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError, as_called, described
-from rlflow.unread import end_quietly
+from rlflow.storage.unread import end_quietly
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
 Commands = Mapping[str, tuple[str, str]]

@@ -35,7 +35,7 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.storage.redaction import redact_text
-from rlflow.unread import end_quietly
+from rlflow.storage.unread import end_quietly
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlflow.commands.arguments import Commands, add_command, flag, option
 from rlflow.errors import RLFlowError
-from rlflow.unread import end_quietly
+from rlflow.storage.unread import end_quietly
 
 from .progress import timed
 from .read_ahead import read_ahead

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.unread import end_quietly
+from rlflow.storage.unread import end_quietly
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = {
     "ckpt_convert": ["-m", "tools.ckpt_convert", "--help"],
     "rlflow": ["-m", "rlflow", "config"],
