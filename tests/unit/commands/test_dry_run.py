@@ -242,7 +242,7 @@ FAULTS = {
     "an engine on a GPU that is not there": ("rollout.engine={name: embedded, device: cuda}", "torch finds no GPU here"),
     "CUDA graphs without a GPU": ("rollout.engine={name: embedded, cuda_graphs: true}", "engine.cuda_graphs: they need a GPU"),
     "memory that this machine has not": (
-        "trainer={tokens_per_microbatch: 1000000000, packing: true}", "trainer.tokens_per_microbatch"),
+        "rollout.max_total_tokens=1000000000", "this machine has"),
     "a layout that the model cannot have": ("trainer.pipeline_parallel=2", "expected a multiple of"),
 }  # fmt: skip
 
