@@ -99,8 +99,8 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
     there = host_bytes()
     if together := host_memory(config, model, there):
         needed = max(phase.total for phase in together)
-        fits = "fits" if needed <= there else "does not fit"
-        print(f"together {needed / GIB:.2f} GiB: {fits} this machine's {there / GIB:.1f} GiB")
+        verdict = "fits" if needed <= there else "does not fit"
+        print(f"together {needed / GIB:.2f} GiB: {verdict} this machine's {there / GIB:.1f} GiB")
     if gpus:
         fits = max(phase.total for phase in gpus) <= size
         print(f"{'fits' if fits else 'does not fit'} GPUs of {size / GIB:.1f} GiB")

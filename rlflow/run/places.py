@@ -26,9 +26,9 @@ def project_folder(config_file: Path) -> Path | None:
     """The folder that the relative paths of a configuration start at; None: the current one."""
     content = _content(config_file)
     section = content.get("run")
-    noted = section.get("folder") if isinstance(section, Mapping) else None
-    if not isinstance(noted, str):
+    if not isinstance(section, Mapping) or not isinstance(section.get("folder"), str):
         return None
+    noted = str(section["folder"])
     folder, beside = Path(noted), _project_beside(config_file.resolve().parent, section)
     if beside is None or not beside.is_dir():
         return folder if folder.is_dir() else None
