@@ -241,10 +241,12 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     if source and source != args.config and not args.allow_code:
         source = trusted(source)
     overrides = option_overrides(args, "eval")
-    config_path, data = str(model.path.absolute()), args.data and str(Path(args.data).absolute())
+    path, data = model.path, args.data
     if isinstance(source, (str, Path)):
-        source = Path(source).absolute()
-        overrides = enter_project(source, overrides)
+        here, file = Path.cwd(), Path(source).absolute()
+        overrides = enter_project(file, overrides)
+        if Path.cwd() != here:
+            source, path, data = file, here / path, data and str(here / data)
     if isinstance(source, dict):
         config = load_config(source, overrides)
     else:
@@ -254,7 +256,7 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     if data:
         environment_name(config)  # there must be one
         config.environment |= data_options(config.environment, data)
-    config.model.path = config_path
+    config.model.path = str(path)
     return config
 
 
