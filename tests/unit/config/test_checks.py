@@ -210,7 +210,9 @@ def test_every_number_of_the_schema_has_a_range() -> None:
 def test_values_that_python_sets_are_checked_as_those_of_a_file() -> None:
     config = load_config()
     config.run.steps = 0
-    with pytest.raises(ConfigError, match=r"run.steps: expected a whole number from 1 to \d+, found 0"):
+    with pytest.raises(
+        ConfigError, match=r"run.steps: expected a whole number from 1 to \d+, found 0"
+    ):
         check_config(config)
 
 
