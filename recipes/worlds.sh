@@ -34,17 +34,24 @@ rlflow_read_world() {
 }
 
 # rlflow_world_policy NAME ENVIRONMENT PLAYER [OPTION...]: without --model, a tiny policy that imitates a scripted player
-# (runs/NAME-policy-SEED, made once) is the model.
+# (runs/NAME-policy-SEED, made once) is the model. A dry run makes none, and looks at everything else.
 rlflow_world_policy() {
     local name=$1
     shift
     [ -z "$model" ] || return 0
     model=runs/$name-policy-$seed
-    [ -f "$model/config.json" ] || "$RLFLOW_PYTHON" -m rlflow env policy "$@" --out "$model" --seed "$seed" >/dev/null
+    [ ! -f "$model/config.json" ] || return 0
+    if [ -n "${RLFLOW_GIVEN[--dry-run]:-}" ]; then
+        arguments+=(--model-later)
+        overrides=("model.path=$model" ${overrides[@]+"${overrides[@]}"})
+        model=
+        return 0
+    fi
+    "$RLFLOW_PYTHON" -m rlflow env policy "$@" --out "$model" --seed "$seed" >/dev/null
 }
 
 # Trains with a configuration of the recipe, with what rlflow_read_world has read.
 rlflow_train_world() {
-    exec "$RLFLOW_PYTHON" -m rlflow train --config "$1" --model "$model" ${arguments[@]+"${arguments[@]}"} \
+    exec "$RLFLOW_PYTHON" -m rlflow train --config "$1" ${model:+--model "$model"} ${arguments[@]+"${arguments[@]}"} \
         ${overrides[@]+"${overrides[@]}"}
 }

@@ -31,9 +31,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         return (
-            math.isfinite(value)
-            and self.low <= value <= self.high
-            and self.above < value < self.below
+            _is_finite(value) and self.low <= value <= self.high and self.above < value < self.below
         )
 
     def __str__(self) -> str:
@@ -47,6 +45,8 @@ class Range:
         return " ".join(f"{word} {bound:.12g}" for word, bound in finite.items())
 
 
+LARGEST = 2**63 - 1
+"""Of whole numbers: what arrays, files and other programs can hold."""
 UNIONS = (typing.Union, types.UnionType)
 PositiveInt = Annotated[int, Range(above=0)]
 NonNegativeInt = Annotated[int, Range(0)]
@@ -94,7 +94,7 @@ def checked(hint: Any, value: Any, where: str) -> Any:
         item = arguments[0] if len({*arguments} - {...}) == 1 else Any
         items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
         return tuple(items) if kind is tuple else items
-    if hint is float and _is_number(value) and math.isfinite(value):
+    if hint is float and _is_number(value) and _is_finite(value):
         return float(value)
     if kind in PLAIN and not _holds(kind, value):
         raise _unexpected(hint, value, where)
@@ -184,6 +184,8 @@ def show(value: Any) -> str:
         text = repr(value) if not isinstance(value, bool) else str(value).lower()
     except RecursionError:
         text = "nested too deeply"
+    except ValueError:  # Python writes out no number of thousands of digits
+        text = f"a number of {value.bit_length()} bits"
     kind = kinds.get(type(value), type(value).__name__)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
@@ -222,7 +224,9 @@ def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
     ]
     meant = did_you_mean(value, words) if isinstance(value, str) else ""
     expected = describe(hint)
-    if _is_number(value) and not math.isfinite(value):
+    if isinstance(value, int) and abs(value) > LARGEST:
+        expected += f" of at most {LARGEST}"
+    elif _is_number(value) and not _is_finite(value):
         expected = re.sub(r"(^| or )a number(?=$| or )", r"\1a finite number", expected)
     return ConfigError(f"{where}: expected {expected}, found {show(value)}.{meant}")
 
@@ -231,9 +235,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_finite(value: float) -> bool:
+    """Also of whole numbers that are too large to become a float, which are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _holds(kind: Any, value: Any) -> bool:
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
     return kind is not float and isinstance(value, Mapping if kind is dict else kind)
 
 

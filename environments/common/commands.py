@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError, as_called, described
+from rlflow.storage.unread import end_quietly
 from rlflow.texts import printable
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -39,11 +40,19 @@ def run_group(
 ) -> int:
     """Runs a group as a program of its own; returns the exit status: 0, or the error's after an
     error that it prints in one line."""
+    return end_quietly(lambda: _run_group(prog, description, commands, arguments))
+
+
+def _run_group(
+    prog: str, description: str, commands: Commands, arguments: Sequence[str] | None
+) -> int:
     parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=FORMATTER)
     add_commands(parser, commands)
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args) or 0)
+    except BrokenPipeError:
+        raise  # `end_quietly` knows what it means
     except (RLFlowError, OSError) as problem:
         print(f"rlflow: {as_called(described(problem))}", file=sys.stderr)
         return getattr(problem, "exit_code", RLFlowError.exit_code)

@@ -43,6 +43,8 @@ rlflow_world_policy nethack nethack rlflow_environments.nethack.player:play --co
 config=dig labeller=${RLFLOW_GIVEN[--labeller]:-}
 if [ -n "${RLFLOW_GIVEN[--oni]:-}$labeller" ]; then
     config=oni
+    # Of a dry run: an address where nobody is asked
+    [ -n "$labeller" ] || [ -z "${RLFLOW_GIVEN[--dry-run]:-}" ] || labeller=http://127.0.0.1:9/v1
     [ -n "$labeller" ] || read -r labeller < <(exec "$RLFLOW_PYTHON" "$here/labeller.py" 0.1)
     overrides=("environment.endpoint.url=$labeller" ${overrides[@]+"${overrides[@]}"})
 fi

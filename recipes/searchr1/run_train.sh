@@ -17,7 +17,7 @@ Options
   --model-kind KIND     the demo's starting policy: dense, or moe: the same with experts, 1.3 million parameters, made once as
                         runs/starting-policy-moe
   CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml. `agent` is the short demo played
-                        by an agent on OpenAI's client (agent.py), through the endpoint; its data are made first, with --dry-run too
+                        by an agent on OpenAI's client (agent.py), through the endpoint; its data are made first
   --config FILE         another run configuration (YAML); every key: docs/configuration.md. One of RLinf or AstraFlow is translated,
                         into --out FILE (default runs/NAME.yaml), and what became of each of its keys is said
   --model DIR           starting policy: a HuggingFace directory (config.json, *.safetensors, tokenizer), or its name on the hub, e.g.
@@ -71,9 +71,16 @@ if [ -z "$config" ]; then
     [ -z "$own_data" ] || config=$here/config/qwen2.5_3b.yaml
     [ -z "$short" ] || config=$here/config/short.yaml
 fi
+case " ${arguments[*]-} " in *' --dry-run '*) dry=1 ;; *) dry= ;; esac
+scratch=
+if [ -n "$dry" ]; then # what a start would make first is made aside, and thrown away
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+fi
 if [ "$kind" = moe ]; then
     rlflow_setup run
     start=$RLFLOW_ROOT/runs/starting-policy-moe
+    [ -z "$dry" ] || [ -f "$start/config.json" ] || start=$scratch/starting-policy-moe
     [ -f "$start/config.json" ] || (cd "$RLFLOW_ROOT" && "$RLFLOW_PYTHON" -m recipes.searchr1.experts "$start")
     overrides=("model.path=$start" run.name=searchr1-moe ${overrides[@]+"${overrides[@]}"})
 fi
@@ -81,8 +88,16 @@ if [ "$config" = "$here/config/agent.yaml" ]; then
     rlflow_setup run
     "$RLFLOW_PYTHON" -c 'import openai' 2>/dev/null || rlflow_fail "the package 'openai' is not installed: '$RLFLOW_PYTHON' -m pip install openai"
     world=$(cd "$RLFLOW_ROOT" && "$RLFLOW_PYTHON" -c 'from rlflow_environments.search.sources import world_files
-print(world_files({"directory": "data/searchr1", "seed": 7})["corpus"].resolve().parent)')
+import sys
+from pathlib import Path
+elsewhere = Path(sys.argv[1], "world") if sys.argv[1] else None
+print(world_files({"directory": "data/searchr1", "seed": 7}, elsewhere)["corpus"].resolve().parent)' "$scratch")
     export CORPUS=$world/corpus.jsonl  # what the agent searches
     overrides=("environment.train=$world/train.jsonl" "environment.val=$world/val.jsonl" ${overrides[@]+"${overrides[@]}"})
+fi
+if [ -n "$dry" ]; then
+    status=0
+    (rlflow_train) || status=$?
+    exit "$status"
 fi
 rlflow_train

@@ -32,6 +32,7 @@ from rlflow.errors import (
     RolloutError,
     did_you_mean,
 )
+from rlflow.storage.states import check_alike, load_state
 from rlflow.trainer.options import CriticOptions
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss, as_loss
@@ -206,6 +207,7 @@ class Algorithm:
         """Restores `state_dict`. Raises CheckpointError for a part that this algorithm has not."""
         parts, found = self._parts(), dict(state)
         kinds = found.pop(KINDS, {})  # none in an older checkpoint
+        check_alike(kinds, {}, f"algorithm.{KINDS}")
         for place, remembered in sorted(found.items()):
             ours = type(parts[place]).__name__ if place in parts else None
             kind = kinds.get(place, ours)
@@ -215,7 +217,7 @@ class Algorithm:
                     "configuration does not have; resume with the algorithm section that the run "
                     "was started with."
                 )
-            parts[place].load_state_dict(remembered)
+            load_state(parts[place], remembered, f"algorithm.{place}")
 
     def report(self) -> dict[str, float]:
         """The parts' numbers about the step, as `train/<name>`."""

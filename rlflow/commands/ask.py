@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     _sort_words(args)
     check_least(args, temperature=0)
+    if args.start and Path(args.start).exists():
+        args.start = str(Path(args.start).absolute())  # the folder may change to that of a run
     with ExitStack() as stack:
         say = lambda text: print(text, file=sys.stderr)  # noqa: E731
         model = stack.enter_context(model_directory(final_model(args.model), args.hf, say))

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 
 from rlflow.commands import (
@@ -26,6 +26,7 @@ from rlflow.commands import (
 from rlflow.commands.arguments import CommandParser
 from rlflow.config.keys import elsewhere
 from rlflow.errors import (
+    CALLED_IN,
     COMMAND_PLUG_INS,
     RLFlowError,
     as_called,
@@ -34,12 +35,34 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.storage.redaction import redact_text
+from rlflow.storage.unread import end_quietly
 from rlflow.texts import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, the error's own (2, or a conversion's) with one
     line on stderr, 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
+    with _staying_here():
+        return end_quietly(lambda: _main(arguments))
+
+
+@contextmanager
+def _staying_here() -> Iterator[None]:
+    """Comes back to the folder of the call: a command may work in that of a run."""
+    called_in, here = os.environ.get(CALLED_IN), None
+    with suppress(OSError):  # it may have been removed
+        here = os.getcwd()
+    try:
+        yield
+    finally:
+        if called_in is None:
+            os.environ.pop(CALLED_IN, None)
+        if here is not None:
+            with suppress(OSError):
+                os.chdir(here)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     args = parse(arguments)
     try:
         with _warnings_on_stderr():
@@ -53,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
         return getattr(stop, "exit_code", 130)
-    except BrokenPipeError:  # `rlflow show RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise  # `end_quietly` knows whether it is `rlflow show RUN | head`
     except OSError as error:
         # A name that is too long, a file that may not be read: the system says which
         if os.environ.get("RLFLOW_DEBUG") == "1":

@@ -93,10 +93,19 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not args.overrides:
         return code
     from rlflow.commands.dry_run import look
-    from rlflow.config.schema import load_config
+    from rlflow.config.foreign import foreign_table, read_config
+    from rlflow.run.host_memory import sized_config
+    from rlflow.run.places import enter_project
 
     print()
-    return look(load_config(args.config, args.overrides)) or code
+    if args.config is not None and foreign_table(args.config) is not None:
+        return look(read_config(args.config, args.overrides)[0]) or code
+    overrides, file = args.overrides, args.config
+    if file is not None:
+        file = Path(file).absolute()
+        overrides = enter_project(file, overrides)
+    config, note = sized_config(file, overrides)
+    return look(config, note=note) or code
 
 
 def all_jobs() -> list[Job]:

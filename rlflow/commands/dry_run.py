@@ -8,7 +8,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rlflow.errors import Problems, RLFlowError, as_called
@@ -23,26 +22,36 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def dry_run(config: RunConfig) -> int:
+def dry_run(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     """Prints what `look` prints, then the resolved configuration; returns what `look` does."""
     from rlflow.config.loading import config_text
 
-    status = look(config)
+    status = look(config, model_later, note)
     print(f"\n# resolved configuration\n{config_text(config)}", end="")
     return status
 
 
-def look(config: RunConfig) -> int:
+def look(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory.
-    Returns 0 where a run could start, else 2."""
+    model_later: the model is made before the run starts. note: what else to say. Returns 0 where a
+    run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
     from rlflow.run.examine import examine
     from rlflow.run.origin import fetch_models
 
     unreached = Problems()
-    waiting = unreached.attempt(fetch_models, config, weights=False)
+    waiting = None
+    if not model_later:
+        waiting = unreached.attempt(fetch_models, config, weights=False)
     found = examine(config, model=waiting is not None, weights=waiting == [])
     found.problems[:0] = unreached
+    if note:
+        found.notes.insert(0, note)
+    if model_later:
+        found.notes.append(
+            f"{config.model.path} is made by the first start and was not looked at: neither "
+            "lengths of prompts nor memory and time are known before"
+        )
     found.notes += waiting or []
     for problem in found.problems:
         told = printable(as_called(redact_text(str(problem))))
@@ -75,8 +84,9 @@ def _estimate(
 
 def print_memory(config: RunConfig, model: Architecture) -> None:
     """Prints memory by process and phase; of a run with vLLM on GPUs by GPU."""
-    from rlflow.run.estimates import estimate, is_embedded, is_vllm, vllm_memory
+    from rlflow.run.estimates import estimate, is_embedded, is_vllm, on_gpus, vllm_memory
     from rlflow.run.gpus import gpu_bytes, gpu_memory, gpu_table
+    from rlflow.run.host_memory import engine_room, host_bytes, host_memory
 
     if lines := gpu_table(config, model):
         print("\n# GPUs")
@@ -84,8 +94,14 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
     size = gpu_bytes()
     gpus = gpu_memory(config, model, size)
-    phases = gpus or [*estimate(config, model), *vllm_memory(config, model)]
+    free = None if on_gpus(config) else engine_room(config, model, host_bytes())
+    phases = gpus or [*estimate(config, model, free), *vllm_memory(config, model)]
     print(fitted("\n".join(memory_lines(phases))))
+    there = host_bytes()
+    if together := host_memory(config, model, there):
+        needed = max(phase.total for phase in together)
+        verdict = "fits" if needed <= there else "does not fit"
+        print(f"together {needed / GIB:.2f} GiB: {verdict} this machine's {there / GIB:.1f} GiB")
     if gpus:
         fits = max(phase.total for phase in gpus) <= size
         print(f"{'fits' if fits else 'does not fit'} GPUs of {size / GIB:.1f} GiB")
@@ -98,7 +114,7 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
 
 def print_time(config: RunConfig, model: Architecture) -> None:
     """Prints about how long the run and a step take."""
-    from rlflow.report.lines import clock
+    from rlflow.report.lines import span
     from rlflow.run.step_time import cores_of, estimate_step
 
     print("\n# time (a rough estimate; without evaluations and the environment's own time)")
@@ -108,13 +124,12 @@ def print_time(config: RunConfig, model: Architecture) -> None:
         return
     spent = estimate_step(config, model, cores)
     step_s = sum(spent.values())
-    total = timedelta(seconds=round(step_s * config.run.steps))
     print(
-        f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode "
-        "fills its budget"
+        f"the run: at most about {span(step_s * config.run.steps)} "
+        f"(run.steps = {config.run.steps:,}) if every episode fills its budget"
     )
-    parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in spent.items())
-    print(f"a step: {clock(step_s)} ({parts}) on {cores} CPU cores")
+    parts = ", ".join(f"{what} {span(seconds)}" for what, seconds in spent.items())
+    print(f"a step: {span(step_s)} ({parts}) on {cores} CPU core{'' if cores == 1 else 's'}")
 
 
 def fitted(table: str) -> str:

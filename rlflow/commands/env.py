@@ -277,11 +277,11 @@ def _environment(
     name: str | None, config_file: str | None = None, overrides: list[str] | None = None
 ) -> Environment:
     """name: None: the configuration's."""
-    from rlflow.config.schema import load_config
+    from rlflow.config.foreign import read_config
     from rlflow.run.assemble import make_environment
 
     named = [] if name is None else [f"environment.name={quoted(name)}"]
-    return make_environment(load_config(config_file, [*named, *(overrides or [])]))
+    return make_environment(read_config(config_file, [*named, *(overrides or [])])[0])
 
 
 def _make_policy(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from rlflow.texts import one_line
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rlflow.config.schema import RunConfig
+    from rlflow.config.schema import EvaluationSection, RunConfig
     from rlflow.rollout import Rollout
     from rlflow.run.origin import ModelDirectory
 
@@ -75,8 +77,10 @@ def add(commands: Commands) -> None:
     option(parser, "--out", "DIR", out)
     flag(parser, "--overwrite", "replace an earlier evaluation in --out")
     option(parser, "--questions", "N", "only the first N tasks", type=int)
-    option(parser, "--samples", "N", "attempts per task", default=1)
+    option(parser, "--samples", "N", "attempts per task (default 1)", type=int)
     add_options(parser, "eval")
+    # What is not said here, a configuration of another system may say
+    parser.set_defaults(temperature=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,27 +95,31 @@ def run(args: argparse.Namespace) -> int:
 
     check_least(args, questions=1, samples=1, temperature=0)
     _check_out(args.out, args.overwrite)
+    here = Path.cwd()
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
+        asked = asked_evaluation(args, config)
         name = model.name
         with _rollout(args, config) as rollout:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
-            tasks = tasks[: args.questions]
-            attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
+            tasks = tasks[: asked.questions]
+            attempts = (
+                f"{asked.samples_per_prompt} attempt(s) each, temperature {asked.temperature:g}"
+            )
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
             result = evaluate(
                 rollout,
                 tasks,
-                samples_per_prompt=args.samples,
-                temperature=args.temperature,
+                samples_per_prompt=asked.samples_per_prompt,
+                temperature=asked.temperature,
             )
     by_set = metrics_by_set(result.groups, registered)
     named, means = str(args.model or args.server), means_over_sets(by_set, registered)
     summary = {
         "model": named,
-        "temperature": args.temperature,
+        "temperature": asked.temperature,
         "prompts_dropped": dropped,
     }
     summary |= result.metrics
@@ -123,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
     _print_scores(result.metrics, by_set, means, registered)
     for reason, count in failures.items():
         print(f"{count} FAILED: {printable(reason)}")
+    if here != Path.cwd():
+        os.chdir(here)  # what was asked for is written where it was asked
     out = Path(args.out or Path("runs") / f"eval-{name}")
     try:
         out = out if args.out else new_directory(out.parent, out.name)
@@ -207,20 +217,52 @@ def _print_scores(
     print(f"{'all tasks:':17}{line}" if by_set else line)
 
 
+def asked_evaluation(args: argparse.Namespace, config: RunConfig) -> EvaluationSection:
+    """Questions, attempts and temperature: of the options; else of the configuration that a file
+    of another system was translated to; else all, one and greedy. A file of ours says how a run
+    evaluates between its steps, which is not this."""
+    from rlflow.config.foreign import foreign_table
+    from rlflow.config.schema import EvaluationSection
+
+    foreign = args.config is not None and foreign_table(args.config) is not None
+    section = config.evaluation if foreign else EvaluationSection()
+    options = {
+        "questions": args.questions,
+        "samples_per_prompt": args.samples,
+        "temperature": args.temperature,
+    }
+    return replace(section, **{key: value for key, value in options.items() if value is not None})
+
+
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
     """The evaluation's configuration: --config, else what `trusted` takes of the model's run."""
+    from rlflow.commands.translate import summary
     from rlflow.config.checks import environment_name
+    from rlflow.config.foreign import read_config
     from rlflow.config.schema import load_config
     from rlflow.run.origin import trusted
+    from rlflow.run.places import enter_project
 
     source = args.config or model.config
     if source and source != args.config and not args.allow_code:
         source = trusted(source)
-    config = load_config(source, option_overrides(args, "eval"))
-    if args.data:
+    overrides = option_overrides(args, "eval")
+    path, data = model.path, args.data
+    if isinstance(source, (str, Path)):
+        here, file = Path.cwd(), Path(source).absolute()
+        overrides = enter_project(file, overrides)
+        if Path.cwd() != here:
+            source, path, data = file, here / path, data and str(here / data)
+    if isinstance(source, dict):
+        config = load_config(source, overrides)
+    else:
+        config, translation = read_config(source, overrides)
+        if translation is not None:
+            print(summary(str(source), translation), file=sys.stderr)
+    if data:
         environment_name(config)  # there must be one
-        config.environment |= data_options(config.environment, args.data)
-    config.model.path = str(model.path)
+        config.environment |= data_options(config.environment, data)
+    config.model.path = str(path)
     return config
 
 

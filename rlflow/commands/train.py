@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
+from pathlib import Path
 from typing import Any
 
 from rlflow.commands.arguments import (
@@ -15,6 +17,8 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def add(commands: Commands) -> None:
@@ -49,6 +53,7 @@ def add(commands: Commands) -> None:
     flag(parser, "--overwrite", "throw away the files of an earlier run of that name")
     dry = "open all that the run needs, print configuration, plan, memory and every problem"
     flag(parser, "--dry-run", f"{dry}, and exit")
+    flag(parser, "--model-later", "with --dry-run: model.path is made later; look at all else")
     add_options(parser, "train")
 
 
@@ -56,19 +61,29 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
     from rlflow.config.checks import check_config
     from rlflow.config.foreign import foreign_table
-    from rlflow.config.schema import load_config
+    from rlflow.run.host_memory import sized_config
+    from rlflow.run.places import enter_project
 
     table = foreign_table(args.config) if args.config else None
     if table is not None:
         return _translated(args, table)
     if args.out:
         raise ConfigError("--out: only for a --config of another system, for its translation.")
-    config = load_config(args.config, train_overrides(args), args.preset)
+    overrides, here = train_overrides(args), Path.cwd()
+    if args.config:
+        file = Path(args.config).absolute()
+        overrides = enter_project(file, overrides, args.resume)
+        args.config = file if Path.cwd() != here else args.config
+    config, note = sized_config(args.config, overrides, args.preset)
+    if args.model_later and not args.dry_run:
+        raise ConfigError("--model-later: only with --dry-run, as a run needs its model.")
     if args.dry_run:
         from rlflow.commands.dry_run import dry_run
 
-        return dry_run(config)
+        return dry_run(config, args.model_later, note)
     check_config(config)
+    if note:
+        logger.warning("%s", note)
     from rlflow.loop import train
 
     status = train(config)["status"]

@@ -13,6 +13,7 @@ from rlflow.run.directory import run_path
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
 
+MOST_SHOWN = 40  # keys that nobody knows
 WIDEST = 44  # columns of a value; longer ones are cut
 
 
@@ -31,6 +32,22 @@ def report(source: str, translation: Translation) -> None:
             for key in keys:
                 if key.told == reason:
                     print(f"    {_shown(key)}")
+
+
+def summary(source: str, translation: Translation) -> str:
+    """One line on what became of their keys, and a line for each that nobody knows."""
+    counts = ", ".join(
+        f"{len(keys)} {outcome}" for outcome, keys in translation.outcomes.items() if keys
+    )
+    lines = [
+        f"{source}: a configuration of {translation.system}: {counts}; `{command()} train --config "
+        f"{shlex.quote(source)}` tells of each key"
+    ]
+    unknown = translation.outcomes["not known"]
+    lines += [f"  not known: {_shown(key)}" for key in unknown[:MOST_SHOWN]]
+    if len(unknown) > MOST_SHOWN:
+        lines.append(f"  and {len(unknown) - MOST_SHOWN} more")
+    return "\n".join(lines)
 
 
 def write(source: str, translation: Translation, given: str | None, overwrite: bool) -> None:

@@ -57,6 +57,7 @@ def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callab
     if critic := config.algorithm.critic:
         yield lambda: critic.decaying_over(config.updates).check()
     yield lambda: _check_name(config)
+    yield lambda: _check_cluster(config)
     yield from _component_checks(config)
     if components:
         yield lambda: ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
@@ -112,6 +113,16 @@ def _check_name(config: RunConfig) -> None:
         _NAME.fullmatch(name),
         "run.name",
         f"expected a name for a directory (letters, digits, . _ -), found '{name}'",
+    )
+
+
+def _check_cluster(config: RunConfig) -> None:
+    section = config.cluster
+    _require(
+        section.address is None or section.ranks or section.rollout_workers,
+        "cluster.address",
+        f"found {section.address}, which nothing of this run would use, as cluster.ranks and "
+        "cluster.rollout_workers are 0; set one of them, or remove the address",
     )
 
 

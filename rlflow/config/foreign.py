@@ -8,6 +8,8 @@ last part of its own, for all that follow.
     beside      further files that it reads, where they lie beside the first
     evaluates   {their key: value} of a file that evaluates instead of training
     evaluating  what `taken` has instead in such a file
+    variants    list of kinds of files: {when: {their key: value}, ...}, where ... are entries of a
+                table, laid over its own; a file that fits none of them is refused
     preset      algorithm under everything else
     sets        {our key: value} that holds whatever the file says
     taken       {their key: our key, or several, or {to: our key or keys, ...}}, where ... may be
@@ -86,6 +88,18 @@ def foreign_table(path: str | Path) -> dict[str, Any] | None:
     return None
 
 
+def read_config(
+    path: str | Path | None, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, Translation | None]:
+    """The configuration from a file of ours or of another system, under our overrides, and its
+    translation if it is not ours. Raises ConfigError."""
+    table = foreign_table(path) if path else None
+    if path is None or table is None:
+        return load_config(path, overrides), None
+    translation = translate(path, table, overrides)
+    return translation.config, translation
+
+
 def translate(
     path: str | Path, table: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Translation:
@@ -98,12 +112,17 @@ def translate(
     for name in (path.name, *table.get("beside", ())):
         if (path.parent / name).is_file():
             keys.update(_flat(read_yaml(path.parent / name)))
+    table = _variant(path, table, keys)
     evaluates = any(keys.get(key) == value for key, value in table.get("evaluates", {}).items())
     if evaluates:
         table = {**table, "taken": {**table["taken"], **table["evaluating"]}}
     work = _Translator(table, keys)
-    for key in keys:
+    # A later rule of the table wins, wherever its key stands in the file
+    for key in sorted(keys, key=work.place):
         work.read(key)
+    places = {key: place for place, key in enumerate(keys)}
+    for outcome in work.outcomes.values():
+        outcome.sort(key=lambda key: places[key.name])
     chosen = [f"{key}={json.dumps(value)}" for key, value in work.chosen.items()]
     try:
         taken = to_dict(load_config(None, chosen, table.get("preset")))
@@ -112,6 +131,31 @@ def translate(
     # Another engine drops what they say of theirs
     config = load_config(taken, overrides)
     return Translation(table["system"], config, evaluates, work.outcomes)
+
+
+def _variant(path: Path, table: Mapping[str, Any], keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table for files of this kind. Raises ConfigError for a kind without a counterpart."""
+    variants = table.get("variants")
+    if not variants:
+        return table
+    for variant in variants:
+        if all(keys.get(key) == value for key, value in variant["when"].items()):
+            merged = dict(table)
+            for name, entry in variant.items():
+                below = table.get(name)
+                merged[name] = {**below, **entry} if isinstance(below, dict) else entry
+            return merged
+    asked = dict.fromkeys(key for variant in variants for key in variant["when"])
+    here = ", ".join(f"{key}: {_show(keys[key])}" for key in asked if key in keys) or "none of them"
+    known = "; or ".join(
+        " with ".join(f"{key}: {_show(value)}" for key, value in variant["when"].items())
+        for variant in variants
+    )
+    raise ConfigError(
+        f"{path}, read as {table['system']}'s: it trains a task that has no counterpart here: "
+        f"expected {known}, found {here}. Write a configuration of your own; `rlflow config` lists "
+        "the keys."
+    )
 
 
 @dataclass
@@ -145,6 +189,12 @@ class _Translator:
         if value == rule:
             return self._tell("taken", key, value, "always so here")
         return self._tell("no counterpart", key, value, f"always {_show(rule)} here")
+
+    def place(self, key: str) -> int:
+        """The place of the key's rule among those that take something; -1 for another one."""
+        rules = self.rules["taken"]
+        pattern = key if key in rules else next((one for one in rules if _fits(one, key)), None)
+        return -1 if pattern is None else list(rules).index(pattern)
 
     def _take(self, key: str, value: Any, rule: Mapping[str, Any]) -> None:
         targets = rule["to"] if isinstance(rule["to"], list) else [rule["to"]]

@@ -47,6 +47,28 @@ def load_config(
     Raises:
         ConfigError: file missing or not YAML, key unknown, value of the wrong type.
     """
+    draft = _drafted(path, overrides, schema, preset)
+    return typing.cast(T, draft.build(schema, draft.raw, ()))
+
+
+def keys_set(
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    schema: type,
+    preset: str | None = None,
+) -> set[str]:
+    """The dotted keys, sections among them, that file, preset or overrides of `load_config` set.
+    Raises ConfigError for a file that is missing or not YAML."""
+    return set(_drafted(path, overrides, schema, preset).origins)
+
+
+def _drafted(
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    schema: type,
+    preset: str | None,
+) -> _Draft:
+    """Files, preset and overrides over the schema's defaults."""
     draft = _Draft(schema, to_dict(schema()))
     files: list[tuple[str, Mapping[str, Any]]] = []
     if isinstance(path, Mapping):
@@ -63,7 +85,7 @@ def load_config(
     # Names first: `environment.size=5 environment=mine` must mean the same in either order.
     for override in sorted(overrides, key=lambda text: not draft.chooses(text)):
         draft.override(override)
-    return typing.cast(T, draft.build(schema, draft.raw, ()))
+    return draft
 
 
 def presets() -> dict[str, str]:

@@ -48,13 +48,14 @@ class RunSection:
     directory: str = "runs/{name}"  # where the run is written; {name} is run.name
     name: str = "run"  # of the run
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # what every generator takes
-    steps: PositiveInt = 100  # optimizer steps at the most
+    steps: Annotated[int, Range(1, 10**9)] = 100  # optimizer steps at the most
     max_minutes: PositiveFloat | None = None  # stops cleanly after this wall time
     target: Share | None = None  # stops when eval/exact_match reaches this
     deterministic: bool = False  # equal seeds give equal bits in one process
     resume: bool = False  # continue from the newest checkpoint (--resume)
     resume_step: PositiveInt | None = None  # with resume: this step's checkpoint, not the newest
     overwrite: bool = False  # throw away what an earlier run left in `directory`
+    folder: str | None = None  # where relative paths start: a run notes where it was started
 
 
 @dataclass

@@ -131,6 +131,21 @@ def iterate_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     yield from WeightFiles(path).items()
 
 
+def find_not_finite(path: str | Path) -> str | None:
+    """One line about the first tensor of a model directory that holds NaN or infinite numbers; None
+    where there is none. Reads all of them."""
+    weights = WeightFiles(path)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            count = int((~tensor.isfinite()).sum())
+            return (
+                f"{weights.path / weights.file_of(name)}: tensor '{name}': {count:,} of "
+                f"{tensor.numel():,} numbers are NaN or infinite; the file is damaged, or was "
+                "written by a run that diverged. Take another copy or an earlier checkpoint."
+            )
+    return None
+
+
 def tensor_hash(name: str, tensor: Tensor) -> str:
     """xxh3 of a tensor's name, dtype, shape and bytes: 32 hex digits. Reads memory once, and copies
     only what is not contiguous or not on the CPU. Finds accidents, not forgeries."""

@@ -246,3 +246,18 @@ def clock(seconds: float) -> str:
     """`4 s`, `3:05` (minutes:seconds), `2:03:05` or `1 day, 2:03:05`."""
     whole = round(max(seconds, 0))
     return f"{whole} s" if whole < 60 else str(timedelta(seconds=whole)).lstrip("0:")
+
+
+def span(seconds: float) -> str:
+    """How long something takes, in its two largest units: `45 s`, `3 min 20 s`, `2 h 05 min`,
+    `10 d 17 h`."""
+    whole = round(max(seconds, 0))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(whole / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(whole / 3600)
+    return f"{hours // 24:,} d {hours % 24} h"

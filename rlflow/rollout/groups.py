@@ -22,6 +22,7 @@ from rlflow.rollout.issued import IssuedAttempt, IssuedGroup, oldest_version, re
 from rlflow.rollout.pacing import Pacing
 from rlflow.rollout.players import Begun, Event, Lost, Player
 from rlflow.types import Group, Task, Trajectory
+from rlflow.values import NonNegativeInt, PositiveInt, checked
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,17 @@ Admit = Callable[[list[Group]], list[Group]]
 OnEpisode = Callable[[int, int, Trajectory], object]
 """(how many have ended, of how many, the one that just did)."""
 
+
+ROW = {
+    "number": NonNegativeInt,
+    "name": str,
+    "task": str,
+    "most attempts": PositiveInt | None,
+    "most turns": PositiveInt | None,
+    "again": NonNegativeInt,
+    "attempts": list,
+}
+"""What the state of a group consists of; of each attempt its number and whether it has ended."""
 
 MOST_LOSSES = 20
 """Give up after this many lost workers: the attempt itself probably kills them."""
@@ -343,8 +355,13 @@ class Groups:
         """Restores `state_dict`. An attempt that was aborted is played again: whatever was out may
         be back."""
         ended = iter(from_bytes(state["ended"], "checkpoint: groups") if state["ended"] else [])
-        self._issued, self._open = state["issued"], {}
-        for number, name, task_id, most_attempts, most_turns, again, rows in state["groups"]:
+        self._issued = checked(NonNegativeInt, state["issued"], "issued")
+        self._open = {}
+        for row in state["groups"]:
+            number, name, task_id, most_attempts, most_turns, again, rows = (
+                checked(hint, value, f"groups: {key}")
+                for (key, hint), value in zip(ROW.items(), row, strict=True)
+            )
             attempts = {n: restored(next(ended) if is_ended else None) for n, is_ended in rows}
             task = self._tasks.get(task_id)
             if task is None:

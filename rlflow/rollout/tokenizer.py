@@ -4,7 +4,6 @@ it was."""
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.models.huggingface import read_object
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -89,8 +89,9 @@ class Tokenizer:
                 inner = AutoTokenizer.from_pretrained(
                     str(path), trust_remote_code=trust_remote_code
                 )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().split("\n")[0]
+        # transformers and tokenizers raise whatever comes of reading others' files
+        except Exception as error:  # noqa: BLE001
+            reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
             raise ModelError(
                 f"{path}: no tokenizer that transformers can read ({reason})."
             ) from None
@@ -556,5 +557,8 @@ def _generation_eos_ids(path: Path) -> list[int]:
     file = path / "generation_config.json"
     if not file.is_file():
         return []
-    value = json.loads(file.read_text()).get("eos_token_id")
-    return value if isinstance(value, list) else [] if value is None else [value]
+    value = read_object(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise ModelError(f"{file}: eos_token_id: expected token ids, found {str(value)[:80]}.")
+    return ids

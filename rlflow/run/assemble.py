@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -216,10 +217,10 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
 
 def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
     """Writes what a run begins, or goes on, with: its configuration, without the step that this
-    start alone went back to, and the environment's metrics. A summary of before is no longer
-    true."""
+    start alone went back to, with the folder of its paths, and the environment's metrics. A summary
+    of before is no longer true."""
     directory.summary.unlink(missing_ok=True)
-    lasting = dataclasses.replace(config.run, resume_step=None)
+    lasting = dataclasses.replace(config.run, resume_step=None, folder=os.getcwd())
     save_config(dataclasses.replace(config, run=lasting), directory.config)
     mark_own(directory.config)
     save_registered(directory.environment_metrics, metrics)

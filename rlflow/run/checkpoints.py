@@ -183,16 +183,23 @@ class Checkpoints:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The run's part of a checkpoint, tensors in their places. Raises DamagedCheckpointError."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     state = read_sealed(checkpoint / STATE)
     entry = state.pop("tensors", None)
     if entry is None:
         return state
-    damage = find_damage(checkpoint, {entry["file"]: of_entry(entry)})
-    if damage is not None:
-        raise DamagedCheckpointError(f"{damage}.")
-    return put_back(state, load_file(checkpoint / entry["file"]))
+    try:
+        file, written = str(entry["file"]), of_entry(entry)
+        if Path(file).name != file:
+            raise ValueError(f"a file elsewhere, {file}")
+        damage = find_damage(checkpoint, {file: written})
+        if damage is None:
+            return put_back(state, load_file(checkpoint / file))
+    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as problem:
+        damage = f"{checkpoint / STATE}: tensors: not as they are written ({problem})"
+    raise DamagedCheckpointError(f"{damage}.")
 
 
 if TYPE_CHECKING:  # every command reads run directories, few need tensors

@@ -50,10 +50,11 @@ class PhaseMemory:
         return sum(self.parts.values())
 
 
-def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
+def estimate(config: RunConfig, model: Architecture, free: int | None = None) -> list[PhaseMemory]:
     """Every process and phase of a run: one process, or a driver with the engine and a rank of each
-    pipeline stage. Raises ConfigError for a layout that the model cannot have."""
-    engine, layout = engine_parts(config, model), config.trainer.layout
+    pipeline stage. free: see `engine_parts`. Raises ConfigError for a layout that the model cannot
+    have."""
+    engine, layout = engine_parts(config, model, free), config.trainer.layout
     layout.check_model(model)
     libraries = {"libraries": LIBRARIES}
     found: list[PhaseMemory] = []
@@ -264,8 +265,9 @@ def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int)
 # ---------------------------------------------------------------- the embedded engine
 
 
-def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
-    """Weights, keys and values, and a step's logits of the embedded engine; nothing of another."""
+def engine_parts(config: RunConfig, model: Architecture, free: int | None = None) -> dict[str, int]:
+    """Weights, keys and values, and a step's logits of the embedded engine; nothing of another.
+    free: bytes that it finds free, of which keys and values take half at the most; None: enough."""
     options = dict(config.rollout.engine)
     if not is_embedded(config):
         return {}
@@ -277,6 +279,8 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
         blocks = min(blocks, int(options["kv_tokens"]) // BLOCK_SIZE)
     both = model.key_dim + model.value_dim
     block = model.layers * BLOCK_SIZE * model.groups * both * width
+    if options.get("kv_tokens") is None and free is not None:
+        blocks = min(blocks, free // 2 // block)
     parameters = stage_parameters(model, ParallelLayout())[0]
     decode = slots * model.vocab * 4 * 4  # logits, scaled ones, log-probs, probabilities
     longest = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens)

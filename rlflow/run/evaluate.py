@@ -18,6 +18,7 @@ from rlflow.report.reductions import (
 )
 from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
+from rlflow.values import checked
 
 MOST_REASONS, LONGEST_REASON = 5, 300
 
@@ -165,6 +166,10 @@ class EvaluationSchedule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+        score = float | None  # null: it was not finite
+        for metrics in (state["first"], state["last"]):
+            for name, value in metrics.items():
+                checked(score, value, name)
         self.first, self.last = dict(state["first"]), dict(state["last"])
         self.last_step, self.first_step = int(state["step"]), int(state["first_step"])
         self._made, self._asked = int(state["made"]), int(state["asked"])

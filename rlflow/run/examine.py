@@ -39,6 +39,7 @@ from rlflow.run.assemble import (
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.estimates import checkpoint_bytes, engine_dtype
 from rlflow.run.gpus import check_gpu_memory
+from rlflow.run.host_memory import check_host_memory
 from rlflow.run.preflight import policy_architecture, start_checks
 from rlflow.run.resume import check_continuation
 
@@ -93,6 +94,8 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     if found.model is not None:
         found.problems.attempt(_check_disk, config, found.model)
         found.problems.attempt(check_gpu_memory, config, found.model)
+        if found.fits:
+            found.problems.attempt(check_host_memory, config, found.model)
     return found
 
 

@@ -30,6 +30,7 @@ from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.hub import is_hub_name, local_model
 from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
+from rlflow.run.places import project_folder
 from rlflow.storage.files import holding, leaves, write_text
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,10 @@ def starting_model(config: Path, option: str) -> str:
     if not is_own(config):
         advice = f"name the model that the run started from: {option} DIR"
         raise ConfigError(f"{config} was not made by you on this machine; {advice}.")
-    return load_config(config).model.path
+    named = load_config(config).model.path
+    folder = project_folder(config)
+    beside = Path(folder, named) if folder else Path(named)
+    return str(beside) if beside.is_dir() else named
 
 
 def _environment_keys(component: Any) -> list[str]:

@@ -16,14 +16,16 @@ from rlflow.run.checkpoints import CONFIG, STATE, TRAINER, Checkpoints
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.storage.files import leaves, plain, read_json
 from rlflow.storage.redaction import redact
+from rlflow.values import show
 
 if TYPE_CHECKING:
     from rlflow.run.run import Run
 
 logger = logging.getLogger(__name__)
 
-KEPT = ("run.seed", "environment.name")
-"""Keys that a resumed run keeps: its position means nothing among other tasks."""
+KEPT = ("run.seed", "environment.name", "data.curator.name")
+"""Keys that a resumed run keeps: its position means nothing among other tasks, or in another
+order."""
 COMPARED = (
     "run.seed",
     "model",
@@ -70,6 +72,11 @@ def check_continuation(config: RunConfig) -> None:
         before = saved.read_state(chosen[0]).get(CONFIG)
     if before is None:  # of another version: `resume` refuses it
         return
+    if not isinstance(before, Mapping):
+        file = saved.path(chosen[0]) / STATE
+        raise CheckpointError(
+            f"{file}: {CONFIG}: expected a mapping with keys, found {show(before)}."
+        )
     old, new = dict(_compared(before)), dict(_compared(plain(redact(to_dict(config)))))
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     for key in KEPT:
@@ -104,7 +111,7 @@ def resume(run: Run) -> None:
         )
     with _advised(saved, step):
         run.trainer.load(path / TRAINER)
-    run.load_state_dict(state)
+    run.load_state_dict(state, path / STATE)
     run.sync_weights(version=step)
     run.directory.drop_after(step)
     for aside in saved.set_aside_after(step):

@@ -12,7 +12,7 @@ from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
-from rlflow.errors import RolloutError
+from rlflow.errors import CheckpointError, ConfigError, RolloutError
 from rlflow.report.charts import run_png
 from rlflow.report.findings import Watch
 from rlflow.report.metrics import Metrics, leading_score
@@ -38,6 +38,7 @@ from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import torch_dtype
 from rlflow.types import Batch, Group
+from rlflow.values import NonNegativeFloat, NonNegativeInt, checked
 
 logger = logging.getLogger(__name__)
 
@@ -302,11 +303,17 @@ class Run:
         config = {CONFIG: redact(to_dict(self.config))}
         return {"step": self.step, "seconds": self.clock.seconds, **states(self._parts()), **config}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, which a checkpoint held."""
-        self.step = self.saved_step = int(state["step"])
-        self.clock.before_s = float(state["seconds"])
-        load_states(self._parts(), state)
+    def load_state_dict(self, state: Mapping[str, Any], where: object = "") -> None:
+        """Restores `state_dict`, which a checkpoint held. where: the file that it is from. Raises
+        CheckpointError for a state of another form."""
+        try:
+            step = checked(NonNegativeInt, state["step"], "step")
+            seconds = checked(NonNegativeFloat, state["seconds"], "seconds")
+        except ConfigError as problem:
+            raise CheckpointError(f"{where}: {problem}" if where else str(problem)) from None
+        load_states(self._parts(), state, where)
+        self.step = self.saved_step = step
+        self.clock.before_s = seconds
 
     def _parts(self) -> dict[str, object]:
         return {

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.commands.arguments import Commands, add_command, flag, option
 from rlflow.errors import RLFlowError
+from rlflow.storage.unread import end_quietly
 
 from .progress import timed
 from .read_ahead import read_ahead
@@ -60,6 +61,10 @@ FORMATTER = argparse.RawDescriptionHelpFormatter
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. An error is one line on stderr, with RLFLOW_DEBUG=1
     a traceback."""
+    return end_quietly(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="ckpt_convert",
         description="Converts checkpoints.\n" + SCOPE,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlflow.algorithms.base import Curator
 from rlflow.types import Task
+from rlflow.values import NonNegativeInt, PositiveInt, checked
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Epochs(Curator):
         """Restores `state_dict`. Over another number of tasks the order is another one too: a new
         epoch begins."""
         super().load_state_dict(state)
-        taken, total = int(state["taken"]), int(state["tasks"])
+        taken = checked(NonNegativeInt, state["taken"], "taken")
+        total = checked(PositiveInt, state["tasks"], "tasks")
         if total != len(self.tasks):
             taken = math.ceil(taken / total) * len(self.tasks)
             logger.warning(

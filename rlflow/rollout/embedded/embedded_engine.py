@@ -11,12 +11,13 @@ import torch
 
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
 from rlflow.models.architecture import Architecture, architecture
-from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.huggingface import digest, find_not_finite, iterate_weights, read_config
 from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder, check_complete
 from rlflow.rollout.embedded.graphs import CudaCapture
+from rlflow.rollout.embedded.model_runner import NotFiniteError
 from rlflow.rollout.embedded.sampling import StopTable
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.rollout.embedded.sequences import SequenceState
@@ -335,6 +336,9 @@ class EmbeddedEngine(Engine):
 
     def _fail_if_driver_did(self, driver: asyncio.Task[None]) -> None:
         if not driver.cancelled() and (error := driver.exception()):
+            if isinstance(error, NotFiniteError):
+                file = find_not_finite(self.path)
+                error = error if file is None else RolloutError(f"engine: {file}")
             self._fail(
                 error
                 if isinstance(error, RolloutError)

@@ -15,6 +15,11 @@ from rlflow.rollout.embedded.graphs import Capture, DecodeGraphs
 from rlflow.rollout.embedded.sampling import StopTable, sample, uniforms
 from rlflow.rollout.embedded.sequences import Slots
 
+
+class NotFiniteError(RolloutError):
+    """The model gives logits that are NaN or infinite."""
+
+
 NOT_FINITE = 255
 """Flag of a row whose log-prob is NaN or infinite; beside those of the stop table."""
 
@@ -140,7 +145,7 @@ class ModelRunner:
             zip(order, torch.where(torch.isfinite(logprobs), flags, NOT_FINITE).tolist())
         )
         if any(flag == NOT_FINITE for _, flag in outcome):
-            raise RolloutError(
+            raise NotFiniteError(
                 "engine: the policy's logits are not finite; its weights diverged (lower the "
                 "learning rate?)."
             )

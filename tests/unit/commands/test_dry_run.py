@@ -277,6 +277,8 @@ FAULTS = {
         "trainer.optimizer={name: adamw, offload: true}", "trainer.optimizer.offload: found true, but the trainer has no GPU"),
     "an engine on a GPU that is not there": ("rollout.engine={name: embedded, device: cuda}", "torch finds no GPU here"),
     "CUDA graphs without a GPU": ("rollout.engine={name: embedded, cuda_graphs: true}", "engine.cuda_graphs: they need a GPU"),
+    "memory that this machine has not": (
+        "rollout.max_total_tokens=1000000000", "this machine has"),
     "a layout that the model cannot have": ("trainer.pipeline_parallel=2", "expected a multiple of"),
 }  # fmt: skip
 

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from rlflow.commands.cli import main
+from rlflow.commands.cli import main, parse
+from rlflow.commands.eval import asked_evaluation, evaluation_config
 from rlflow.config import foreign
 from rlflow.config.checks import check_config
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import ConfigError
+from rlflow.run.origin import ModelDirectory
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = Path(__file__).parent / "foreign"
@@ -191,6 +193,127 @@ def test_an_override_of_a_component_drops_what_they_said_of_theirs() -> None:
     assert translated(RLINF, "rollout.engine=embedded").config.rollout.engine == {
         "name": "embedded"
     }
+
+
+def rlinf_with_fsdp(tmp_path: Path) -> Path:
+    """A file in the shape of RLinf's with FSDP in place of Megatron."""
+    content = yaml.safe_load(RLINF.read_text())
+    content["runner"] |= {"save_interval": -1, "val_check_interval": -1}
+    actor = content["actor"]
+    for name in ("lr_sched", "megatron", "mcore_gpt", "spec_name"):
+        actor.pop(name, None)
+    actor |= {"training_backend": "fsdp", "enable_offload": True, "sync_precision": "fp16"}
+    actor["model"] = {"precision": "fp32", "model_type": "qwen2.5", "is_lora": False}
+    actor["optim"] = {
+        "optimizer": "adam",
+        "lr": 2e-6,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": -1,
+        "lr_warmup_steps_ratio": 0.25,
+        "total_training_steps": 80,
+    }
+    actor["fsdp_config"] = {
+        "strategy": "fsdp2",
+        "gradient_checkpointing": False,
+        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+        "amp_autocast": {"enabled": False},
+    }
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_rlinfs_fsdp_file_is_taken_and_minus_one_means_never(tmp_path: Path) -> None:
+    translation = translated(rlinf_with_fsdp(tmp_path))
+    assert told(translation, "not known") == {}
+    config = translation.config
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps) == (0, 0)
+    assert (config.trainer.backend, config.model.dtype) == ("megatron", "bfloat16")
+    assert (config.trainer.lr, config.trainer.recompute) == (2e-6, "none")
+    assert config.trainer.schedule == {"name": "cosine", "warmup_steps": 20}
+    check_config(config, components=False)
+
+
+def astraflow_of(tmp_path: Path, **workflow: Any) -> Path:
+    """A file in the shape of AstraFlow's recipes whose workflow is this one."""
+    content = yaml.safe_load(ASTRAFLOW.read_text())
+    dataflow = content["dataflow"]
+    dataflow["workflow_spec"] = workflow
+    dataflow["rollout_dataset"] = {"dataset_fn": "package.problems:get_train", "max_length": 2000}
+    dataflow["eval_workflows"] = {
+        "checked": {**workflow, "gconfig_overrides": {"temperature": 0.6}}
+    }
+    dataflow["eval_datasets"] = {
+        "olympiad": {
+            "dataset_fn": "package.problems:get_test",
+            "repeat": 4,
+            "eval_workflow": "checked",
+        }
+    }
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(content))
+    (tmp_path / "raas.yaml").write_text("sglang: {context_length: 7168}\n")
+    return path
+
+
+def test_astraflows_mathematics_becomes_a_run_of_mathematics(tmp_path: Path) -> None:
+    workflow = {"workflow_cls": "rlvr", "reward_fn": "math_verify", "enable_thinking": False}
+    translation = translated(astraflow_of(tmp_path, **workflow))
+    config = translation.config
+    assert config.environment == {
+        "name": "mathematics",
+        "train": "data/mathematics/train.jsonl",
+        "val": "data/mathematics/val.jsonl",
+    }
+    assert (config.evaluation.samples_per_prompt, config.evaluation.temperature) == (4, 0.6)
+    assert config.rollout.max_total_tokens == 7168 and config.rollout.chat_template
+    assert told(translation, "not known") == {}
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        {"workflow_cls": "alfworld_task_server"},
+        {"workflow_cls": "rlvr", "reward_fn": "human_eval_reward"},
+    ],
+    ids=["other class", "other reward"],
+)
+def test_a_task_without_a_counterpart_is_refused_by_its_name(
+    tmp_path: Path, workflow: dict[str, str]
+) -> None:
+    path = astraflow_of(tmp_path, **workflow)
+    with pytest.raises(ConfigError, match="no counterpart") as refusal:
+        translated(path)
+    assert all(value in str(refusal.value).partition("found")[2] for value in workflow.values())
+
+
+def test_eval_reads_theirs_as_train_does_and_its_options_win(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ModelDirectory(tmp_path, "mine", None)
+    path = changed(RLINF_EVAL, tmp_path / "eval.yaml", runner__new_idea=3, algorithm__group_size=2)
+    words = ["eval", "--config", str(path), "--model", str(tmp_path)]
+    args = parse([*words, "rollout.engine=embedded"])
+    config = evaluation_config(args, model)
+    expected = translated(path, "rollout.engine=embedded").config
+    expected.model.path = str(tmp_path)
+    assert config == expected
+    err = capsys.readouterr().err
+    assert "a configuration of RLinf" in err and "not known: runner.new_idea" in err
+    asked = asked_evaluation(args, config)
+    assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (1000, 2, 1.0)
+    args = parse([*words, "--temperature", "0", "--samples", "3", "--questions", "5"])
+    asked = asked_evaluation(args, config)
+    assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (5, 3, 0.0)
+
+
+def test_eval_of_a_run_is_greedy_whatever_the_run_evaluates_with(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("evaluation: {temperature: 0.7, samples_per_prompt: 8, questions: 3}\n")
+    args = parse(["eval", "--config", str(path), "--model", str(tmp_path)])
+    asked = asked_evaluation(args, load_config(path))
+    assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (None, 1, 0.0)
 
 
 def test_a_value_of_another_type_is_named_with_the_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ set -euo pipefail
 . recipes/common.sh
 . recipes/worlds.sh
 RLFLOW_PYTHON=told
-told() { echo "$@"; }
+told() { echo "$@"; [ "$1" != -m ] || echo "$@" >&2; }
 rlflow_read_world "--oni --labeller=" "$@"
 rlflow_world_policy made world player:play --turns 2 >&2
 told "$seed" "$model" "${!RLFLOW_GIVEN[@]}" \\
@@ -40,6 +40,15 @@ def test_switches_values_and_overrides_are_told_apart() -> None:
     for given in (["--labeller=http://a?b=c"], ["--labeller", "http://a?b=c"]):
         assert read(*given).stdout == "0 runs/made-policy-0 --labeller http://a?b=c\n"
     assert read("--oni", "--model", "hub/name").stdout.startswith("0 hub/name ")
+
+
+def test_a_dry_run_makes_no_policy_and_says_that_it_comes_later() -> None:
+    made, dry = read("run.seed=3"), read("run.seed=3", "--dry-run")
+    assert "-m rlflow env policy world player:play" in made.stderr
+    assert not dry.stderr and not (ROOT / "runs/made-policy-3").exists()
+    assert dry.stdout == (
+        "3  --dry-run 1 --dry-run --model-later model.path=runs/made-policy-3 run.seed=3\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rlflow.report.lines import (
     next_commands,
     numbers,
     phase_times,
+    span,
     sparkline,
     summary_text,
 )
@@ -175,6 +176,15 @@ def test_the_headline_is_in_words() -> None:
 
 
 def test_times_read_as_people_write_them() -> None:
+    assert [span(seconds) for seconds in (-1, 59.4, 59.6, 200, 7500, 86399, 926423)] == [
+        "0 s",
+        "59 s",
+        "1 min 00 s",
+        "3 min 20 s",
+        "2 h 05 min",
+        "1 d 0 h",
+        "10 d 17 h",
+    ]
     assert [clock(seconds) for seconds in (-1, 4.4, 59.6, 185, 7385, 93785)] == [
         "0 s", "4 s", "1:00", "3:05", "2:03:05", "1 day, 2:03:05"]  # fmt: skip
     assert (

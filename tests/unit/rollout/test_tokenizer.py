@@ -114,6 +114,24 @@ def test_a_template_that_rewrites_earlier_turns_shows_all_of_them_anew(
     assert turn.tokens == tokenizer.encode(after) and 0 < (turn.again or 0) < len(turn.tokens)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("tokenizer.json", text) for text in ("[]", "7", "null", '{"version": 3}')),
+        *(("tokenizer_config.json", text) for text in ("[]", "7", '{"eos_token": 7}')),
+        *(("generation_config.json", text) for text in ("[]", "{", '{"eos_token_id": [[1]]}')),
+        ("special_tokens_map.json", "[]"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_one_clear_error(
+    file: str, text: str, tmp_path: Path
+) -> None:
+    tiny_tokenizer(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        Tokenizer.from_pretrained(tmp_path)
+
+
 def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.inner.chat_template = None
     with pytest.raises(

@@ -31,6 +31,7 @@ from rlflow.report.sinks import read_metrics
 from rlflow.run.checkpoints import RunState, read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
+from rlflow.run.resume import check_continuation
 from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
 from tests import gpu_memory
@@ -268,6 +269,48 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path
     ):
         train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true"))
     assert read_state(checkpoint) == older
+
+
+HAND_MADE: dict[str, Any] = {
+    "step": True,
+    "seconds": -1.0,
+    "source": [],
+    "groups": {"issued": 4, "groups": [[1, 2, 3]], "ended": None},
+    "rollout": {"collections": 1, "version": 10**400, "named": {}},
+    "evaluation": {
+        "step": 0,
+        "first_step": 0,
+        "made": 1,
+        "asked": 4,
+        "first": {},
+        "last": {"a": "b"},
+    },
+    "algorithm": 7,
+    "config": [],
+}
+
+
+def test_a_hand_made_state_is_one_clear_error_that_names_its_part(
+    model: Path, tmp_path: Path
+) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=1"))
+    checkpoint = tmp_path / "letters" / "checkpoints" / "step_000001"
+    good = read_state(checkpoint)
+    with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true")) as run:
+        for part, state in HAND_MADE.items():
+            bad = {**good, part: state}
+            RunState(bad).write(checkpoint)
+            with pytest.raises(CheckpointError, match=rf"state\.json: {part}\b"):
+                check_continuation(run.config)
+                run.load_state_dict(bad, checkpoint / "state.json")
+        run.load_state_dict(good)
+
+
+def test_another_curator_cannot_go_on_where_this_one_stood(model: Path, tmp_path: Path) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=1"))
+    adaptive = ("run.steps=2", "run.resume=true", "data.curator=adaptive")
+    with pytest.raises(ConfigError, match=r"data\.curator\.name: expected epochs"):
+        train(letters_config(model, tmp_path, *TINY, *adaptive))
 
 
 def test_a_run_resumes_with_a_reference_that_it_began_without(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,22 @@ def test_half_loaded_weights_are_never_sampled_from(qwen: Path, other_qwen: Path
         run(engine.generate([5], Sampling(1)))
     asyncio.run(engine.load_weights(iterate_weights(other_qwen), version=1))
     assert len(run(engine.generate([5], Sampling(1)))[0].tokens) == 1
+
+
+def test_a_model_whose_file_holds_nan_is_told_by_file_and_tensor(
+    qwen: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(qwen, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][2, 3] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RolloutError) as failure:
+        run(EmbeddedEngine(model).generate([5], Sampling(1)))
+    assert f"model.safetensors: tensor '{name}': 1 of " in str(failure.value)
+    assert "learning rate" not in str(failure.value)
 
 
 def test_diverged_weights_are_an_error_and_leave_no_trace(qwen: Path) -> None:
