@@ -300,7 +300,7 @@ def _make_policy(
 
     def say(step: int, loss: float) -> None:
         if step == careful + 1:
-            told = "from now on the player is clumsy, so that there is something to learn"
+            told = "clumsy from here on, to leave room to learn"
             print(f"imitating the player: {told}", file=sys.stderr, flush=True)
         if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"

@@ -74,12 +74,14 @@ async def _episode(
 ) -> None:
     # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stop = tuple(environment.stop)
+    episode = await awaited(environment.reset(task))
+    opening = episode.opening
+    own = None if opening is None else opening.stop
+    stop = tuple(environment.stop if own is None else own)
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     told = f"You are the policy: a response ends with {ends}; Ctrl-D leaves."
     told = told if agent is None else "The player is the policy."
     print(paint(f"task {one_line(task.id, 200)}. {told}", "dim"))
-    episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
     most = most_turns(environment, episode.task, max_turns)
     said: list[tuple[str, Observation]] = []

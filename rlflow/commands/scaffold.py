@@ -42,7 +42,7 @@ class Form:
 _CLASS_FILES = {"{module}.py": "environment.py.txt", "test_{module}.py": "test_environment.py.txt"}
 _PLAYED_FILES = {**_CLASS_FILES, "{module}_player.py": "player.py.txt"}
 _CHECKS = ("rlflow env check {reference}", "rlflow env play {reference}", "{pytest} {test}")
-LOOK = "rlflow view {run} --open  # its curve and episodes; a picture: {run}/progress.png"
+LOOK = "rlflow view {run} --open  # curve: {run}/progress.png"
 """The last of the commands: where to see what was learned."""
 TRAIN = ("rlflow train --config {configuration}", LOOK)
 ENVIRONMENT = Form("an environment and its test", _CLASS_FILES, _CHECKS)

@@ -17,6 +17,7 @@ from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
 from rlflow.environment import Environment, check_stop
 from rlflow.errors import RolloutError
+from rlflow.matmul import PRODUCTS
 from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sent, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
@@ -123,6 +124,8 @@ class Rollout:
     ) -> Rollout:
         """A Rollout over an engine and the tokenizer of a HuggingFace directory. engine: its name,
         or its keywords, the name left out for the embedded one; options: keywords of `Rollout`."""
+        if options.get("deterministic"):
+            PRODUCTS.fix()  # a measurement may come out otherwise in the process that resumes
         tokenizer = Tokenizer.from_pretrained(path, trust_remote_code)
         shared = {key: options[key] for key in ("seed", "deterministic") if key in options}
         component = engine if isinstance(engine, str) else {"name": "embedded", **engine}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.commands import cli
+from rlflow.commands.play import play
 from rlflow.commands.scaffold import forms, write_environment
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, MissingPackageError
@@ -144,6 +146,20 @@ def test_a_tiny_policy_is_made_from_the_files_and_trained_a_step(
     (before, after) = read_metrics(f"runs/{NAME}/metrics.jsonl")
     assert "eval/score" in before and "train/loss" in after
     assert "runs/first_try/export" in capsys.readouterr().err
+
+
+def test_a_person_plays_the_policy_of_an_agent_by_the_stop_strings_that_it_asks_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed("agent")
+    made = write_environment(NAME, Path(), forms()["agent"])
+    environment = make_environment(load_config(str(made.configuration)))
+    answer = environment.tasks("train")[0].answer
+    play(environment, source=io.StringIO(f"hm\n{answer}\n"), color="never")
+    environment.shutdown()
+    told = capsys.readouterr().out
+    assert "a response ends with Enter" in told and "a number, please" in told
+    assert "terminated after 2 turns, return 1" in told
 
 
 def test_a_project_whose_packages_are_missing_is_not_begun(

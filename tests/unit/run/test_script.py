@@ -13,6 +13,7 @@ from rlflow import Environment, Metric, Rollout, RunFolder, Step, Task, Trainer,
 from rlflow.algorithms import PPOClipLoss, grpo, token_weights
 from rlflow.commands.cli import main
 from rlflow.errors import ConfigError
+from rlflow.matmul import PRODUCTS, Library
 from rlflow.models.huggingface import iterate_weights
 from rlflow.report.sinks import read_metrics
 from tests.fixtures import tiny_model
@@ -149,3 +150,17 @@ def test_two_loops_in_one_folder_are_refused(model: Path, tmp_path: Path) -> Non
         RunFolder(tmp_path / "run", trainer, rollout)
     rollout.close()
     trainer.close()
+
+
+def test_no_clock_chooses_the_products_of_a_deterministic_rollout(model: Path) -> None:
+    """Which library computes them decides the last bits; a process that resumes must choose alike."""
+    before = dict(PRODUCTS.chosen())
+    PRODUCTS.fix()
+    without_a_clock = dict(PRODUCTS.chosen())
+    other: dict[Library, Library] = {"mkl": "onednn", "onednn": "mkl"}
+    try:
+        PRODUCTS.fix({name: other[library] for name, library in without_a_clock.items()})
+        Rollout.from_pretrained(model, Lengths(), deterministic=True).close()
+        assert PRODUCTS.chosen() == without_a_clock
+    finally:
+        PRODUCTS.fix(before)
