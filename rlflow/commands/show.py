@@ -13,13 +13,16 @@ from rlflow.commands.arguments import Commands, add_color, add_command, flag, op
 from rlflow.errors import ConfigError
 from rlflow.report.lines import (
     clock,
+    columns,
     ending,
     evaluation_line,
+    evaluation_parts,
     numbers,
     printable,
     run_seconds,
     sparkline,
     values_of,
+    wrapped,
 )
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
@@ -173,14 +176,16 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
     if trained:
         took = f"{clock(run_seconds(trained))} from the start, evaluations included"
         lines.append(f"step {int(trained[-1]['step'])} after {took}")
-        lines.append("  ".join(numbers(trained[-1], registered)))
+        lines.append(wrapped(numbers(trained[-1], registered), columns(sys.stdout)))
         for name in ("reward", *scores(registered)[:1]):
             values = values_of(trained, f"train/{name}")
             if values and (spark := sparkline(values)):
                 curve = f"{values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}"
                 lines.append(f"{label(name):<12} {curve}")
     for record in evaluated if len(evaluated) <= 3 else [evaluated[0], *evaluated[-2:]]:
-        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}")
+        start = f"eval at {int(record['step']):<5}"
+        parts = evaluation_parts(record, registered)
+        lines.append(start + wrapped(parts, columns(sys.stdout), " " * len(start)))
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     if "seconds" in recorded.summary:
