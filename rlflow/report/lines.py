@@ -267,9 +267,13 @@ def summary_text(summary: Mapping[str, Any], registered: Metrics, width: int | N
     gap = summary.get("export_logprob_difference")
     if "export" in rows and gap is not None:
         rows["export"] += f"  (log-probs differ by up to {gap:.1e})"
-    width = max(map(len, rows), default=0)
-    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
-    following = [f"  {command}  # {what}" for command, what in next_commands(summary)]
+    wide = max(map(len, rows), default=0)
+    lines = [f"  {name:<{wide}}  {text}" for name, text in rows.items() if text]
+    following = []
+    for following_command, what in next_commands(summary):
+        line = f"  {following_command}  # {what}"
+        fits = width is None or len(line) <= width
+        following += [line] if fits else [f"  # {what}", f"  {following_command}"]
     return "\n".join([ending(summary), *lines, *(["next"] if following else []), *following])
 
 

@@ -294,6 +294,16 @@ def test_env_check_of_what_is_no_environment_is_one_line(
         assert told in capsys.readouterr().err
 
 
+def test_an_agent_in_the_place_of_an_environment_is_told_how_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text("def agent(task, client):\n    return 1.0\n")
+    assert cli.main(["env", "check", f"{tmp_path}/my.py:agent"]) == 2
+    assert f"environment.name=program environment.agent={tmp_path}/my.py:agent" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
