@@ -70,7 +70,7 @@ def blank_of(
     names = [name for name in names_in(text) if text.count(name) == 1]
     # A word may have its capital only because the sentence begins with it
     begins = {name for name in names[:1] if " " not in name and text.startswith(name)}
-    begins -= {title, *known}
+    begins -= {title} | set(known)
     names = [name for name in names if name not in begins]
     others = [name for name in names if name != title and name not in title]
     answers = [name for name in others if name in known or is_answer(name, text, ordinary)]
