@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -123,12 +124,24 @@ def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
         raise ConfigError(f"{recorded.path}: no episodes of step {asked}; {there}.")
     records = read_trajectories(files[asked])
     wanted = [one for one in records if _wanted(one, registered, args.chosen)]
-    picked = wanted[: args.trajectories]
+    picked = folded(wanted)[: args.trajectories]
     what = "episodes" if args.chosen == "all" else f"{args.chosen} episodes"
-    told = f"{len(picked)} of {len(wanted)} {what}, {len(records)} in all"
+    told = f"{sum(map(len, picked))} of {len(wanted)} {what}, {len(records)} in all"
     print(paint(f"\n{files[asked]}: {told}", "dim"))
-    for record in picked:
-        print("\n" + episode_text(record, registered, paint))
+    for alike in picked:
+        attempts = [record["attempt"] + 1 for record in alike]
+        print("\n" + episode_text(alike[0], registered, paint, attempts=attempts))
+
+
+def folded(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The episodes in their order, those together that are the same attempt at the same task."""
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        said = [(turn["response"], turn["observation"]) for turn in record["turns"]]
+        ends = [record.get(key) for key in ("reward", "stop", "error")]
+        key = json.dumps([record["task_id"], text_of(record["prompt"]), said, ends], default=str)
+        alike.setdefault(key, []).append(record)
+    return list(alike.values())
 
 
 def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
@@ -198,10 +211,17 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
 
 
 def episode_text(
-    record: Mapping[str, Any], registered: Metrics, paint: Paint, prompt: bool = True
+    record: Mapping[str, Any],
+    registered: Metrics,
+    paint: Paint,
+    prompt: bool = True,
+    attempts: Sequence[int] = (),
 ) -> str:
-    """One episode: prompt (unless left out), turns with answers marked, outcome, token counts."""
+    """One episode: prompt (unless left out), turns with answers marked, outcome, token counts.
+    attempts: the numbers of all that were the same, from 1."""
     title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
+    if len(attempts) > 1:
+        title = f"{record['task_id']} · attempts {_shorten(attempts)}, alike (x{len(attempts)})"
     if record.get("group_mean") is not None:
         title += f" · group {record['group_mean']:.2f} ± {record['group_std']:.2f}"
     answers, question = answers_of(record), question_of(record)

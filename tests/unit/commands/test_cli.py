@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import os
 import pty
 import runpy
@@ -459,6 +460,18 @@ def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[
     assert "t0@4" in out and "t2@4" not in out and "step 4 after" not in out
 
 
+def test_show_folds_attempts_that_are_the_same(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, *_) = (run / "trajectories" / "step_000004.jsonl").read_text().splitlines()
+    alike = [json.dumps({**json.loads(first), "attempt": attempt}) for attempt in range(4)]
+    other = json.dumps({**json.loads(first), "attempt": 4, "reward": 1.0})
+    (run / "trajectories" / "step_000004.jsonl").write_text("\n".join([*alike, other]) + "\n")
+    out = shown(capsys, str(run), "--trajectories", "2")
+    assert out.count("guess 0") == 2 and "attempts 1, 2, 3, 4, alike (x4)" in out
+    assert "attempt 5 " in out and "5 of 5 episodes, 5 in all" in out
+
+
 def test_show_colours_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\033[36;1mguess 1\033[0m" in shown(capsys, str(run), "--color", "always")
 
@@ -508,6 +521,32 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "yes", "", "")
+
+
+def test_doctor_has_a_row_for_every_extra_that_an_environment_needs() -> None:
+    jobs = {job.name: job for job in all_jobs()}
+    named = " ".join(jobs).lower()
+    for what in ("agents", "sandbox", "browser", "nethack", "mathematics", "vllm"):
+        assert what in named, what
+    assert all(job.install for job in jobs.values())
+
+
+def test_doctor_asks_for_programs_of_the_system_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sandbox that is missing, one that the kernel forbids, and one that works."""
+    job = next(job for job in all_jobs() if "sandbox" in job.name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert job_row(job, {}, gpu=False)[1:] == ("no", "bubblewrap", job.install)
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    _, ready, missing, install = job_row(job, {}, gpu=False)
+    assert ready == "no" and "No permissions" in missing and install
+    bwrap.write_text("#!/bin/sh\nexit 0\n")
+    assert job_row(job, {}, gpu=False)[1:] == ("yes", "", "")
 
 
 def test_doctor_says_which_versions_were_not_tested() -> None:
