@@ -295,7 +295,14 @@ def _make_policy(
 
     began = time.monotonic()
 
+    turns_clumsy = round(lessons.clumsy * lessons.steps)
+
     def say(step: int, loss: float) -> None:
+        if step == turns_clumsy + 1:
+            told = (
+                "from here on it learns to play clumsily, so that training has something to teach"
+            )
+            print(f"imitating the player: {told}", file=sys.stderr, flush=True)
         if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"
             done = f"step {step}/{lessons.steps}, {loss:.2f} nats per token, {seconds}"
