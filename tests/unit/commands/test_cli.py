@@ -318,6 +318,30 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
     assert told == sorted(told)
 
 
+def test_no_number_stands_twice_under_a_response(capsys: pytest.CaptureFixture[str]) -> None:
+    """Environments of tools report their reward as a metric too."""
+
+    class Pays(Environment):
+        def tasks(self, split: str) -> list[Task]:
+            return [Task("a", "p")]
+
+        def step(self, episode: Episode, response: str) -> Step:
+            metrics = {"tool_calls": 1.0, "reward": 1.0}
+            return Step("done", reward=1.0, terminated=True, metrics=metrics)
+
+    play(Pays(), source=io.StringIO("x\n\n"), color="never")
+    assert "reward 1  tool_calls 1\n" in capsys.readouterr().out
+
+
+def test_the_scaffolds_validation_asks_what_its_training_never_did(tmp_path: Path) -> None:
+    environment = ENVIRONMENT.build({"name": write_environment("guess", tmp_path).reference})
+    prompts = {
+        split: {task.prompt for task in environment.tasks(split)} for split in ("train", "val")
+    }
+    assert prompts["val"] and not prompts["train"] & prompts["val"]
+    assert all(len(environment.tasks(split)) == 64 for split in prompts)
+
+
 def test_a_scripted_player_plays_and_one_watches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
