@@ -124,14 +124,14 @@ def _reading(value: Any, read: dict[str, str]) -> Any:
     needs = {field: need for need, field in FIELDS.items()} if owner == "batch" else {}
     needs |= {"values": "values", "entropy": "entropy", "top_logprobs": "top_logprobs"}
 
-    class Reading(type(value)):  # type: ignore[misc]
+    class NotesReads(type(value)):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             found = super().__getattribute__(name)
             if found is None and name in needs:
                 read[f"{owner}.{name}"] = needs[name]
             return found
 
-    return Reading(**vars(value))
+    return NotesReads(**vars(value))
 
 
 LOWERED = "the gradient lowers tokens of positive advantage: is a minus missing?"
