@@ -159,10 +159,9 @@ def columns(stream: TextIO) -> int:
 def explanations(parts: Sequence[str], registered: Metrics) -> dict[str, str]:
     """{word: what it means} of the words in parts of a line that do not say it themselves."""
     words = dict(EXPLAINED)
-    for name, metric in registered.items():
-        word = _word(shown(name, metric, 0.0))
-        if metric.meaning != word:
-            words[word] = _meaning(metric)
+    for name in (*scores(registered), *shown_names(registered)):
+        word = _word(shown(name, registered[name], 0.0))
+        words[word] = _meaning(registered[name], word)
     found = {}
     for part in parts:
         if (word := _word(part)) in words:
@@ -172,8 +171,10 @@ def explanations(parts: Sequence[str], registered: Metrics) -> dict[str, str]:
     return found
 
 
-def _meaning(metric: Metric) -> str:
+def _meaning(metric: Metric, word: str) -> str:
     """With the unit: `share of questions answered`, `calls of tools per episode`."""
+    if metric.meaning == word:
+        return metric.unit
     if metric.unit.startswith("per "):
         return f"{metric.meaning} {metric.unit}"
     return f"share {metric.meaning}" if metric.meaning.startswith("of ") else metric.meaning

@@ -28,6 +28,7 @@ REGISTERED = {
     "f1": Metric("share", "mean F1", score=True),
     "calls": Metric("per episode", "calls of a tool", shown="calls {:.1f}"),
     "hops": Metric("count", "not shown"),
+    "tool/calls": Metric("count", "of the whole step, and shown nowhere"),
 }
 STEP = {"train/reward": 0.5, "train/exact_match": 0.25, "speed/tokens_per_s": 12345.0, "time/rollout_s": 1.2,
         "time/update_s": 0.8, "time/sync_s": 0.01, "time/step_s": 2.0, "rollout/aborted": 0.25}  # fmt: skip
@@ -126,10 +127,12 @@ def test_a_step_is_one_line_of_80_columns_with_no_number_twice_and_words_are_exp
     for line in steps:
         values = re.findall(r"(?<![\d.])0\.25\d*", line)
         assert len(values) == 1, line  # the reward is the score here
-    text = " ".join(lines)
+    text = " ".join(" ".join(lines).split())
     score = "EM" if registered else "reward"
     for word in (score, "[low, high]", "entropy", "ETA"):
         assert text.count(f"{word}: ") == 1, word
+    assert ("calls: calls of a tool per episode" in text) == bool(registered)
+    assert "shown nowhere" not in text, "another metric whose label is the same word"
     assert not re.search(r"\bgap [\d.]", text) or text.count("gap: ") == 1
     logged = [record.message for record in caplog.records if record.message.startswith("step")]
     assert "gap 2.5e-07" in logged[0] and "= 2.0 s" in logged[0], "the log has every number"
