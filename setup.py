@@ -165,7 +165,10 @@ setup(
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
         "rlflow.foreign_configs": ["search = rlflow_environments.search.plug_in:FOREIGN_CONFIGS"],
-        "rlflow.jobs": ["search = rlflow_environments.search.plug_in:JOBS"],
+        "rlflow.jobs": [
+            "environments = rlflow_environments.jobs:JOBS",
+            "search = rlflow_environments.search.plug_in:JOBS",
+        ],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",

@@ -3,7 +3,8 @@
 Every kind of component knows the names of its own package (`BUILT_IN` there), those of installed
 packages (the entry-point group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A
 component is {name: ..., keyword: value}, or the bare name. A known name whose class has a
-`shorthand`, the name of one of its keywords, also takes `name:VALUE`: that keyword's value."""
+`shorthand`, the name of one of its keywords, also takes `name:VALUE`: that keyword's value;
+`formerly`, {old name: keyword}, keeps the names that keywords had."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import traceback
@@ -24,6 +26,8 @@ from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError, RLFlowError, described, did_you_mean
 from rlflow.values import Named, checked, hints_of, show
+
+logger = logging.getLogger(__name__)
 
 FILE_MODULE = "rlflow_file_"
 T = TypeVar("T")
@@ -118,6 +122,7 @@ class Kind(Named):
             )
         keywords.update(given)
         target = self.resolve(name, where)
+        keywords = _renamed(keywords, getattr(target, "formerly", {}), where)
         known = self._known_keywords(target, where)
         keywords = _checked_keywords(
             keywords,
@@ -290,6 +295,27 @@ def _checked_keywords(
             problem.option = key
             raise
     return found
+
+
+@functools.cache
+def _note_once(where: str, key: str, name: str) -> None:
+    logger.warning("%s: '%s' is called '%s' now; both are taken", where, key, name)
+
+
+def _renamed(keywords: dict[str, Any], formerly: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The keywords with today's names for those that are called otherwise since, with a note, once
+    for each; a name and its former one together are a ConfigError."""
+    renamed = {}
+    for key, value in keywords.items():
+        name = formerly.get(key, key)
+        if name != key and name in keywords:
+            raise ConfigError(
+                f"{where}: '{key}' is what '{name}' was called: found both; leave it out."
+            )
+        if name != key:
+            _note_once(where, key, name)
+        renamed[name] = value
+    return renamed
 
 
 def _takes_any(target: Callable[..., Any]) -> bool:

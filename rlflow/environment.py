@@ -166,12 +166,52 @@ def stop_problem(stop: Any) -> str:
     return f"stop: expected a tuple of non-empty strings, found {stop!r:.60}{hint}"
 
 
-def check_stop(environment: Environment) -> None:
-    """Raises ConfigError where it is no environment, or its stop strings are none."""
+METHODS = {
+    "tasks": ("split",),
+    "reset": ("task",),
+    "step": ("episode", "response"),
+    "overflow": ("episode",),
+    "close": ("episode",),
+}
+"""What the methods of an environment are called with."""
+
+
+def method_problems(environment: Any) -> dict[str, str]:
+    """{method: what is wrong with its signature} of those that cannot be called as they are."""
+    problems = {}
+    for name, arguments in METHODS.items():
+        try:
+            signature = inspect.signature(getattr(environment, name))
+        except (TypeError, ValueError):  # of no Python function
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            expected = f"expected {name}(self, {', '.join(arguments)})"
+            takes = ", ".join(["self", *map(str, signature.parameters.values())])
+            problems[name] = f"{name}: {expected}, found {name}({takes})"
+    return problems
+
+
+def metrics_problem(metrics: Any) -> str:
+    """What is wrong with the declared metrics as a whole, or ""."""
+    if isinstance(metrics, Mapping):
+        return ""
+    return f"metrics: expected {{name: rlflow.Metric}}, found {type(metrics).__name__}"
+
+
+def check_form(environment: Environment) -> None:
+    """Raises ConfigError where it is no environment, or its stop strings, its metrics or what its
+    methods take are not an environment's."""
     if not isinstance(environment, Environment):
         told = f"expected an Environment, found {environment!r:.80}"
         raise ConfigError(f"{told}; of a class make one.")
-    if problem := stop_problem(environment.stop):
+    faults = [
+        stop_problem(environment.stop),
+        metrics_problem(environment.metrics),
+        *method_problems(environment).values(),
+    ]
+    if problem := next(filter(None, faults), ""):
         raise ConfigError(f"environment {type(environment).__name__}: {problem}.")
 
 

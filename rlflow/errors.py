@@ -126,8 +126,9 @@ class MissingPackageError(RLFlowError):
 
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known word, or `""` where none is as alike as
-    `likeness` of 1."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
+    `likeness` of 1. Of equally close ones it is that with the same letters: gpro is grpo."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=likeness)
+    close.sort(key=lambda one: sorted(one) != sorted(word))
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

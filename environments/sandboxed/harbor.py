@@ -50,7 +50,8 @@ class HarborTasks(ToolEnvironment):
     do, the episode is aborted. Several rewards are named ones; the reward is `reward`, else their
     mean."""
 
-    shorthand = "folder"
+    shorthand = "train"
+    formerly = {"folder": "train", "val_folder": "val"}
     metrics = {
         **SHELL_METRICS,
         "tests_killed": Metric(
@@ -61,8 +62,8 @@ class HarborTasks(ToolEnvironment):
 
     def __init__(
         self,
-        folder: str,
-        val_folder: str | None = None,
+        train: str,
+        val: str | None = None,
         *,
         tests: str | None = None,
         installed: bool = False,
@@ -72,7 +73,7 @@ class HarborTasks(ToolEnvironment):
         limits: dict[str, Any] | None = None,
         at_once: PositiveInt | None = None,
     ) -> None:
-        """folder, val_folder: a task's, or one that holds some. tests: a command in place of
+        """train, val: a task's folder, or one that holds some. tests: a command in place of
         tests/test.sh, whose reward is 1 where it exits with 0. installed: what Dockerfiles install
         is on this machine. system: a message before each instruction. tools: of bash, python,
         read_file and write_file. command_s: of one call. limits: of each program. at_once: programs
@@ -81,18 +82,18 @@ class HarborTasks(ToolEnvironment):
         defaults = Limits(memory_mb=1024, disk_mb=128, processes=64)
         self._confines = make_confines(limits, defaults)
         self._tests, self._command_s = tests, command_s
-        given = [folder] if val_folder is None else [folder, val_folder]
+        given = [train] if val is None else [train, val]
         found = [read_folders(path, installed, tests is None) for path in given]
         self._folders = {str(one.path): one for folders in found for one in folders}
-        train, *val = [[_task(one, system) for one in folders] for folders in found]
-        self._tasks = {"train": train, "val": val[0]} if val else held_out(train)
+        training, *rest = [[_task(one, system) for one in folders] for folders in found]
+        self._tasks = {"train": training, "val": rest[0]} if rest else held_out(training)
         self._tests_work: dict[str, bool] = {}  # of the untouched task, by its folder
         self._box_tools = BoxTools(tools, at_once)
         self.tools = self._box_tools.schemas
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
-        return {"val_folder": path}
+        return {"val": path}
 
     async def reset(self, task: Task) -> Episode:
         folder = self._folders[task.metadata["folder"]]

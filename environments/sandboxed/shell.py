@@ -14,7 +14,7 @@ from rlflow_environments.sandbox import Limits, Sandbox, make_confines
 from rlflow_environments.sandbox.bubblewrap import Confinement
 from rlflow_environments.sandboxed.tools import BoxTools
 from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
-from rlflow_environments.tool_use.rows import make_rule, read_tasks
+from rlflow_environments.tool_use.rows import FORMERLY, make_rule, read_tasks
 
 SHELL_METRICS = {
     **TOOL_METRICS,
@@ -29,13 +29,14 @@ class ShellTasks(ToolEnvironment):
     script of bash that runs in the sandbox after the episode: the reward is 1 where it exits with
     0, else 0. It stands in the policy's folder, with a HOME of its own."""
 
-    shorthand = "data"
+    shorthand = "train"
+    formerly = FORMERLY
     metrics = SHELL_METRICS
 
     def __init__(
         self,
-        data: str,
-        val_data: str | None = None,
+        train: str,
+        val: str | None = None,
         reward: Component | None = None,
         *,
         system: str | None = None,
@@ -44,7 +45,7 @@ class ShellTasks(ToolEnvironment):
         confinement: Confinement = "bubblewrap",
         at_once: PositiveInt | None = None,
     ) -> None:
-        """data, val_data: JSON Lines of tasks. reward: a rule of their last response in place of
+        """train, val: JSON Lines of tasks. reward: a rule of their last response in place of
         the check. system: a message before each prompt. tools: of bash, python, read_file and
         write_file. limits: of each program. at_once: programs that run at the same time; none: two
         per processor. Raises ConfigError, DataError, SandboxError."""
@@ -53,12 +54,12 @@ class ShellTasks(ToolEnvironment):
         self._rule = make_rule(reward) if reward else None
         matched = bool(reward) and reward["name"] == "match"
         needed = ["answer"] if matched else [] if reward else ["check"]
-        self._tasks = read_tasks(data, val_data, needed, system)
+        self._tasks = read_tasks(train, val, needed, system)
         for task in (task for tasks in self._tasks.values() for task in tasks):
             files, check = task.metadata.get("files", {}), task.metadata.get("check", "")
             if not isinstance(check, str) or not _is_files(files):
                 raise DataError(
-                    f"{data}: task '{task.id}': expected 'files' as {{name: text}} and 'check' as "
+                    f"{train}: task '{task.id}': expected 'files' as {{name: text}} and 'check' as "
                     "a script."
                 )
         self._box_tools = BoxTools(tools, at_once)
@@ -66,7 +67,7 @@ class ShellTasks(ToolEnvironment):
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
-        return {"val_data": path}
+        return {"val": path}
 
     async def reset(self, task: Task) -> Episode:
         async with self._box_tools.places.here():

@@ -55,11 +55,15 @@ def match(task: Task, messages: Sequence[Message]) -> float:
     return float(_normal(said) in map(_normal, texts))
 
 
+FORMERLY = {"data": "train", "val_data": "val"}
+"""Names that these keywords had, which are still taken."""
+
+
 def read_tasks(
-    data: str, val_data: str | None, needed: Sequence[str] = (), system: str | None = None
+    train: str, val: str | None, needed: Sequence[str] = (), system: str | None = None
 ) -> dict[str, list[Task]]:
     """Split -> tasks of rows {"prompt": text or messages, "id", "answer", ...}; the rest of a row
-    is the task's metadata. Without val_data every tenth is for validation. needed: what each row
+    is the task's metadata. Without `val` every tenth is for validation. needed: what each row
     must have. Raises DataError."""
 
     def read(path: str, split: str) -> list[Task]:
@@ -67,10 +71,10 @@ def read_tasks(
             path, "tasks", lambda row, line: _task(row, f"{split}-{line}", needed, system)
         )
 
-    training = read(data, "train")
-    if val_data is None:
+    training = read(train, "train")
+    if val is None:
         return held_out(training)
-    return {"train": training, "val": read(val_data, "val")}
+    return {"train": training, "val": read(val, "val")}
 
 
 def _task(row: dict[str, Any], name: str, needed: Sequence[str], system: str | None) -> Task:

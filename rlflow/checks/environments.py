@@ -9,7 +9,7 @@ import random
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,8 @@ from rlflow.checks.report import ContractReport
 from rlflow.environment import (
     Environment,
     last_step,
+    method_problems,
+    metrics_problem,
     most_turns,
     note_response,
     observation_problem,
@@ -116,6 +118,10 @@ class _Audit:
         if problem := stop_problem(self.environment.stop):
             self.breach("stop", problem)
         self.check_registered()
+        if problems := method_problems(self.environment):
+            for method, problem in problems.items():
+                self.breach(method, problem)
+            return
         train, val = await self.check_tasks("train"), await self.check_tasks("val")
         if train and not val:
             self.report.note("tasks('val') is empty: nothing can be evaluated")
@@ -159,9 +165,8 @@ class _Audit:
 
     def check_registered(self) -> None:
         registered = self.environment.metrics
-        if not isinstance(registered, Mapping):
-            found = type(registered).__name__
-            self.breach("metrics", f"metrics: expected {{name: rlflow.Metric}}, found {found}")
+        if problem := metrics_problem(registered):
+            self.breach("metrics", problem)
             return
         for name, metric in registered.items():
             place = f"metrics['{name}']"

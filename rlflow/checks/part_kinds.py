@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Curator
-from rlflow.algorithms.trial.first_call import call_part
+from rlflow.algorithms.trial.first_call import call_part, sign_problem
 from rlflow.algorithms.trial.sample_step import (
     FIELDS,
     disturbed,
@@ -86,6 +86,12 @@ def check_loss(report: ContractReport, make: Callable[[], Any]) -> None:
         with expecting(report, f"the loss with {what}"):
             again, _ = loss(map_output(output, change), view)
             expect_same(report, back(again), values, f"{what} change the loss", mask)
+    with expecting(report, "the loss at advantages of 1 and -1"):
+        odd, of_all = sign_problem(loss)
+        if of_all:
+            report.breach(odd)
+        elif odd:
+            report.note(odd)
     _check_rows(report, loss, batch, output, values)
     _check_extremes(report, loss, batch, output)
     if loss.vanishes_at_zero_advantage:

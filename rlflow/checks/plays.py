@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.checks.report import ContractReport
-from rlflow.environment import Environment
+from rlflow.environment import Environment, metrics_problem
 from rlflow.errors import did_you_mean
-from rlflow.report.metrics import scores
+from rlflow.report.metrics import Metrics, scores
 from rlflow.types import Task
 
 
@@ -33,17 +33,17 @@ class Play:
         return math.fsum(reward for _, reward, _ in self.steps)
 
 
-def check_metrics(report: ContractReport, environment: Environment, names: Sequence[str]) -> None:
+def check_metrics(report: ContractReport, declared: Metrics, names: Sequence[str]) -> None:
     """Looks for declared metrics that no episode reports, perhaps under another name."""
-    strange = [name for name in names if name not in environment.metrics]
-    for name, metric in environment.metrics.items():
-        if "/" in name or name in names:
-            continue
-        hint = did_you_mean(name, strange)
+    strange = [name for name in names if name not in declared]
+    silent = [name for name in declared if "/" not in name and name not in names]
+    for name in silent:
         told = f"metrics['{name}'] is declared, but no episode reported it"
-        if strange and (metric.score or hint):
-            others = f"reported and not declared: {', '.join(strange)}.{hint}"
-            report.breach(f"{told}; {others}")
+        alike = [one for one in strange if did_you_mean(one, [name])]
+        if alike:
+            report.breach(f"{told}; '{alike[0]}' was reported: did you mean '{name}' there?")
+        elif strange and declared[name].score:
+            report.breach(f"{told}; reported and not declared: {', '.join(strange)}")
         else:
             report.note(told)
 
@@ -67,7 +67,8 @@ def describe(
         report.note(f"every episode returned {rewards[0]:g}: these agents found no other reward")
     turns = sum(len(play.steps) for play in done) / len(done)
     names = sorted({name for play in done for name in play.metrics})
-    check_metrics(report, environment, names)
+    declared = {} if metrics_problem(environment.metrics) else environment.metrics
+    check_metrics(report, declared, names)
     if not (environment.stop or sets_stop) and isinstance(done[0].task.prompt, str):
         report.note(
             "stop is empty: a response to a prompt of text ends where the model ends it, or at "
@@ -75,7 +76,7 @@ def describe(
         )
     for name in names:
         reporting = sum(name in play.metrics for play in done)
-        if reporting < len(done) and name not in scores(environment.metrics):
+        if reporting < len(done) and name not in scores(declared):
             told = f"reported by {reporting} of {len(done)} episodes: its mean is over those"
             report.note(f"metric '{name}' is {told}")
     report.facts += [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -92,9 +94,9 @@ def _warnings_on_stderr() -> Iterator[None]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            shown = printable(as_called(redact_text(self.format(record))))
+            shown = f"rlflow: {printable(as_called(redact_text(self.format(record))))}"
             # Today's stderr: a live display may stand in for it
-            print(f"rlflow: {shown}", file=sys.stderr)
+            print(_at_words(shown) if sys.stderr.isatty() else shown, file=sys.stderr)
 
     logger, handler = logging.getLogger("rlflow"), Handler(logging.WARNING)
     before = logger.level
@@ -105,6 +107,15 @@ def _warnings_on_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def _at_words(text: str) -> str:
+    """The lines of a text broken between words, which a terminal does not do itself."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

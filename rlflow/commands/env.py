@@ -296,11 +296,13 @@ def _make_policy(
     from rlflow.components import Kind
 
     began = time.monotonic()
-    careful = math.ceil(lessons.clumsy * lessons.steps)
+    turns_clumsy = math.ceil(lessons.clumsy * lessons.steps)
 
     def say(step: int, loss: float) -> None:
-        if step == careful + 1:
-            told = "clumsy from here on, to leave room to learn"
+        if step == turns_clumsy + 1:
+            told = (
+                "from here on it learns to play clumsily, so that training has something to teach"
+            )
             print(f"imitating the player: {told}", file=sys.stderr, flush=True)
         if step % 50 == 0 or step == lessons.steps:
             seconds = f"{time.monotonic() - began:.0f} s"

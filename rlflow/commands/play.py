@@ -104,7 +104,12 @@ async def _episode(
             said.append((response, step.observation))
             stop = step.stop if step.stop is not None else tuple(environment.stop)
             print(paint(shown(step.observation), "dim"))
-            numbers = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
+            others = {
+                name: value
+                for name, value in step.metrics.items()
+                if name != "reward" or value != step.reward
+            }
+            numbers = "  ".join(f"{name} {value:g}" for name, value in others.items())
             reward = paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
             print(f"{reward}  {numbers}".rstrip())
             if step.terminated:

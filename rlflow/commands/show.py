@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -13,13 +14,16 @@ from rlflow.commands.arguments import Commands, add_color, add_command, flag, op
 from rlflow.errors import ConfigError
 from rlflow.report.lines import (
     clock,
+    columns,
     ending,
     evaluation_line,
+    evaluation_parts,
     numbers,
     printable,
     run_seconds,
     sparkline,
     values_of,
+    wrapped,
 )
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
@@ -121,12 +125,25 @@ def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
         raise ConfigError(f"{recorded.path}: no episodes of step {asked}; {there}.")
     records = read_trajectories(files[asked])
     wanted = [one for one in records if _wanted(one, registered, args.chosen)]
-    picked = wanted[: args.trajectories]
+    picked = folded(wanted)[: args.trajectories]
     what = "episodes" if args.chosen == "all" else f"{args.chosen} episodes"
-    told = f"{len(picked)} of {len(wanted)} {what}, {len(records)} in all"
+    told = f"{sum(map(len, picked))} of {len(wanted)} {what}, {len(records)} in all"
     print(paint(f"\n{files[asked]}: {told}", "dim"))
-    for record in picked:
-        print(printable_styled("\n" + episode_text(record, registered, paint)))
+    for alike in picked:
+        attempts = [record["attempt"] + 1 for record in alike]
+        text = episode_text(alike[0], registered, paint, attempts=attempts)
+        print(printable_styled("\n" + text))
+
+
+def folded(records: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The episodes in their order, those together that are the same attempt at the same task."""
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        said = [(turn["response"], turn["observation"]) for turn in record["turns"]]
+        ends = [record.get(key) for key in ("reward", "stop", "error")]
+        key = json.dumps([record["task_id"], text_of(record["prompt"]), said, ends], default=str)
+        alike.setdefault(key, []).append(record)
+    return list(alike.values())
 
 
 def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
@@ -175,14 +192,16 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
     if trained:
         took = f"{clock(run_seconds(trained))} from the start, evaluations included"
         lines.append(f"step {int(trained[-1]['step'])} after {took}")
-        lines.append("  ".join(numbers(trained[-1], registered)))
+        lines.append(wrapped(numbers(trained[-1], registered), columns(sys.stdout)))
         for name in ("reward", *scores(registered)[:1]):
             values = values_of(trained, f"train/{name}")
             if values and (spark := sparkline(values)):
                 curve = f"{values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}"
                 lines.append(f"{label(name):<12} {curve}")
     for record in evaluated if len(evaluated) <= 3 else [evaluated[0], *evaluated[-2:]]:
-        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}")
+        start = f"eval at {int(record['step']):<5}"
+        parts = evaluation_parts(record, registered)
+        lines.append(start + wrapped(parts, columns(sys.stdout), " " * len(start)))
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     if "seconds" in recorded.summary:
@@ -195,10 +214,19 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
 
 
 def episode_text(
-    record: Mapping[str, Any], registered: Metrics, paint: Paint, prompt: bool = True
+    record: Mapping[str, Any],
+    registered: Metrics,
+    paint: Paint,
+    prompt: bool = True,
+    attempts: Sequence[int] = (),
 ) -> str:
-    """One episode: prompt (unless left out), turns with answers marked, outcome, token counts."""
-    title = f"{one_line(str(record['task_id']), 200)} · attempt {record['attempt'] + 1}"
+    """One episode: prompt (unless left out), turns with answers marked, outcome, token counts.
+    attempts: the numbers of all that were the same, from 1."""
+    title = f"{one_line(str(record['task_id']), 200)} · "
+    if len(attempts) > 1:
+        title += f"attempts {_shorten(attempts)}, alike (x{len(attempts)})"
+    else:
+        title += f"attempt {record['attempt'] + 1}"
     if record.get("group_mean") is not None:
         title += f" · group {record['group_mean']:.2f} ± {record['group_std']:.2f}"
     answers, question = answers_of(record), question_of(record)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,7 @@ from rlflow.components import (
     WEIGHT_TRANSFER,
 )
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.redaction import redacted_keys
 from rlflow.values import checked, section_hints, section_of, show
 
@@ -61,7 +63,7 @@ def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callab
     yield from _component_checks(config)
     if components:
         yield lambda: ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
-        yield lambda: environment_name(config) and ENVIRONMENT.check(config.environment)
+        yield lambda: check_environment_keywords(config)
 
 
 def check_values(config: Any, path: str = "") -> None:
@@ -100,6 +102,39 @@ def environment_name(config: RunConfig) -> str:
             f"--env NAME. Installed: {installed}; or package.module:Class, or file.py:Class."
         )
     return str(name)
+
+
+def check_environment_keywords(config: RunConfig) -> None:
+    """Checks the environment's keywords. An agent in its place is told from a function that makes
+    one: it is called with a task."""
+    name = environment_name(config)
+    try:
+        ENVIRONMENT.check(config.environment)
+    except ConfigError:
+        target = ENVIRONMENT.resolve(name)
+        taken = [] if isinstance(target, type) else _required(target)
+        if taken[:1] != ["task"]:
+            raise
+        raise ConfigError(
+            f"environment.name: expected an Environment, or a function that makes one, found "
+            f"{name}({', '.join(taken)}): {_as_agent(name)}."
+        ) from None
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The parameters that a function cannot be called without."""
+    parameters = inspect.signature(function).parameters.values()
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in fixed]
+
+
+def _as_agent(name: str) -> str:
+    """How a function that plays a task is named, by what is installed."""
+    for known in ENVIRONMENT.names():
+        with suppress(RLFlowError):
+            if "agent" in ENVIRONMENT.options(known):
+                return f"an agent is environment.name={known} environment.agent={name}"
+    return "an agent needs an environment that starts it"
 
 
 def _require(holds: object, key: str, problem: str) -> None:

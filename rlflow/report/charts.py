@@ -37,6 +37,9 @@ PHASE_COLORS = {
     "checkpoint": "#b86a7b",
 }
 """Of every chart; no phase has the color of a curve."""
+WIDE, NARROW = 8.6, 3.9
+"""Inches of charts on pages: 3.9 are 350 pixels, of a telephone's 390, in which text stays legible."""
+SHORT_NAME = 18  # characters of which two names stand beside each other there
 DASH = 8.0
 """Length of a dash and its gap. Later runs have shorter dashes: each shows where all coincide."""
 
@@ -85,9 +88,9 @@ def run_png(records: Records, path: str | Path, title: str, registered: Metrics)
     return True
 
 
-def run_svg(records: Records, registered: Metrics) -> str:
-    """The same chart for a page, without a title."""
-    with figure(8.6, 5.0, size=9) as made:
+def run_svg(records: Records, registered: Metrics, narrow: bool = False) -> str:
+    """The same chart for a page, without a title; `narrow`: for a telephone's."""
+    with figure(*((NARROW, 5.4) if narrow else (WIDE, 5.0)), size=9) as made:
         draw_run(made, records, drawn_score(records, registered))
         return svg(made)
 
@@ -213,18 +216,21 @@ def _name(axes: Any) -> None:
     handles, names = axes.get_legend_handles_labels()
     if handles:
         told = [printable(name) for name in names[::-1]]
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
-        axes.legend(handles[::-1], told, handlelength=1.2, **place)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+        if axes.figure.get_figwidth() <= NARROW:  # above the curves: beside them is no room
+            place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.01)}
+            place["ncols"] = 2 if max(map(len, told)) < SHORT_NAME else 1
+        axes.legend(handles[::-1], told, handlelength=1.2, borderaxespad=0.0, **place)
 
 
 # ---------------------------------------------------------------- several runs
 
 
-def comparison_svg(curves: Mapping[str, Sequence[Measurement]]) -> str:
-    """Scores of runs over steps."""
+def comparison_svg(curves: Mapping[str, Sequence[Measurement]], narrow: bool = False) -> str:
+    """Scores of runs over steps; `narrow`: for a telephone's page."""
     drawn = {name: points for name, points in curves.items() if points}
     everything = [point for points in drawn.values() for point in points]
-    with figure(8.6, 3.2, size=9) as made:
+    with figure(*((NARROW, 3.4) if narrow else (WIDE, 3.2)), size=9) as made:
         axes = made.subplots()
         _limit(axes, everything, [0.0], max(point.step for point in everything))
         for place, (name, points) in enumerate(drawn.items()):

@@ -257,7 +257,8 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
     for what, curves in drawn.items():
         if any(curves.values()):
             title = f"{label(comparison.score)}, {what}"
-            image = picture(comparison_svg(curves), title)
+            wide, narrow = (comparison_svg(curves, narrow=narrow) for narrow in (False, True))
+            image = picture(wide, narrow, title)
             parts.append(f"<h2>{markup(title)}</h2>{image}")
     for title, rows in sections(comparison):
         parts.append(f"<h2>{markup(title)}</h2>{table([], rows) if rows else ''}")

@@ -3,6 +3,7 @@ to differ, responses that are cut, an entropy that is gone, an engine with other
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import statistics
@@ -18,6 +19,7 @@ from rlflow.report.records import answers_of, text_of
 
 LASTING = 3  # steps in a row that a sign must be seen in
 ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
+FULL = 0.95  # of a score between 0 and 1: what is left is noise
 WORTH_LOSING = 0.05  # nats per token: below it a policy was already certain
 GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
 """Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so
@@ -67,6 +69,7 @@ class Watch:
         self._registered = registered
         self._recent: deque[Mapping[str, float]] = deque(maxlen=ENTROPY_STEPS + 1)
         self._first_gaps: list[float] = []
+        self._scores: list[float] = []
         self._told: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Fault]:
@@ -75,6 +78,8 @@ class Watch:
         if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
             self._first_gaps.append(metrics["train/logprob_gap"])
         recent, known = list(self._recent), self._registered
+        if "train/reward" in metrics:
+            self._scores.append(_score(metrics, known))
         texts = {
             DRIFT: drift(recent, self._first_gaps),
             LOSING: episodes_lost(recent),
@@ -83,7 +88,7 @@ class Watch:
             NEVER_STOPPING: all_cut(recent),
             ALL_SOLVED: all_solved(recent, known),
             NO_DIFFERENCE: no_difference(recent, known),
-            CERTAIN: entropy_collapse(recent),
+            CERTAIN: "" if succeeding(self._scores) else entropy_collapse(recent),
             ROUNDED: rounded_away(recent),
             **{label(name): alarm(recent, name, known) for name in known},
             **undeclared(metrics, known),
@@ -137,10 +142,30 @@ def _scores_without_difference(recent: Records, registered: Metrics) -> list[flo
     flat = _lasting(recent, "train/advantage_zero")
     if not flat or min(flat) < 1:
         return []
+    return [_score(one, registered) for one in recent[-LASTING:]]
+
+
+def _score(metrics: Mapping[str, float], registered: Metrics) -> float:
+    """The leading score of a step; its reward where that is no share."""
     shares = {name: one for name, one in registered.items() if one.unit in ("share", "1")}
-    return [
-        one.get(f"train/{leading_score(shares, one, 'train')}", 0.0) for one in recent[-LASTING:]
-    ]
+    return metrics.get(f"train/{leading_score(shares, metrics, 'train')}", 0.0)
+
+
+def succeeding(scores: Sequence[float]) -> bool:
+    """Whether the steps' scores are nearly full now, or above the first ones and no worse than the
+    best ones, by more than their noise.
+
+    The noise is that of the differences between successive steps (J. von Neumann 1941), so that a
+    steady rise is none."""
+    if len(scores) < 2 * LASTING:
+        return False
+    runs = [statistics.fmean(scores[at : at + LASTING]) for at in range(len(scores) - LASTING + 1)]
+    if runs[-1] >= FULL and max(scores) <= 1:
+        return True
+    changes = [after - before for before, after in itertools.pairwise(scores)]
+    noise = statistics.pstdev(changes) / 2**0.5
+    margin = 2 * noise * (2 / LASTING) ** 0.5  # two standard errors of a difference of two means
+    return runs[-1] > runs[0] + margin and runs[-1] >= max(runs) - margin
 
 
 def all_cut(recent: Records) -> str:

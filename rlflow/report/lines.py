@@ -4,31 +4,51 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 from rlflow.errors import command
-from rlflow.report.metrics import PHASES, Metrics, label, leading_score, scores, shown
+from rlflow.report.metrics import PHASES, Metric, Metrics, label, leading_score, scores, shown
 from rlflow.texts import printable as printable
 
 Records = Sequence[Mapping[str, float]]
 SPARKS = "▁▂▃▄▅▆▇█"
-ALWAYS_SHOWN = (
-    "gap {train/logprob_gap:.1e}",
+SHOWN = (
     "entropy {train/entropy:.2f}",
+    "cut at tokens {rollout/truncated_max_tokens:.0%}",
+    "cut at turns {rollout/truncated_max_turns:.0%}",
+    "gap {train/logprob_gap:.1e}",
+    "{speed/tokens_per_s:,.0f} tokens/s",
     "grad {train/gradient_norm:.2f}",
     "engine -{memory/engine_freed_gib:.2f} +{memory/engine_taken_gib:.2f} GiB",
 )
+LOST = ("ABORTED {rollout/aborted:.0%}", "UNSCORABLE {rollout/unscorable:.0%}")
 SHOWN_ABOVE_ZERO = (
-    "ABORTED {rollout/aborted:.0%}",
-    "UNSCORABLE {rollout/unscorable:.0%}",
-    "cut at tokens {rollout/truncated_max_tokens:.0%}",
-    "cut at turns {rollout/truncated_max_turns:.0%}",
+    "rollout/aborted",
+    "rollout/unscorable",
+    "rollout/truncated_max_tokens",
+    "rollout/truncated_max_turns",
 )
+EXPLAINED = {
+    "reward": "mean of the episodes' rewards",
+    "entropy": "nats per token; falls as the policy grows certain",
+    "gap": "nats between engine and trainer on a token; should stay near 0",
+    "grad": "length of the gradient",
+    "cut at tokens": "episodes that a limit of tokens ended",
+    "cut at turns": "episodes that the limit of turns ended",
+    "ABORTED": "episodes lost to infrastructure",
+    "UNSCORABLE": "episodes that the policy left without a score: counted as wrong",
+    "turns": "responses per episode",
+    "ETA": "time to the end, evaluations included",
+}
+WIDTH = 80  # columns of what is no terminal
 
 
 # ---------------------------------------------------------------- over the steps
@@ -83,16 +103,89 @@ def run_seconds(records: Records) -> float:
 
 
 def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
-    """The leading metrics that are there."""
-    above_zero = {name: value for name, value in metrics.items() if value > 0}
+    """The leading metrics that are there, the most telling first; the reward only where it is
+    another number than the score."""
+    there = {
+        name: value for name, value in metrics.items() if value > 0 or name not in SHOWN_ABOVE_ZERO
+    }
     return [
-        *_filled(metrics, "reward {train/reward:.3f}"),
-        *_registered(metrics, registered, scores(registered)[:1], "train"),
-        *_filled(metrics, "{speed/tokens_per_s:,.0f} tokens/s"),
+        *_leading(metrics, registered, "train"),
+        *_filled(there, *LOST),
         *_registered(metrics, registered, shown_names(registered), "rollout"),
-        *_filled(metrics, *ALWAYS_SHOWN),
-        *_filled(above_zero, *SHOWN_ABOVE_ZERO),
+        *_filled(there, *SHOWN),
     ]
+
+
+def _leading(metrics: Mapping[str, float], registered: Metrics, section: str) -> list[str]:
+    """The reward and the first score, or one of them where both are the same number."""
+    score = _registered(metrics, registered, scores(registered)[:1], section)
+    reward = metrics.get(f"{section}/reward")
+    if reward is None:
+        return score
+    values = [metrics.get(f"{section}/{name}", math.nan) for name in scores(registered)[:1]]
+    told = [] if any(abs(value - reward) < 5e-4 for value in values) else [f"reward {reward:.3f}"]
+    return told + score
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """The parts in one line of at most `width` characters; the last ones go where it is full."""
+    line = ""
+    for part in parts:
+        longer = f"{line}  {part}" if line else part
+        if line and len(longer) > width:
+            break
+        line = longer
+    return line
+
+
+def wrapped(parts: Sequence[str], width: int, indent: str = "") -> str:
+    """The parts in as many lines as they take; broken between parts alone."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(indent) + len(lines[-1]) + 2 + len(part) > width:
+            lines.append("")
+        lines[-1] += f"  {part}" if lines[-1] else part
+    return f"\n{indent}".join(lines)
+
+
+def columns(stream: TextIO) -> int:
+    """The width of a terminal; 80 of anything else, but for the variable COLUMNS."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
+    except (OSError, ValueError, AttributeError):
+        return WIDTH
+
+
+def explanations(parts: Sequence[str], registered: Metrics) -> dict[str, str]:
+    """{word: what it means} of the words in parts of a line that do not say it themselves."""
+    words = dict(EXPLAINED)
+    for name in (*scores(registered), *shown_names(registered)):
+        word = _word(shown(name, registered[name], 0.0))
+        words[word] = _meaning(registered[name], word)
+    found = {}
+    for part in parts:
+        if (word := _word(part)) in words:
+            found[word] = words[word]
+        if "[" in part:
+            found["[low, high]"] = "its 95% interval"
+    return found
+
+
+def _meaning(metric: Metric, word: str) -> str:
+    """With the unit: `share of questions answered`, `calls of tools per episode`."""
+    if metric.meaning == word:
+        return metric.unit
+    if metric.unit.startswith("per "):
+        return f"{metric.meaning} {metric.unit}"
+    return f"share {metric.meaning}" if metric.meaning.startswith("of ") else metric.meaning
+
+
+def _word(part: str) -> str:
+    """What stands before the number."""
+    return re.split(r" [-+(]?[\d.n]", f"{part} ", maxsplit=1)[0].strip()
 
 
 def _filled(metrics: Mapping[str, float], *texts: str) -> list[str]:
@@ -130,28 +223,35 @@ def phase_times(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, float], registered: Metrics) -> str:
-    """The first score with its 95% interval (else the reward), other scores, failed tasks."""
+    """`evaluation_parts` in one line, whatever its length."""
+    return "  ".join(evaluation_parts(metrics, registered))
+
+
+def evaluation_parts(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
+    """The first score (else the reward) with its 95% interval, failed tasks, other scores."""
     first = leading_score(registered, metrics, "eval")
+    ends = metrics.get(f"eval/{first}_low"), metrics.get(f"eval/{first}_high")
     if first in registered:
-        ends = metrics.get(f"eval/{first}_low"), metrics.get(f"eval/{first}_high")
-        score = shown(first, registered[first], metrics[f"eval/{first}"])
-        parts = [score + interval_text(*ends)]
+        parts = [shown(first, registered[first], metrics[f"eval/{first}"])]
     else:
         parts = _filled(metrics, "reward {eval/reward:.3f}")
+    parts = [part + interval_text(*ends) for part in parts]
     others = [name for name in scores(registered) if name != first]
-    parts += _registered(metrics, registered, [*others, *shown_names(registered)], "eval")
-    parts += _filled(metrics, "turns {eval/turns:.2f}", "{eval/questions:.0f} tasks")
+    parts += _registered(metrics, registered, others, "eval")
     if metrics.get("eval/unscorable", 0) > 0:
         parts += _filled(metrics, "{eval/unscorable:.0f} UNSCORABLE")
     if metrics.get("eval/failed", 0) > 0:
         asked = " of {eval/asked:.0f}" if "eval/asked" in metrics else ""
         parts += _filled(metrics, f"{{eval/failed:.0f}}{asked} FAILED")
-    return "  ".join(parts)
+    parts += _filled(metrics, "{eval/questions:.0f} tasks")
+    parts += _registered(metrics, registered, shown_names(registered), "eval")
+    return parts + _filled(metrics, "turns {eval/turns:.2f}")
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """` [0.300, 0.500]`; nothing where no interval was measured."""
-    return f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+    """` [0.300, 0.500]`; nothing where no interval was measured, or it has no ends."""
+    known = low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
+    return f" [{low:.3f}, {high:.3f}]" if known else ""
 
 
 def headline(records: Records, registered: Metrics) -> str:
@@ -167,15 +267,20 @@ def headline(records: Records, registered: Metrics) -> str:
     return "nothing measured yet"
 
 
-def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
-    """The end of a run: its outcome, evaluations, files, and the next commands."""
-    rows = evaluations_of(summary, registered) | summary.get("written", {})
+def summary_text(summary: Mapping[str, Any], registered: Metrics, width: int | None = None) -> str:
+    """The end of a run: its outcome, evaluations, files, and the next commands. width: of the
+    lines about evaluations; paths and commands stay whole."""
+    rows = evaluations_of(summary, registered, width) | summary.get("written", {})
     gap = summary.get("export_logprob_difference")
     if "export" in rows and gap is not None:
         rows["export"] += f"  (log-probs differ by up to {gap:.1e})"
-    width = max(map(len, rows), default=0)
-    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
-    following = [f"  {command}  # {what}" for command, what in next_commands(summary)]
+    wide = max(map(len, rows), default=0)
+    lines = [f"  {name:<{wide}}  {text}" for name, text in rows.items() if text]
+    following = []
+    for following_command, what in next_commands(summary):
+        line = f"  {following_command}  # {what}"
+        fits = width is None or len(line) <= width
+        following += [line] if fits else [f"  # {what}", f"  {following_command}"]
     return "\n".join([ending(summary), *lines, *(["next"] if following else []), *following])
 
 
@@ -192,16 +297,19 @@ def other_tasks(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
     return made[0] != made[1]
 
 
-def evaluations_of(summary: Mapping[str, Any], registered: Metrics) -> dict[str, str]:
+def evaluations_of(
+    summary: Mapping[str, Any], registered: Metrics, width: int | None = None
+) -> dict[str, str]:
     """{`before`, `after` or `at step N`: line} of the first and the last evaluation; a run that was
     interrupted has no `after`."""
+    room = sys.maxsize if width is None else width - len("  checkpoint  ")
     found = {}
     names = {summary["steps"]: "after", 0: "before"}
     first, last = (summary.get(f"{which}_evaluation") or {} for which in ("first", "last"))
     others = "  (other tasks than the first evaluation's)" if other_tasks(first, last) else ""
     for which, metrics, note in (("first", first, ""), ("last", last, others)):
         step = summary.get(f"{which}_evaluation_step", -1)
-        line = evaluation_line(metrics, registered)
+        line = fitted(evaluation_parts(metrics, registered), room)
         if step >= 0 and line:
             found[names.get(step, f"at step {step}")] = line + note
     return found

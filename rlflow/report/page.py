@@ -165,6 +165,9 @@ def holds(run: RunFiles, content: Content) -> str:
 # ---------------------------------------------------------------- charts and numbers
 
 
+NARROW_PAGE = 700  # pixels
+
+
 def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) -> str:
     """HTML of what a run achieved: headline, charts, last numbers, evaluations, what to do next."""
     if not records:
@@ -172,7 +175,8 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     parts = [f'<p class="headline">{markup(headline(records, registered))}</p>']
     if has_curves(records, registered):
         what = "what the policy learned, and seconds per step"
-        parts.append(picture(run_svg(records, registered), what))
+        wide, narrow = (run_svg(records, registered, narrow=narrow) for narrow in (False, True))
+        parts.append(picture(wide, narrow, what))
     trained = [record for record in records if "train/reward" in record]
     if trained:
         shown = [*numbers(trained[-1], registered), phase_times(trained[-1])]
@@ -190,11 +194,15 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     return "\n".join(parts)
 
 
-def picture(svg: str, what: str) -> str:
-    """HTML of an image, which a narrow screen moves sideways. what: for those who do not see it."""
-    text = base64.b64encode(svg.encode("utf-8", "replace")).decode()
-    image = f'<img alt="{markup(what)}" src="data:image/svg+xml;base64,{text}">'
-    return f'<div class="picture">{image}</div>'
+def picture(wide: str, narrow: str, what: str) -> str:
+    """HTML of an image, drawn twice: a narrow screen shows the narrow one whole. what: for those
+    who do not see it."""
+    wide_url, narrow_url = (
+        f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', 'replace')).decode()}"
+        for svg in (wide, narrow)
+    )
+    small = f'<source media="(max-width: {NARROW_PAGE}px)" srcset="{narrow_url}">'
+    return f'<picture>{small}<img alt="{markup(what)}" src="{wide_url}"></picture>'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -58,19 +58,22 @@ def step_shares(values: Mapping[str, float], registered: Metrics) -> dict[str, f
 def interval95(values: Sequence[float], share: bool = True) -> tuple[float, float]:
     """(low, high) of a 95% confidence interval of the mean.
 
-    Wilson's score interval for zeros and ones of a share (E. B. Wilson 1927, eq. of Agresti & Coull
-    1998 sec. 1), else mean +- 1.96 standard errors with Bessel's correction."""
+    Wilson's score interval (E. B. Wilson 1927, eq. of Agresti & Coull 1998 sec. 1) for a share whose
+    values are all 0 or 1, or all alike: their spread says nothing then, and no values between 0 and
+    1 vary more than zeros and ones do. Else mean +- 1.96 standard errors with Bessel's correction;
+    unbounded where these say nothing (a single value, or all alike)."""
     count, center = len(values), mean(values)
     if count == 0:
         return math.nan, math.nan
     z = 1.959964
-    if share and all(value in (0, 1) for value in values):
+    alike = all(value == values[0] for value in values)
+    if share and (all(value in (0, 1) for value in values) or (alike and 0 <= center <= 1)):
         scale = 1 + z * z / count
         middle = (center + z * z / (2 * count)) / scale
         variance = center * (1 - center) / count + z * z / (4 * count * count)
         half = z * math.sqrt(variance) / scale
         return max(0.0, middle - half), min(1.0, middle + half)
-    if count == 1:
+    if alike:
         return -math.inf, math.inf
     distances = [value - center for value in values]
     # ** raises for 1e300

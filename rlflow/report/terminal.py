@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlflow.report.lines import (
     clock,
+    columns,
     ending,
-    evaluation_line,
+    evaluation_parts,
+    explanations,
+    fitted,
     numbers,
     phase_times,
     summary_text,
@@ -36,8 +40,10 @@ class Progress:
     """A run's present and past work, told as it happens; shown as `kind` says.
 
     plain: a line per step and evaluation. rich: below them a line of what goes on, redrawn in
-    place. auto: rich on a terminal, else plain. none: silent. `first_step` is the step that a
-    resumed run starts from. `registered` are the environment's metrics, set once it is made."""
+    place. auto: rich on a terminal, else plain. none: silent. Lines are as wide as the terminal,
+    with what fits there, most telling first; the log has them whole. `first_step` is the step that a
+    resumed run starts from. Set once they are known: `registered`, the environment's metrics, and
+    `tasks_after`, the tasks that evaluations from a step on will still ask."""
 
     def __init__(
         self,
@@ -52,9 +58,13 @@ class Progress:
         self.steps, self.done, self.title = steps, first_step, title
         self.clock = clock or Clock()
         self.registered: Metrics = {}
+        self.tasks_after: Callable[[int], int] = lambda step: 0
         self._doing, self._since, self._counted = "starting", time.monotonic(), ""
         self._durations: list[float] = []
+        self._task_s = math.nan  # of an evaluation, per task
+        self._explained: set[str] = set()
         stream = stream or sys.stderr
+        self._width = columns(stream)
         self._stream = None if kind == "none" else stream
         redrawn = kind == "rich" or (kind == "auto" and stream.isatty())
         self._live = _redrawn_line(self, stream) if redrawn else None
@@ -76,19 +86,46 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step ended with these metrics."""
         self.done = step
-        if math.isfinite(metrics.get("time/step_s", math.nan)):
-            self._durations = [*self._durations, metrics["time/step_s"]][-SMOOTHED:]
-        ends = "" if self.remaining_s is None else f"  ETA {clock(self.remaining_s)}"
-        parts = [*numbers(metrics, self.registered), phase_times(metrics)]
-        self._report("  ".join([self._place("step", step), *filter(None, parts)]), ends)
+        seconds = metrics.get("time/step_s", math.nan)
+        if math.isfinite(seconds):
+            self._durations = [*self._durations, seconds][-SMOOTHED:]
+        if math.isnan(self._task_s):
+            episodes = metrics.get("rollout/episodes") or math.nan
+            self._task_s = metrics.get("time/rollout_s", math.nan) / episodes
+        parts = numbers(metrics, self.registered)
+        times = phase_times(metrics)
+        self._log("step", step, [*parts, times] if times else parts)
+        ends = [f"{seconds:.1f} s"] if math.isfinite(seconds) else []
+        if self.remaining_s is not None:
+            ends.append(f"ETA {clock(self.remaining_s)}")
+        self._show("step", step, parts, ends)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation ended; metrics are `eval/...`."""
-        scored = evaluation_line(metrics, self.registered)
-        self._report(f"{self._place('eval', step)}  {scored}")
+        tasks = metrics.get("eval/questions") or math.nan
+        self._task_s = metrics.get("time/evaluate_s", math.nan) / tasks
+        parts = evaluation_parts(metrics, self.registered)
+        self._log("eval", step, parts)
+        self._show("eval", step, parts)
 
     def _place(self, what: str, step: int) -> str:
         return f"{what} {step:>{len(str(self.steps))}}/{self.steps}"
+
+    def _log(self, what: str, step: int, parts: Sequence[str]) -> None:
+        logger.info("%s", "  ".join([self._place(what, step), *parts]))
+
+    def _show(self, what: str, step: int, parts: Sequence[str], ends: Sequence[str] = ()) -> None:
+        """The line, as much as fits; first what its words mean, where they are new."""
+        end = "".join(f"  {part}" for part in ends)
+        line = fitted([self._place(what, step), *parts], self._width - len(end))
+        shown = [part for part in (*parts, *ends) if part in line + end]
+        meanings = explanations(shown, self.registered)
+        new = {word: text for word, text in meanings.items() if word not in self._explained}
+        self._explained |= new.keys()
+        if new:
+            told = "; ".join(f"{word}: {text}" for word, text in new.items())
+            self.message(textwrap.fill(f"({told})", self._width, subsequent_indent=" "))
+        self.message(line + end)
 
     def message(self, text: str) -> None:
         """A line that stays on the screen."""
@@ -98,16 +135,12 @@ class Progress:
         elif self._stream:
             print(text, file=self._stream, flush=True)
 
-    def _report(self, text: str, ends: str = "") -> None:
-        """Into the log too, without its ends."""
-        logger.info("%s", text)
-        self.message(text + ends)
-
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run ended; `summary` is what summary.json holds."""
         self._doing = ending(summary)
         self.close()
-        self._report(summary_text(summary, self.registered))
+        logger.info("%s", summary_text(summary, self.registered))
+        self.message(summary_text(summary, self.registered, self._width))
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -118,10 +151,13 @@ class Progress:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last few; None before the first step."""
+        """Seconds to the end at the pace of the last few steps, evaluations included; None before
+        the first step. Until the first evaluation its tasks are taken to last as a step's do."""
         if not self._durations:
             return None
-        return (self.steps - self.done) * sum(self._durations) / len(self._durations)
+        steps_s = (self.steps - self.done) * sum(self._durations) / len(self._durations)
+        tasks = self.tasks_after(self.done)
+        return steps_s + (tasks * self._task_s if math.isfinite(self._task_s) else 0.0)
 
     def status(self) -> str:
         """`4 of 20  ·  0:12  ·  ETA 0:50  ·  rollout 3/8 2 s`."""

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from rlflow.calls import THREADS, CallThreads
 from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
-from rlflow.environment import Environment, check_stop
+from rlflow.environment import Environment, check_form
 from rlflow.errors import RolloutError
 from rlflow.matmul import PRODUCTS
 from rlflow.rollout.deterministic import TurnSeeds
@@ -95,7 +95,7 @@ class Rollout:
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         check_sizes("rollout", least=0, temperature=temperature)
-        check_stop(environment)
+        check_form(environment)
         check_frame(environment.frame, tokenizer, max_observation_tokens)
         environment.sampled_at(temperature)
         self.report: dict[str, float] = {}

@@ -16,7 +16,11 @@ from rlflow.batching import token_batch
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
-from rlflow.config.checks import check_secrets, environment_name
+from rlflow.config.checks import (
+    check_environment_keywords,
+    check_secrets,
+    environment_name,
+)
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -136,6 +140,7 @@ def environment_class(
     """(the environment's class, None where a function makes it; its keywords). Raises ConfigError
     for what is no environment."""
     name = environment_name(config)
+    check_environment_keywords(config)
     target, options = ENVIRONMENT.check(config.environment)
     if not isinstance(target, type):
         return None, options

@@ -22,6 +22,9 @@ from rlflow.values import checked
 
 MOST_REASONS, LONGEST_REASON = 5, 300
 
+MOSTLY_SHARES = ("share", "reward", "score", "1")
+"""Units of values that, where they lie between 0 and 1, are taken to end there; levels go on."""
+
 
 @dataclass
 class Evaluation:
@@ -77,9 +80,9 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
             by_task: dict[str, list[float]] = {}
             for trajectory, record in zip(usable, records, strict=True):
                 by_task.setdefault(trajectory.group_id, []).append(record[name])
-            unit = registered[name].unit if name in registered else None
+            unit = registered[name].unit if name in registered else "reward"
             means = [*map(mean, by_task.values())]
-            low, high = interval95(means, unit in ("share", None))
+            low, high = interval95(means, unit in MOSTLY_SHARES)
             # The normal interval does not know that it ends there
             if unit == "share":
                 low, high = max(low, 0.0), min(high, 1.0)
@@ -141,6 +144,15 @@ class EvaluationSchedule:
     def final_due(self, step: int) -> bool:
         """Whether the end of the run needs one more: none at this step was over these tasks."""
         return step != self.last_step or len(self.tasks(final=True)) != self._asked
+
+    def tasks_after(self, step: int, steps: int) -> int:
+        """How many tasks the evaluations ask that are due from `step` on, in a run of `steps`."""
+        every = self._section.every_steps
+        scheduled = max(0, (steps - 1) // every - step // every) if every > 0 else 0
+        if step < steps and self.due(step):
+            scheduled += 1
+        last = len(self.tasks(final=True)) if self.final_due(steps) else 0
+        return scheduled * len(self.tasks()) + last
 
     def made(self, step: int) -> int:
         """Number of evaluations after `step` steps."""

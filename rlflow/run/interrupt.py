@@ -19,6 +19,7 @@ from typing import Any
 
 from rlflow.cluster.watching import Stillness, Work
 from rlflow.report.timer import PhaseTimer
+from rlflow.run import silence
 from rlflow.storage.child import start_listener
 from rlflow.storage.daemon import start_daemon
 from rlflow.storage.forks import in_forked_child
@@ -136,56 +137,6 @@ FLOOR_S = 60.0
 """Below which nothing is ended: a large library that is loaded from a slow disk holds the
 interpreter too."""
 
-# Reads the beats of its parent, and counts the seconds without one, but for those in which the
-# parent is stopped (suspended by a job scheduler, or in a debugger). The parent's signal handler,
-# in C, writes the stack of the thread that it reaches: the one that works. Started without site
-# packages, in a session of its own, as the guard of ranks is.
-_CODE = """
-import ctypes, os, select, signal, sys, time
-pid, number, word_s, limit_s, what = *map(int, sys.argv[1:5]), sys.argv[5]
-def stat(path):
-    with open(path) as file:
-        return file.read().rpartition(")")[2].split()
-def ticks():
-    found = {}
-    for one in os.listdir(f"/proc/{pid}/task"):
-        try:
-            found[int(one)] = int(stat(f"/proc/{pid}/task/{one}/stat")[11])
-        except OSError:
-            pass
-    return found
-def busiest():
-    before = ticks()
-    time.sleep(0.5)
-    return max(ticks().items(), key=lambda item: item[1] - before.get(item[0], item[1]))[0]
-silent = 0
-try:
-    while os.getppid() == pid:
-        if select.select([0], [], [], 1.0)[0]:
-            if not os.read(0, 4096):
-                break
-            silent = 0
-            continue
-        silent += stat(f"/proc/{pid}/stat")[0] not in "Tt"
-        if silent == word_s:
-            told = (
-                f"one call holds the interpreter, nothing else has run for {silent} s; it has "
-                f"{limit_s} s. It is in:"
-            )
-            print(f"rlflow: {told}", file=sys.stderr, flush=True)
-            ctypes.CDLL(None).tgkill(pid, busiest(), number)
-        if silent >= limit_s:
-            told = f"ended: one call has held the interpreter for {limit_s} s ({what})"
-            print(
-                f"rlflow: {told}. Release the GIL in it, or call it in a process of its own.",
-                file=sys.stderr,
-            )
-            os.kill(pid, signal.SIGKILL)
-            break
-except OSError:
-    pass
-"""
-
 
 class InterpreterWatch:
     """A process that is told every half second, within a `with` block, that Python still runs here.
@@ -204,10 +155,12 @@ class InterpreterWatch:
     def __enter__(self) -> InterpreterWatch:
         if sys.platform.startswith("linux"):
             number = signal.SIGRTMAX - 3
-            faulthandler.register(number, file=2, all_threads=False)
-            self._process = start_listener(
-                "-c", _CODE, str(os.getpid()), str(number), *self._seconds, self._what
-            )
+            reader, self._stack = os.pipe()
+            os.set_blocking(self._stack, False)  # the handler must not wait for a reader
+            faulthandler.register(number, file=self._stack, all_threads=False)
+            numbers = (str(os.getpid()), str(number), *self._seconds, str(reader))
+            self._process = start_listener(silence.__file__, *numbers, self._what, keep=(reader,))
+            os.close(reader)
             self._thread = start_daemon("rlflow-beat", self._beat)
         return self
 
@@ -217,6 +170,8 @@ class InterpreterWatch:
             self._thread.join()
             self._process.kill()
             self._process.wait()
+            faulthandler.unregister(signal.SIGRTMAX - 3)
+            os.close(self._stack)
 
     def _beat(self) -> None:
         assert self._process.stdin is not None

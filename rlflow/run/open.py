@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.early_scores import EarlyScores, Stage
@@ -32,7 +33,7 @@ from rlflow.run.assemble import (
     trainable,
 )
 from rlflow.run.checkpoints import Saver
-from rlflow.run.directory import RunDirectory, explain_unwritable
+from rlflow.run.directory import RunDirectory, explain_unwritable, run_path
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.export import check_own_family
 from rlflow.run.gpus import gpu_table, make_placement
@@ -100,6 +101,9 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
+    evaluation = EvaluationSchedule(val_tasks, config.evaluation)
+    progress.tasks_after = partial(evaluation.tasks_after, steps=config.run.steps)
+    progress.message(_plan(config, len(train_tasks), len(evaluation.tasks())))
     samples = config.rollout.samples_per_prompt
     offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
     source = CURATOR.build(config.data.curator, "data.curator", **offered)
@@ -117,7 +121,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         rollout=rollout,
         trainer=trainer,
         source=source,
-        evaluation=EvaluationSchedule(val_tasks, config.evaluation),
+        evaluation=evaluation,
         saver=Saver(trainer, directory.saved, *saving),
         recorder=Recorder(directory, rollout.tokenizer, kept),
         progress=progress,
@@ -138,6 +142,16 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     # No warning of earlier sessions is said again
     run.watch.recall(read_metrics(run.directory.metrics))
     return run
+
+
+def _plan(config: RunConfig, tasks: int, asked: int) -> str:
+    """What the run is about to do, and where it writes. asked: tasks of an evaluation."""
+    section = config.rollout
+    each = f"{section.prompts_per_step} tasks x {section.samples_per_prompt} attempts"
+    return (
+        f"{config.run.steps:,} steps of {each}, from {tasks:,} tasks; evaluated on {asked:,}\n"
+        f"all numbers, episodes and checkpoints: {run_path(config)}"
+    )
 
 
 def _open_trainer(

@@ -180,18 +180,22 @@ def _placing(descriptors: Sequence[int], command: Sequence[str]) -> list[str]:
 
 
 def start_listener(
-    *arguments: str, variables: Mapping[str, str] | None = None, quiet: bool = False
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    keep: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """An interpreter with these arguments and a pipe as its input, which ends with this process.
 
     Without site packages, in a session of its own: it costs 10 MB and a Ctrl-C in the terminal does
-    not reach it. quiet: it writes nothing on stderr."""
+    not reach it. quiet: it writes nothing on stderr. keep: descriptors that it shares."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", *arguments],
         stdin=subprocess.PIPE,
         env=variables,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL if quiet else None,
+        pass_fds=keep,
         start_new_session=True,
     )
 

@@ -109,6 +109,8 @@ def test_the_page_is_read_on_a_phone(browser: Any, page: LivePage, tmp_path: Pat
             browser.get(address)
             wait(browser, f"{image} return image.complete && image.naturalWidth > 0")
             assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+            right = browser.execute_script(f"{image} return image.getBoundingClientRect().right")
+            assert right <= 390, "the newest steps are at the right"
             source = browser.execute_script(f"{image} return image.currentSrc")
             svg = base64.b64decode(source.partition("base64,")[2]).decode()
             drawn = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])

@@ -61,6 +61,31 @@ def test_a_file_and_a_module_can_be_named(
     assert ENVIRONMENT.resolve(reference) is ENVIRONMENT.resolve(reference)
 
 
+def test_tasks_are_train_and_val_in_every_environment() -> None:
+    options = {name: set(ENVIRONMENT.options(name)) for name in ENVIRONMENT.names()}
+    assert {"bash", "harbor", "mcp", "mathematics", "program", "search"} <= options.keys()
+    others = {"data", "val_data", "folder", "val_folder", "train_data", "validation"}
+    assert not {name: found & others for name, found in options.items() if found & others}
+    files = {"bash", "harbor", "mcp", "mathematics", "program", "search"}
+    assert all({"train", "val"} <= options[name] for name in files)
+
+
+def test_former_names_are_taken_with_one_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "check": "true"}}\n' for n in range(3)))
+    former = {"name": "bash", "data": str(rows), "val_data": str(rows)}
+    with caplog.at_level("WARNING", logger="rlflow"):
+        for _ in range(3):
+            environment = ENVIRONMENT.build(former, f"environment of {tmp_path}")
+    assert [len(environment.tasks(split)) for split in ("train", "val")] == [3, 3]
+    notes = [record.message for record in caplog.records]
+    assert len(notes) == 2 and "'val_data' is called 'val' now" in notes[1]
+    with pytest.raises(ConfigError, match="'data' is what 'train' was called: found both"):
+        ENVIRONMENT.check({**former, "train": str(rows)})
+
+
 def test_what_the_user_writes_wins_over_what_is_offered(reference: str) -> None:
     assert ENVIRONMENT.build(
         {"name": reference, "start": 2, "seed": 5}, seed=9, path="unused"

@@ -86,6 +86,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"common", "tool_use", "program"},
     ),
+    # What `rlflow doctor` says of the environments.
+    "jobs": ({"errors", "commands"}, {"browser"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {

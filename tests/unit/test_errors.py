@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow import errors
-from rlflow.errors import install_command
+from rlflow.errors import did_you_mean, install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,3 +51,9 @@ def test_an_installed_package_is_installed_from_its_source_and_never_by_its_bare
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "rlflow" / "errors.py"))
     monkeypatch.setattr(metadata, "distribution", lambda name: Noted())
     assert install_command("ray") == f"pip install 'rlflow[ray] @ {source}'"
+
+
+def test_of_equally_close_words_that_with_the_same_letters_is_meant() -> None:
+    assert did_you_mean("gpro", ["gspo", "grpo", "ppo"]) == " Did you mean 'grpo'?"
+    assert did_you_mean("train", ["trian", "strain"]) == " Did you mean 'trian'?"
+    assert did_you_mean("xyz", ["grpo"]) == ""

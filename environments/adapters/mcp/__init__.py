@@ -20,7 +20,7 @@ from rlflow_environments.common.choices import chosen
 from rlflow_environments.common.threads import EpisodePlaces
 from rlflow_environments.common.tool_calls import TextCall, tool_schema
 from rlflow_environments.tool_use.environment import TOOL_METRICS, RuleScore, ToolEnvironment
-from rlflow_environments.tool_use.rows import make_rule, read_tasks
+from rlflow_environments.tool_use.rows import FORMERLY, make_rule, read_tasks
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV")
 
@@ -30,13 +30,14 @@ class McpTools(ToolEnvironment):
     server over HTTP. A server that fails, dies or never answers aborts the episode."""
 
     shorthand = "server"
+    formerly = FORMERLY
     metrics = {**TOOL_METRICS, "reward": Metric("points", "what the rule gives", score=True)}
 
     def __init__(
         self,
         server: str,
-        data: str,
-        val_data: str | None = None,
+        train: str,
+        val: str | None = None,
         reward: Component | None = None,
         *,
         system: str | None = None,
@@ -48,7 +49,7 @@ class McpTools(ToolEnvironment):
         at_once: PositiveInt | None = None,
     ) -> None:
         """server: the address of a server over HTTP (http://localhost:8000/mcp), or the command of
-        a program. data, val_data: JSON Lines of tasks. reward: the rule of their episodes (none:
+        a program. train, val: JSON Lines of tasks. reward: the rule of their episodes (none:
         `match`). system: a message before each prompt. only: the tools that are offered (none:
         all). variables: names of environment variables that the program gets. api_key_variable:
         that of a bearer token.
@@ -62,14 +63,14 @@ class McpTools(ToolEnvironment):
         self._server = _server(server, variables, api_key_variable, timeout_s, start_s)
         self._rule = make_rule(reward or "match")
         needed = [] if reward and reward["name"] != "match" else ["answer"]
-        self._tasks = read_tasks(data, val_data, needed, system)
+        self._tasks = read_tasks(train, val, needed, system)
         self._places = EpisodePlaces(at_once)
         self._guard = self._server.guard()
         self.tools = _offered(_without_loop(_schemas(self._server)), only)
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
-        return {"val_data": path}
+        return {"val": path}
 
     async def reset(self, task: Task) -> Episode:
         self._guard = self._guard or self._server.guard()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.own_documents.blanks import blank_of, ordinary_words
 from rlflow_environments.search.own_documents.documents import split_sentences
-from rlflow_environments.search.own_documents.english import Fact, blank_of, facts_of, names_in
+from rlflow_environments.search.own_documents.english import Fact, facts_of, names_in
 from rlflow_environments.search.rewards.scoring import normalize_answer
 
 
@@ -43,18 +45,24 @@ class Stated:
     hop: Hop
 
 
-def find_facts(passages: Sequence[Passage], *, blanks: bool = True) -> list[Stated]:
+def find_facts(
+    passages: Sequence[Passage], refused: Counter[str], *, blanks: bool = True
+) -> list[Stated]:
     """The facts of all passages, in order: those of the table of relations, and for other sentences
-    a blank."""
+    a blank; `refused` counts by reason those that can have none."""
     titles = {passage.title for passage in passages}
+    ordinary = ordinary_words(passage.body for passage in passages)
     found: list[Stated] = []
     for row, passage in enumerate(passages):
         for paragraph in passage.body.split("\n"):
             for sentence in split_sentences(paragraph):
                 facts = list(facts_of(sentence, passage.title))
                 if not facts and blanks:
-                    blank = blank_of(sentence, passage.title, titles)
-                    facts = [blank] if blank else []
+                    blank = blank_of(sentence, passage.title, titles, ordinary)
+                    if isinstance(blank, str):
+                        refused[blank] += 1
+                    else:
+                        facts = [blank]
                 found += [Stated(fact, Hop(fact.query, fact.object, row)) for fact in facts]
     return found
 

@@ -15,6 +15,12 @@ from rlflow_environments.retrieval.corpus import Passage, make_contents, title_o
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
 _FRONT_MATTER = re.compile(r"\A---\n(?=[\w-]+[ \t]*:).*?\n---\n", re.DOTALL)
 _PARAGRAPHS = re.compile(r"\n[ \t]*\n")
+# Of a manual page: a short line above a deeper one is a heading or the name of an entry; a hyphen
+# that is none of the keyboard breaks a word
+_ENTRY = re.compile(
+    r"^([ \t]*)(?![*•o+-][ \t])\S[^\n]{0,60}(?<![.,;])\n(?=\1[ \t]+\S)", re.MULTILINE
+)
+_BROKEN_WORD = re.compile(r"(?<=\w)[\u2010\u00ad][ \t]*\n[ \t]*(?=\w)")
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _OTHER_BLOCKS = ("p", "div", "br", "li", "tr", "blockquote", "pre", "table", "section", "dt", "dd")
 _BLOCKS = (*_HEADINGS, *_OTHER_BLOCKS)
@@ -108,7 +114,9 @@ def _decoded(content: bytes) -> str:
 
 def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
     """A first line that stands alone and is no sentence is the title."""
-    paragraphs = [one.strip() for one in _PARAGRAPHS.split(_decoded(content)) if one.strip()]
+    text = _BROKEN_WORD.sub("", _decoded(content))
+    text = _ENTRY.sub(r"\g<0>\n", text)
+    paragraphs = [one.strip() for one in _PARAGRAPHS.split(text) if one.strip()]
     first = paragraphs[0] if paragraphs else ""
     if first and "\n" not in first and len(first) <= _LONGEST_TITLE and first[-1] not in ".!?:;,":
         return first, paragraphs[1:]

@@ -2,7 +2,7 @@
 questions that ask for it.
 
 The rules prefer leaving a fact out to getting it wrong. What no phrase of the table states can
-still be asked for as a blank in its sentence; that works for any language with capital letters.
+still be asked for as a blank in its sentence (`blanks`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _compiled(phrase: str, year: bool) -> re.Pattern[str]:
 
 
 _TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-_LEADING = set(_TABLES["leading"].split())
+LEADING = set(_TABLES["leading"].split())
 _PHRASES: list[tuple[str, Mapping[str, Any], re.Pattern[str]]] = [
     (name, relation, _compiled(phrase, relation.get("year", False)))
     for name, relation in _TABLES["relations"].items()
@@ -69,7 +69,7 @@ def names_in(text: str) -> list[str]:
 
 def _without_lead(name: str) -> str:
     words = name.split()
-    while words and words[0].lower() in _LEADING:
+    while words and words[0].lower() in LEADING:
         words.pop(0)
     plain = re.sub(r"['’](?:s)?$", "", " ".join(words))
     return plain if len(plain) > 1 else ""
@@ -104,30 +104,3 @@ def facts_of(sentence: str, title: str) -> Iterator[Fact]:
 def _with_article(subject: str, title: str) -> str:
     """A work's name keeps the article that its title has: The Silent Harbour."""
     return title if title == f"The {subject}" else subject
-
-
-def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fact | None:
-    """The sentence with a blank in place of one of its names: a title of another document if there
-    is one, else the last name.
-
-    None where the sentence names nothing else that a search could start from.
-    """
-    text = resolve_pronoun(sentence, title)
-    if not 20 <= len(text) <= 300 or text[-1] not in ".!?。":
-        return None
-    names = names_in(text)
-    # A word may have its capital only because the sentence begins with it.
-    begins = {name for name in names[:1] if " " not in name and text.startswith(name)}
-    begins -= {title} | known
-    names = [name for name in names if text.count(name) == 1 and name not in begins]
-    others = [name for name in names if name != title and name not in title]
-    if len(names) < 2 or not others:
-        return None
-    answer = next((name for name in others if name in known), others[-1])
-    blanked = text.replace(answer, "____")
-    subject = title if title in blanked else next(name for name in names if name != answer)
-    if subject not in blanked:
-        return None
-    template = blanked.replace("{", "(").replace("}", ")").replace(subject, "{s}", 1)
-    query = blanked.replace("____", " ").strip()
-    return Fact(subject, BLANK, answer, [f'What fills the blank in "{template}"?'], "", query)

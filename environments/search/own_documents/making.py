@@ -17,6 +17,7 @@ from rlflow.values import PositiveInt, Range, Share, checked
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.search.own_documents.blanks import FAULTS
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
 from rlflow_environments.search.own_documents.documents import (
     CONVERT,
@@ -77,6 +78,7 @@ class QuestionReport:
     train: Counter[str] = field(default_factory=Counter)
     val: Counter[str] = field(default_factory=Counter)
     blanks: int = 0  # of the questions written
+    refused: Counter[str] = field(default_factory=Counter)  # sentences that can have no blank
     not_read: dict[str, int] = field(default_factory=dict)  # files by suffix
 
     def left_out(self) -> dict[str, int]:
@@ -92,6 +94,12 @@ class QuestionReport:
         ]
         for reason, count in self.left_out().items():
             shown.append(f"  {count:7,}  {reason}: {REASONS.get(reason, '')}")
+        if self.refused:
+            reasons = (
+                f"{count:,} {FAULTS[reason]}" for reason, count in self.refused.most_common()
+            )
+            total = sum(self.refused.values())
+            shown.append(f"no blank is put into {total:,} sentences: {', '.join(reasons)}")
         for name, counts in (("train", self.train), ("val", self.val)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
             shown.append(f"{name}: {sum(counts.values()):,} questions ({kinds or 'none'})")
@@ -145,7 +153,8 @@ def make_questions(
         candidates = ask(passages, owners, held_out, dropped)
     else:
         phrasing = random.Random(f"{request.seed}/phrasing")
-        candidates = compose(find_facts(passages, blanks=request.blanks), phrasing)
+        facts = find_facts(passages, report.refused, blanks=request.blanks)
+        candidates = compose(facts, phrasing)
     report.candidates = len(candidates) + dropped["unreadable"]
     candidates = screen(candidates, passages, dropped)
     retriever = make_retriever(request.retriever, passages)

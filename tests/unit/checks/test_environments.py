@@ -21,6 +21,8 @@ from rlflow.checks import environments
 from rlflow.checks.environments import check_environment
 from rlflow.commands.cli import main
 from rlflow.commands.play import play
+from rlflow.environment import check_form
+from rlflow.errors import ConfigError
 
 
 class Good(Environment):
@@ -163,6 +165,11 @@ serial = itertools.count()
             {"metrics": {"a/b": Metric("1", "x", score=True)}},
             "metrics['a/b']: a score is a number of an episode",
         ),
+        (
+            {"step": lambda self, response: Step(reward=1.0)},
+            "step: expected step(self, episode, response), found step(self, response)",
+        ),
+        ({"tasks": lambda self: []}, "expected tasks(self, split), found tasks(self)"),
         ({"reset": lambda self, task: task}, "reset: expected an rlflow.Episode, found Task"),
         ({"reset": lambda self, task: Episode(task, turns=1)}, "expected an episode at turn 0"),
         (
@@ -213,7 +220,7 @@ serial = itertools.count()
         (
             {"metrics": {"solve": Metric("share", "x", score=True)}},
             "metrics['solve'] is declared, but no episode reported it; "
-            "reported and not declared: solved. Did you mean 'solved'?",
+            "'solved' was reported: did you mean 'solve' there?",
         ),
         (
             {
@@ -267,6 +274,28 @@ def test_each_breach_is_one_clear_line(methods: dict[str, Any], expected: str) -
     assert not report.passed
     found = [problem for problem in report.problems if expected in problem]
     assert len(found) == 1 and "\n" not in found[0], str(report)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"metrics": ["exact_match"]},
+        {"step": lambda self, response: Step(reward=1.0)},
+        {"metrics": {"solve": Metric("share", "x", score=True)}},
+    ],
+    ids=["metrics are a list", "signature of step", "misspelt metric"],
+)
+def test_one_mistake_is_told_once(methods: dict[str, Any]) -> None:
+    report = check_environment(broken(**methods), episodes=6)
+    assert len(report.problems) == 1, str(report)
+
+
+def test_a_run_refuses_what_cannot_be_called_before_the_first_episode() -> None:
+    with pytest.raises(ConfigError, match=r"expected step\(self, episode, response\)"):
+        check_form(broken(step=lambda self, response: Step()))
+    with pytest.raises(ConfigError, match=r"metrics: expected .*, found list"):
+        check_form(broken(metrics=["exact_match"]))
+    check_form(broken())
 
 
 def test_state_shared_through_reset_is_found() -> None:

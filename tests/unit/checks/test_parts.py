@@ -13,9 +13,10 @@ import torch
 
 from rlflow.algorithms.algorithm import config_needs
 from rlflow.algorithms.base import Advantage, Curator, Part, as_part
+from rlflow.algorithms.trial.first_call import LOWERED, check_first_call, sign_problem
 from rlflow.checks.parts import check_algorithm, kind_of
 from rlflow.commands.cli import main
-from rlflow.components import PARTS
+from rlflow.components import LOSS, PARTS
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Task, as_loss
@@ -74,6 +75,35 @@ class KeepsGraph(Loss):
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss = torch.where(batch.loss_mask, -output.logprobs, 0.0)
         return loss, {"mine": loss}
+
+
+class WrongSign(Loss):
+    """Minimizes what it ought to maximize, a KL term beside it."""
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        ratio = (output.logprobs - batch.logprobs).clamp(-5, 5).exp()
+        kl = 0.1 * (output.logprobs - batch.logprobs)
+        return torch.where(batch.loss_mask, ratio * batch.advantages + kl, 0.0), {}
+
+
+class Detached(Loss):
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        return -output.logprobs.detach() * batch.advantages, {}
+
+
+class EntropyWithoutNeeds(Loss):
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        bonus = -0.01 * output.entropy  # type: ignore[operator]
+        return torch.where(batch.loss_mask, bonus - output.logprobs * batch.advantages, 0.0), {}
+
+
+class ReferenceWithoutNeeds(Advantage):
+    def __call__(self, batch: Batch) -> Any:
+        return batch.logprobs - batch.reference_logprobs  # type: ignore[operator]
+
+
+def entropy_function(output: PolicyOutput, batch: Batch) -> Any:
+    return -0.01 * output.entropy, {}  # type: ignore[operator]
 
 
 class NeverVanishes(Loss):
@@ -187,6 +217,12 @@ FAULTS = [
     ("NeverVanishes", None, "vanishes_at_zero_advantage"),
     ("ReadsMore", None, "needs"),
     ("InPlace", None, "in place"),
+    ("WrongSign", None, "lowers tokens of positive advantage: is a minus missing?"),
+    ("Detached", None, "the loss has no gradient: it is cut off from output.logprobs"),
+    ("EntropyWithoutNeeds", None, "reads output.entropy, which is None"),
+    ("EntropyWithoutNeeds", None, "needs = frozenset({'entropy'})"),
+    ("ReferenceWithoutNeeds", None, "needs = frozenset({'reference'})"),
+    ("entropy_function", None, "derive a class from rlflow.types.Loss with needs"),
     ("standardized", "advantage", "not finite"),
     ("by_place", "advantage", "rows in another order"),
     ("half_returns", "advantage", "(advantages, returns), (B, T) both"),
@@ -223,6 +259,38 @@ FAULTS = [
 def test_each_planted_fault_is_told(name: str, kind: str | None, text: str) -> None:
     report = check_algorithm(f"{__file__}:{name}", kind)
     assert any(text in problem for problem in report.problems), str(report)
+
+
+@pytest.mark.parametrize("name", ["WrongSign", "Detached", "EntropyWithoutNeeds"])
+def test_one_mistake_is_one_line(name: str) -> None:
+    report = check_algorithm(f"{__file__}:{name}")
+    assert len(report.problems) == 1, str(report)
+
+
+def test_a_loss_that_lowers_some_of_what_is_better_is_a_note_and_the_right_sign_is_none() -> None:
+    """Some methods push down on purpose, as those that pass over the likeliest tokens."""
+
+    def half(output: PolicyOutput, batch: Batch) -> LossResult:
+        even = torch.arange(batch.tokens.shape[1]) % 2 * 2 - 1
+        loss = -output.logprobs * batch.advantages * even
+        return torch.where(batch.loss_mask, loss, 0.0), {}
+
+    def right(output: PolicyOutput, batch: Batch) -> LossResult:
+        return torch.where(batch.loss_mask, -output.logprobs * batch.advantages, 0.0), {}
+
+    def without(output: PolicyOutput, batch: Batch) -> LossResult:
+        return torch.where(batch.loss_mask, output.logprobs, 0.0), {}
+
+    text, of_all = sign_problem(as_loss(half))
+    assert LOWERED in text and not of_all
+    assert sign_problem(as_loss(right)) == sign_problem(as_loss(without)) == ("", False)
+
+
+def test_a_run_says_so_of_a_loss_of_the_users_own(caplog: pytest.LogCaptureFixture) -> None:
+    check_first_call(LOSS, f"{__file__}:WrongSign", "algorithm.losses[0]")
+    assert LOWERED in caplog.text
+    with pytest.raises(ConfigError, match="no gradient"):
+        check_first_call(LOSS, f"{__file__}:Detached", "algorithm.losses[0]")
 
 
 def test_the_kind_is_told_from_name_class_or_signature() -> None:

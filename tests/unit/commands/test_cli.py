@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import os
 import pty
 import runpy
@@ -294,6 +295,16 @@ def test_env_check_of_what_is_no_environment_is_one_line(
         assert told in capsys.readouterr().err
 
 
+def test_an_agent_in_the_place_of_an_environment_is_told_how_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.py").write_text("def agent(task, client):\n    return 1.0\n")
+    assert cli.main(["env", "check", f"{tmp_path}/my.py:agent"]) == 2
+    assert f"environment.name=program environment.agent={tmp_path}/my.py:agent" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
@@ -305,6 +316,30 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
         for words in ("higher", "lower", "A number, please.", "terminated after 4 turns, return 1")
     ]
     assert told == sorted(told)
+
+
+def test_no_number_stands_twice_under_a_response(capsys: pytest.CaptureFixture[str]) -> None:
+    """Environments of tools report their reward as a metric too."""
+
+    class Pays(Environment):
+        def tasks(self, split: str) -> list[Task]:
+            return [Task("a", "p")]
+
+        def step(self, episode: Episode, response: str) -> Step:
+            metrics = {"tool_calls": 1.0, "reward": 1.0}
+            return Step("done", reward=1.0, terminated=True, metrics=metrics)
+
+    play(Pays(), source=io.StringIO("x\n\n"), color="never")
+    assert "reward 1  tool_calls 1\n" in capsys.readouterr().out
+
+
+def test_the_scaffolds_validation_asks_what_its_training_never_did(tmp_path: Path) -> None:
+    environment = ENVIRONMENT.build({"name": write_environment("guess", tmp_path).reference})
+    prompts = {
+        split: {task.prompt for task in environment.tasks(split)} for split in ("train", "val")
+    }
+    assert prompts["val"] and not prompts["train"] & prompts["val"]
+    assert all(len(environment.tasks(split)) == 64 for split in prompts)
 
 
 def test_a_scripted_player_plays_and_one_watches(
@@ -449,6 +484,18 @@ def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[
     assert "t0@4" in out and "t2@4" not in out and "step 4 after" not in out
 
 
+def test_show_folds_attempts_that_are_the_same(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first, *_) = (run / "trajectories" / "step_000004.jsonl").read_text().splitlines()
+    alike = [json.dumps({**json.loads(first), "attempt": attempt}) for attempt in range(4)]
+    other = json.dumps({**json.loads(first), "attempt": 4, "reward": 1.0})
+    (run / "trajectories" / "step_000004.jsonl").write_text("\n".join([*alike, other]) + "\n")
+    out = shown(capsys, str(run), "--trajectories", "2")
+    assert out.count("guess 0") == 2 and "attempts 1, 2, 3, 4, alike (x4)" in out
+    assert "attempt 5 " in out and "5 of 5 episodes, 5 in all" in out
+
+
 def test_show_colours_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\033[36;1mguess 1\033[0m" in shown(capsys, str(run), "--color", "always")
 
@@ -498,6 +545,32 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "yes", "", "")
+
+
+def test_doctor_has_a_row_for_every_extra_that_an_environment_needs() -> None:
+    jobs = {job.name: job for job in all_jobs()}
+    named = " ".join(jobs).lower()
+    for what in ("agents", "sandbox", "browser", "nethack", "mathematics", "vllm"):
+        assert what in named, what
+    assert all(job.install for job in jobs.values())
+
+
+def test_doctor_asks_for_programs_of_the_system_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sandbox that is missing, one that the kernel forbids, and one that works."""
+    job = next(job for job in all_jobs() if "sandbox" in job.name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert job_row(job, {}, gpu=False)[1:] == ("no", "bubblewrap", job.install)
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    _, ready, missing, install = job_row(job, {}, gpu=False)
+    assert ready == "no" and "No permissions" in missing and install
+    bwrap.write_text("#!/bin/sh\nexit 0\n")
+    assert job_row(job, {}, gpu=False)[1:] == ("yes", "", "")
 
 
 def test_doctor_says_which_versions_were_not_tested() -> None:

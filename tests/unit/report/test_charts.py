@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +22,7 @@ from rlflow.report.charts import (
 )
 from rlflow.report.lines import curve, drawn_score, run_seconds
 from rlflow.report.metrics import Metric
+from rlflow.report.page import picture, template
 from tests.unit.report.crafted import evaluated, trained
 
 REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
@@ -195,3 +198,29 @@ def test_runs_that_coincide_are_all_seen_and_only_measured_intervals_drawn() -> 
     measured = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
     assert comparison_svg({"a": measured, "none": []}).count("LineCollection") == 1
     assert "_a 0.400" in comparison_svg({"_a": same})
+
+
+def test_a_phone_gets_the_whole_chart_in_letters_that_can_be_read() -> None:
+    """350 pixels beside the margins of a screen of 390: text of 9 points is of 10 pixels or more."""
+    records = numbered([EVALUATION, *[TIMED] * 20, EVALUATION])
+    point = curve(numbered([EVALUATION, EVALUATION]), "eval/exact_match")
+    for draw in (
+        lambda narrow: run_svg(records, REGISTERED, narrow=narrow),
+        lambda narrow: comparison_svg({"first run": point, "second run": point}, narrow=narrow),
+    ):
+        wide, narrow = draw(False), draw(True)
+        width = float(ElementTree.fromstring(narrow).attrib["viewBox"].split()[2])
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", narrow)]
+        assert min(sizes) * 350 / width >= 10
+        names = {text for text in texts(wide) if not re.fullmatch(r"[\d.]+", text)}
+        assert names <= {*texts(narrow)}, "nothing is left out"
+
+
+def test_pages_show_the_narrow_chart_on_a_narrow_screen() -> None:
+    page = picture("<svg>wide</svg>", "<svg>narrow</svg>", "scores")
+    media, small, large = re.findall(r'media="([^"]*)"|base64,([^"]*)"', page)
+    assert media[0].startswith("(max-width: ")
+    drawn = [base64.b64decode(one[1]).decode() for one in (small, large)]
+    assert drawn == ["<svg>narrow</svg>", "<svg>wide</svg>"]
+    for name in ("compare.html", "view.css"):
+        assert "min-width: 700px" not in template(name)

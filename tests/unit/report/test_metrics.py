@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError
+from rlflow.report.lines import interval_text
 from rlflow.report.metrics import (
     METRICS,
     PHASES,
@@ -64,10 +65,20 @@ def test_wilson_interval_equals_published_values() -> None:
     assert low == 0.0 and round(high, 4) == 0.1611
 
 
+def test_scores_that_are_all_alike_have_an_interval_of_some_width() -> None:
+    """Two tasks of 0 leave [0, z^2/(2 + z^2)] by Wilson's formula; of no task are others certain."""
+    z = 1.959964
+    assert interval95([0.0, 0.0]) == (0.0, pytest.approx(z * z / (2 + z * z)))
+    assert interval95([1.0]) == (pytest.approx(1 / (1 + z * z)), 1.0)
+    low, high = interval95([0.25] * 3)
+    assert low < 0.05 and 0.7 < high < 1, "no wider than of zeros and ones with this mean"
+    unbounded = (-math.inf, math.inf)
+    assert interval95([2.0] * 5) == unbounded, "nothing is known of the ends of this reward"
+    assert interval95([1.0] * 20, share=False) == unbounded, "levels: each game reached the first"
+    assert interval_text(*unbounded) == ""
+
+
 def test_normal_interval_by_hand() -> None:
-    assert interval95([1.0] * 20, share=False) == (1.0, 1.0), (
-        "levels, of which each game reached the first"
-    )
     low, high = interval95([0.0, 0.5, 1.0])  # mean .5, std .5, standard error .5/sqrt 3
     half = 1.959964 * 0.5 / math.sqrt(3)
     assert (low, high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))

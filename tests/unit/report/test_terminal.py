@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 
@@ -28,6 +29,7 @@ REGISTERED = {
     "f1": Metric("share", "mean F1", score=True),
     "calls": Metric("per episode", "calls of a tool", shown="calls {:.1f}"),
     "hops": Metric("count", "not shown"),
+    "tool/calls": Metric("count", "of the whole step, and shown nowhere"),
 }
 STEP = {"train/reward": 0.5, "train/exact_match": 0.25, "speed/tokens_per_s": 12345.0, "time/rollout_s": 1.2,
         "time/update_s": 0.8, "time/sync_s": 0.01, "time/step_s": 2.0, "rollout/aborted": 0.25}  # fmt: skip
@@ -42,6 +44,11 @@ SUMMARY = {"status": "finished", "steps": 20, "seconds": 125.0, "first_evaluatio
            "export_logprob_difference": 2e-6, "written": {"run": "runs/a", "export": "runs/a/export"}}  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_width_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
     stream = io.StringIO()
     progress = Progress("auto", steps=20, title="demo", stream=stream)
@@ -51,11 +58,12 @@ def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
     progress.step(10, STEP)
     progress.finished(SUMMARY)
     progress.close()
-    title, evaluated, step, *end = stream.getvalue().splitlines()
+    title, *lines = stream.getvalue().splitlines()
     assert title == "demo"
+    evaluated, step = (line for line in lines if line.startswith(("eval", "step")))
+    end = lines[lines.index(step) + 1 :]
     assert evaluated == "eval  0/20  EM 0.400 [0.300, 0.500]  2 FAILED"
-    assert step == ("step 10/20  reward 0.500  EM 0.250  12,345 tokens/s  ABORTED 25%  "
-                    "rollout 1.2 + update 0.8 = 2.0 s  ETA 20 s")  # fmt: skip
+    assert step == "step 10/20  reward 0.500  EM 0.250  ABORTED 25%  2.0 s  ETA 20 s"
     assert end[0] == "finished after 20 steps and 2:05"
     assert next(line for line in end if "export" in line).split() == [
         "export", "runs/a/export", "(log-probs", "differ", "by", "up", "to", "2.0e-06)"]  # fmt: skip
@@ -86,6 +94,69 @@ def test_a_terminal_gets_these_lines_above_one_that_is_redrawn(
     assert any("[not markup]" in line for line in lines) and lines[-1].startswith(
         f"  {command()} eval"
     ), lines
+
+
+FULL_STEP = {**STEP, "train/reward": 0.25, "train/entropy": 0.36, "train/logprob_gap": 2.5e-7, "train/gradient_norm": 0.36, "rollout/aborted": 0.0,
+             "rollout/calls": 0.8, "rollout/truncated_max_tokens": 0.05, "time/score_s": 0.6}  # fmt: skip
+FULL_EVALUATION = {**EVALUATION, "eval/f1": 0.367, "eval/calls": 1.0, "eval/turns": 2.0, "eval/questions": 400.0,
+                   "eval/reward": 0.4, "eval/reward_low": 0.35, "eval/reward_high": 0.45}  # fmt: skip
+
+
+def shown_by(registered: dict[str, Metric], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of a run of six steps, evaluated every second one."""
+    stream = io.StringIO()
+    progress = Progress("plain", steps=60, stream=stream)
+    progress.registered = registered
+    with caplog.at_level("INFO", logger="rlflow"):
+        for step in range(7):
+            if step:
+                progress.step(step, FULL_STEP)
+            if step % 2 == 0:
+                progress.evaluated(step, FULL_EVALUATION)
+    progress.finished({**SUMMARY, "first_evaluation": FULL_EVALUATION, "written": {}})
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("registered", [REGISTERED, {}], ids=["search", "own"])
+def test_a_step_is_one_line_of_80_columns_with_no_number_twice_and_words_are_explained_once(
+    registered: dict[str, Metric], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = shown_by(registered, caplog)
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 6 and all("entropy 0.36" in line for line in steps)
+    for line in steps:
+        values = re.findall(r"(?<![\d.])0\.25\d*", line)
+        assert len(values) == 1, line  # the reward is the score here
+    text = " ".join(" ".join(lines).split())
+    score = "EM" if registered else "reward"
+    for word in (score, "[low, high]", "entropy", "ETA"):
+        assert text.count(f"{word}: ") == 1, word
+    assert ("calls: calls of a tool per episode" in text) == bool(registered)
+    assert "shown nowhere" not in text, "another metric whose label is the same word"
+    assert not re.search(r"\bgap [\d.]", text) or text.count("gap: ") == 1
+    logged = [record.message for record in caplog.records if record.message.startswith("step")]
+    assert "gap 2.5e-07" in logged[0] and "= 2.0 s" in logged[0], "the log has every number"
+
+
+def test_a_wide_terminal_shows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = io.StringIO()
+    progress = Progress("plain", steps=60, stream=stream)
+    progress.step(1, FULL_STEP)
+    assert "gap 2.5e-07" in stream.getvalue() and "tokens/s" in stream.getvalue()
+
+
+def test_the_remaining_time_counts_evaluations_at_their_own_pace() -> None:
+    progress = Progress(steps=10)
+    progress.tasks_after = lambda step: 40 * (10 - step)
+    # 5 episodes of a step in 2 s: 0.4 s a task, before any evaluation was timed
+    progress.step(1, {"time/step_s": 3.0, "time/rollout_s": 2.0, "rollout/episodes": 5.0})
+    assert progress.remaining_s == pytest.approx(9 * 3.0 + 9 * 40 * 0.4)
+    progress.evaluated(1, {"time/evaluate_s": 8.0, "eval/questions": 40.0, "eval/reward": 0.0})
+    assert progress.remaining_s == pytest.approx(9 * 3.0 + 9 * 40 * 0.2)
+    progress.step(10, {"time/step_s": 3.0})
+    assert progress.remaining_s == 0
 
 
 def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +207,8 @@ def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_
         "train/logprob_gap": 1e-5,
     }
     assert numbers(step, REGISTERED) == [
-        "reward 0.500", "EM 0.250", "12,345 tokens/s", "calls 2.0", "gap 1.0e-05", "ABORTED 25%"]  # fmt: skip
-    assert numbers(step, {}) == ["reward 0.500", "12,345 tokens/s", "gap 1.0e-05", "ABORTED 25%"]
+        "reward 0.500", "EM 0.250", "ABORTED 25%", "calls 2.0", "gap 1.0e-05", "12,345 tokens/s"]  # fmt: skip
+    assert numbers(step, {}) == ["reward 0.500", "ABORTED 25%", "gap 1.0e-05", "12,345 tokens/s"]
     values = {
         **EVALUATION,
         "eval/f1": 0.45,
@@ -147,7 +218,7 @@ def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_
         "eval/questions": 8.0,
     }
     line = evaluation_line(values, REGISTERED)
-    assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  calls 1.5  turns 2.50  8 tasks  2 FAILED"
+    assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  2 FAILED  8 tasks  calls 1.5  turns 2.50"
 
 
 def test_evaluations_of_other_tasks_do_not_stand_side_by_side_as_if_they_were_of_the_same() -> None:

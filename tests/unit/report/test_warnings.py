@@ -129,6 +129,31 @@ def test_the_entropy_of_five_steps_ago_counts() -> None:
     ), "certain before"
 
 
+FALLING = (1.0, 1.0, 0.6, 0.4, 0.2, 0.15, 0.09, 0.05, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "alarmed"),
+    [
+        ((0.2, 0.2, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0, 1.0), False),  # solved
+        ((1.0,) * 9, False),  # at its top from the start
+        ((2.0, 2.0, 3.0, 4.0, 6.0, 7.5, 8.0, 8.5, 9.0), False),  # rises, whatever its top is
+        ((0.4, 0.5, 0.3, 0.5, 0.4, 0.3, 0.5, 0.4, 0.5), True),  # noise
+        ((0.4, 0.5, 0.7, 0.8, 0.6, 0.3, 0.1, 0.0, 0.0), True),  # rose, and fell
+        ((0.4,) * 9, True),
+    ],
+)
+def test_an_entropy_that_falls_while_the_reward_rises_or_is_full_is_success(
+    rewards: tuple[float, ...], alarmed: bool
+) -> None:
+    steps = [
+        {"train/entropy": entropy, "train/reward": reward}
+        for entropy, reward in zip(FALLING, rewards, strict=True)
+    ]
+    found = [text for texts in told(steps) for text in texts]
+    assert any("entropy" in text for text in found) == alarmed
+
+
 def test_drift_is_also_what_grows_from_a_small_gap() -> None:
     assert not any(told([{"train/logprob_gap": 0.03}] * 10)), (
         "kernels that differ from the first step on"

@@ -10,7 +10,7 @@ from rlflow.commands.cli import main, parse
 from rlflow.commands.eval import evaluation_config, new_directory
 from rlflow.config.checks import check_secrets
 from rlflow.config.loading import save_config, to_dict
-from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.schema import EvaluationSection, RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metric
 from rlflow.report.reductions import interval95
@@ -18,7 +18,7 @@ from rlflow.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.run import evaluate as evaluation
 from rlflow.run.assemble import make_engine, make_environment
-from rlflow.run.evaluate import evaluate, means_over_sets, metrics_by_set
+from rlflow.run.evaluate import EvaluationSchedule, evaluate, means_over_sets, metrics_by_set
 from rlflow.run.origin import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
 from tests.flow.letters import REFERENCE, Letters, write_letters_model
@@ -40,6 +40,38 @@ def test_one_attempt_per_question_has_wilsons_interval() -> None:
     assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95(
         [1.0] * 3 + [0.0] * 7
     )
+
+
+@pytest.mark.parametrize("every", [0, 1, 3, 5, 20])
+@pytest.mark.parametrize("at_start", [True, False])
+def test_the_tasks_that_are_still_asked_are_those_of_a_run_played_out(
+    every: int, at_start: bool
+) -> None:
+    steps, tasks = 10, [Task(str(index), "?") for index in range(7)]
+    section = EvaluationSection(
+        every_steps=every, at_start=at_start, questions=3, final_questions=5
+    )
+    schedule = EvaluationSchedule(tasks, section)
+    asked: list[int] = []
+    expected: list[tuple[int, int]] = []  # (asked before, what was said of the rest)
+    for step in range(steps + 1):
+        expected.append((len(asked), schedule.tasks_after(step, steps)))
+        if step < steps and schedule.due(step):
+            asked += [step] * 3
+            schedule.record(step, {})
+            expected.append((len(asked), schedule.tasks_after(step, steps)))
+    asked += [steps] * 5
+    assert [len(asked) - before for before, _ in expected] == [rest for _, rest in expected]
+
+
+def test_tasks_that_all_score_alike_leave_an_interval_of_some_width() -> None:
+    """An agent's score is a reward, not a share: two tasks of 0 say little of a third."""
+    for unit, high in (("share", 0.6576), ("reward", 0.6576)):
+        registered = {"score": Metric(unit, "of an episode", score=True)}
+        two = [Trajectory(name, name, [], [], 0.0, StopReason.TERMINATED, {"score": 0.0}) for name in "ab"]  # fmt: skip
+        metrics = evaluation.evaluation_metrics(two, registered)
+        assert metrics["eval/score_low"] == 0
+        assert metrics["eval/score_high"] == pytest.approx(high, abs=1e-4)
 
 
 def test_named_rewards_are_means_in_which_0_stands_for_none() -> None:

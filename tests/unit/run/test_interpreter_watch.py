@@ -15,6 +15,7 @@ import pytest
 from rlflow.run.checkpoints import read_state
 from rlflow.run.directory import RunDirectory
 from rlflow.run.interrupt import InterpreterWatch
+from rlflow.run.silence import described
 from tests.flow.fallible import REFERENCE
 from tests.flow.letters import LEARNING, letters_config, write_config, write_letters_model
 
@@ -46,6 +47,56 @@ def test_a_call_that_holds_the_interpreter_is_named_and_ended() -> None:
     assert rest.splitlines()[-1].startswith(
         "rlflow: ended: one call has held the interpreter for 3 s (the option). Rel"
     )
+
+
+@pytest.mark.slow
+def test_a_slow_import_is_one_line_without_the_stack_of_the_import_system(tmp_path: Path) -> None:
+    """A module on a slow disk: here one that holds the interpreter while it is imported."""
+    packages = tmp_path / "site-packages"
+    (packages / "heavy").mkdir(parents=True)
+    (packages / "heavy" / "__init__.py").write_text("from heavy import inner\n")
+    (packages / "heavy" / "inner.py").write_text("import re\nre.match('(a+)+$', 'a' * 60 + 'b')\n")
+    code = HOLDING.replace('re.match("(a+)+$", "a" * 60 + "b")', "import heavy")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), *filter(None, sys.path)])},
+    )
+    assert done.returncode == -signal.SIGKILL
+    first, second = done.stderr.splitlines()
+    assert "importing heavy takes long: slow disk?" in first
+    assert "importlib" not in done.stderr and second.startswith("rlflow: ended")
+
+
+IMPORT = ("<frozen importlib._bootstrap>", "241", "_call_with_frames_removed")
+
+
+def test_the_package_of_a_slow_start_is_the_one_that_rlflow_imports() -> None:
+    frames = [
+        IMPORT,
+        ("/venv/lib/python3.11/site-packages/torch/__init__.py", "9", "<module>"),
+        IMPORT,
+        ("/venv/lib/python3.11/site-packages/megatron/core/__init__.py", "3", "<module>"),
+        IMPORT,
+        ("/home/x/rlflow/trainer/megatron/model.py", "4", "<module>"),
+        ("/home/x/rlflow/run/open.py", "80", "_start"),
+    ]
+    text = described(frames, 10, 600)
+    assert text.startswith("importing megatron takes long") and "\n" not in text
+
+
+def test_a_long_stack_is_cut_to_its_innermost_frames_and_the_users() -> None:
+    libraries = [
+        (f"/venv/lib/python3.11/site-packages/lib{at}.py", "1", "call") for at in range(60)
+    ]
+    mine = ("/home/x/my_environment.py", "12", "step")
+    text = described([*libraries, mine, *libraries], 10, 600)
+    lines = text.splitlines()
+    assert len(lines) < 12 and "lib0.py" in lines[1] and "lib59.py" not in text
+    assert sum("my_environment.py" in line for line in lines) == 1
 
 
 STOPPED = """

@@ -49,7 +49,7 @@ def address() -> Iterator[str]:
 
 def made(server: str, data: str, **options: Any) -> Environment:
     environment: Environment = ENVIRONMENT.build(
-        {"name": "mcp", "server": server, "data": data, **options}
+        {"name": "mcp", "server": server, "train": data, **options}
     )
     return environment
 

@@ -393,7 +393,7 @@ def test_rows_of_tasks_for_a_shell_are_checked_by_their_script(tmp_path: Path) -
     data = tmp_path / "tasks.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     environment = ENVIRONMENT.build(
-        {"name": "bash", "data": str(data), "tools": ["bash", "python", "read_file"]}
+        {"name": "bash", "train": str(data), "tools": ["bash", "python", "read_file"]}
     )
     right = "open('out.txt', 'w').writelines(sorted(open('in.txt')))"
     steps = played(
@@ -412,7 +412,7 @@ def test_rows_of_tasks_for_a_shell_are_checked_by_their_script(tmp_path: Path) -
         "Error: 'command' is mis", "Error: the tools are ba", "Error: a tool call is o"]  # fmt: skip
     assert wrong[-1].metrics["tool_errors"] == 3.0
     with pytest.raises(ConfigError, match="Did you mean 'bash'"):
-        ENVIRONMENT.build({"name": "bash", "data": str(data), "tools": ["bsh"]})
+        ENVIRONMENT.build({"name": "bash", "train": str(data), "tools": ["bsh"]})
     data.write_text('{"prompt": "x", "files": {"/app/a.txt": "hi"}, "check": "true"}\n')
     with pytest.raises(DataError, match=r"task '.*': its files: "):
         played(ENVIRONMENT.build(f"bash:{data}"), "done")

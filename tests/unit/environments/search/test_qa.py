@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.__main__ import main
+from rlflow_environments.search.own_documents.blanks import blank_of, ordinary_words
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
 from rlflow_environments.search.own_documents.documents import (
     Document,
@@ -21,7 +24,7 @@ from rlflow_environments.search.own_documents.documents import (
     read_documents,
     split_sentences,
 )
-from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
+from rlflow_environments.search.own_documents.english import facts_of, names_in
 from rlflow_environments.search.own_documents.making import (
     QuestionReport,
     QuestionRequest,
@@ -230,12 +233,95 @@ def test_a_blank_prefers_the_title_of_another_document_and_needs_a_second_name()
     fact = blank_of(
         "She sold the Iron Mill to Bob Ray in Leeds.", "Ann Lee", {"Bob Ray", "Ann Lee"}
     )
-    assert fact is not None and fact.object == "Bob Ray"
+    assert not isinstance(fact, str) and fact.object == "Bob Ray"
     assert fact.question[0] == 'What fills the blank in "{s} sold the Iron Mill to ____ in Leeds."?'
-    assert (
-        blank_of("Barges reach it by the Iron River.", "Leeds", {"Leeds"}) is None
-    )  # "Barges" is no name
-    assert blank_of("The town has a famous market in summer.", "Leeds", {"Leeds"}) is None
+    barges = "Barges have reached it by the Iron River."  # "Barges" is no name
+    assert blank_of(barges, "Leeds", {"Leeds"}) == "no name"
+    assert blank_of("The town has a famous market in summer.", "Leeds", {"Leeds"}) == "no name"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "reason"),
+    [
+        ("Obtain patterns from FILE and use --regexp=PATTERNS as the patterns.", "code"),
+        ("OPTIONS -a, --all Tell the command what the Author wanted to be told.", "code"),
+        ("Copyright 1998 Free Software Foundation, Inc. This is what it was.", "legal"),
+        ("Permission is granted under the License to Ann Lee and Bob Ray.", "legal"),
+        ("The file setup.py was written by Ann Lee in a summer in Paris.", "code"),
+        ("It was read from /etc/passwd by Ann Lee in a summer in Paris.", "code"),
+        ("Set LONG_NAME where Ann Lee and Bob Ray were told to set it.", "code"),
+        ("See ls(1) for what Ann Lee and Bob Ray have written about it.", "code"),
+        ("It was said (by Ann Lee in a summer and by Bob Ray in Paris.", "unbalanced"),
+        ('It was "called by Ann Lee in a summer and by Bob Ray in Paris.', "unbalanced"),
+        ("PATTERNS Use what Ann Lee and Bob Ray have written about patterns.", "fragment"),
+        ("where it was written by Ann Lee and by Bob Ray in a summer.", "fragment"),
+        ("Patch for the assembler of the Alpha from Ann Lee and Bob Ray.", "fragment"),
+        ("Ann Lee, Bob Ray, Cy Day, Dan Fox and Eve Gray were there.", "fragment"),
+        ("80 Failed to be what Ann Lee and Bob Ray were told it was.", "fragment"),
+        ("Ann Lee was published by the Press (Paris), 2nd ed.", "fragment"),
+        ("He was told by Ann Lee that it was the Foundation, Inc.", "fragment"),
+    ],
+)
+def test_what_is_no_sentence_gets_no_blank_and_says_why(sentence, reason):
+    found = blank_of(sentence, "notes", set(), {"use"})
+    assert found == reason or (sentence.endswith("Inc.") and "Inc" not in found.object)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "right"),
+    [
+        ("It was Ann Lee who was told to wait. Tell was what he said.", "Ann Lee"),
+        ("She was a guest of Ann Lee and then of the Foundation Inc.", "Ann Lee"),
+        ("She was told in Leeds that Ann Lee had come to the Court.", "Ann Lee"),
+        ("She was told in Leeds that Ann Lee made the Paris-based part.", "Ann Lee"),
+        ("She was told in Leeds by Ann Lee what I'm told of it.", "Ann Lee"),
+    ],
+)
+def test_only_names_are_asked_for(sentence, right):
+    fact = blank_of(sentence, "notes", set(), {"tell", "court"})
+    assert not isinstance(fact, str) and fact.object == right
+
+
+def test_blanks_in_genuine_documentation_are_whole_sentences_about_names():
+    """Python's own reference, which is full of code, tables and headings."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    documents = [
+        Document(
+            name, name, tuple(" ".join(one.split()) for one in topics[name].split("\n\n")), name
+        )
+        for name in ("import", "specialnames", "typesseq", "formatstrings", "debugger", "class")
+    ]
+    passages, _ = cut_passages(documents)
+    refused: Counter[str] = Counter()
+    facts = [one.fact for one in find_facts(passages, refused) if one.fact.relation == "blank"]
+    assert 0 < len(facts) < 0.1 * sum(refused.values())
+    lower = ordinary_words(passage.body for passage in passages)
+    for fact in facts:
+        text = fact.question[0].removeprefix('What fills the blank in "').removesuffix('"?')
+        whole = text.replace("{s}", fact.subject).replace("____", fact.object)
+        assert whole[0].isupper() or whole[0] in '"“', whole
+        assert whole.count("(") == whole.count(")") and whole.count('"') % 2 == 0, whole
+        assert not re.search(r"\w=|--|\(\)|[<>_\\{}]", whole), whole
+        assert text.count("____") == 1 and not re.search(r"\w____|____\w", text), text
+        assert fact.object[0].isupper() and fact.object.lower() not in lower, fact
+
+
+def test_a_manual_page_is_read_without_its_headings_and_broken_words(tmp_path):
+    page = (
+        "NAME\n       mk - make things\n\n"
+        "OPTIONS\n       -n, --dry\n              Print what Ann Lee would have con\u2010\n"
+        "              structed in Paris.\n"
+    )
+    (tmp_path / "mk.txt").write_text(page, encoding="utf-8")
+    ((document,), _) = read_documents(tmp_path)
+    assert document.paragraphs[-1] == "Print what Ann Lee would have constructed in Paris."
+    assert "OPTIONS" in document.paragraphs
+
+
+def test_the_report_says_in_one_line_how_many_sentences_have_no_blank_and_why():
+    report = QuestionReport(refused=Counter({"code": 3, "fragment": 1200}))
+    (line,) = (line for line in report.lines() if "1,203 sentences" in line)
+    assert "1,200 no whole sentence, 3 code" in line
 
 
 def test_two_hops_name_the_bridge_by_its_description():
@@ -243,7 +329,11 @@ def test_two_hops_name_the_bridge_by_its_description():
         passage(0, "Blue Book", "Blue Book was written by Ann Lee."),
         passage(1, "Ann Lee", "Ann Lee was born in Paris."),
     ]
-    pairs = [pair for pair in compose(find_facts(passages), GENERATOR(0)) if len(pair.hops) == 2]
+    pairs = [
+        pair
+        for pair in compose(find_facts(passages, Counter()), GENERATOR(0))
+        if len(pair.hops) == 2
+    ]
     assert [pair.answer for pair in pairs] == ["Paris"]
     assert pairs[0].question in (
         "Where was the author of Blue Book born?",
