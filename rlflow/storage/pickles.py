@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
+from rlflow.texts import one_line
+
 DTYPES = (
     "float32",
     "bfloat16",
@@ -219,7 +221,7 @@ class InertUnpickler(pickle.Unpickler):
 
     def _new_class(self, origin: str) -> type[Inert]:
         base: type[Inert] = Member if origin in ENUMS else Inert
-        content: dict[str, Any] = {"__slots__": (), "origin": _printable(origin)}
+        content: dict[str, Any] = {"__slots__": (), "origin": one_line(origin)}
         if origin == "builtins.getattr":
             content["__new__"] = lambda cls, *arguments: self._attribute(*arguments)
         return type("Inert", (base,), content)
@@ -244,7 +246,7 @@ class GuardUnpickler(InertUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         origin = f"{OLD_MODULES.get(module, module)}.{name}"
         if "." in name or (origin not in METADATA_NAMES and origin != "builtins.getattr"):
-            name = _printable(origin[:100])
+            name = one_line(origin, 100)
             raise ForbiddenName(f".metadata names {name}, which has no place there; not loaded")
         return self._stand_in(origin)
 
@@ -321,11 +323,6 @@ def read_metadata(file: IO[bytes], reader: type[InertUnpickler] = GuardUnpickler
     if places:
         raise ValueError(f"'{min(places, key=str)[0]}' is stored but not described")
     return Table(tensors, objects, extents, frozenset(unpickler.passed_over))
-
-
-def _printable(name: str) -> str:
-    """The name as a terminal may show it."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _last_name(value: Any) -> str:

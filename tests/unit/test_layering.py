@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "values": {"errors"},
     "types": {"errors"},
     "components": {"values", "errors"},
-    "storage": {"values", "errors"},
+    "storage": {"values", "errors", "texts"},
     "models": {"storage", "errors"},
     "environment": {"report", *BASIS},
     "batching": BASIS,
