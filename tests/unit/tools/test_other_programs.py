@@ -150,6 +150,18 @@ def test_objects_in_the_arguments_do_not_hinder(
     assert arguments["num_layers"] == 2 and "enum" not in arguments
 
 
+@pytest.mark.slow
+def test_logits_are_compared_whatever_the_arguments_hold(made: Path, tmp_path: Path) -> None:
+    """torch itself would refuse to load these objects."""
+    checkpoint = tmp_path / "torch_dist"
+    shutil.copytree(made / "torch_dist", checkpoint)
+    file = arguments_file(checkpoint)
+    state = torch.load(file, weights_only=False)
+    vars(state["args"]).update(BESIDE)
+    torch.save(state, file)
+    to_huggingface(checkpoint, tmp_path / "out", made / "hf", Options(verify="logits"))
+
+
 def test_nothing_is_said_where_nothing_was_passed_over(made: Path, tmp_path: Path) -> None:
     assert open_source(made / "torch").remark() == ""
     assert "remark" not in to_huggingface(made / "torch", tmp_path / "out", made / "hf")

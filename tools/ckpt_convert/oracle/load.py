@@ -7,11 +7,13 @@ layers name otherwise is renamed here, by a list of its own."""
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -55,10 +57,22 @@ def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str
     }
     for shard in _shards(content):
         shard.key = _key(shard.key, keys)
-    with without_code(path):
-        loaded = dist_checkpointing.load(content, str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        view = _without_common(path, Path(folder))
+        with without_code(view):
+            loaded = dist_checkpointing.load(content, str(view))
     for number, chunk in enumerate(chunks):
         _load(chunk, loaded[f"model{number}"], str(path))
+
+
+def _without_common(path: Path, folder: Path) -> Path:
+    """The checkpoint in another folder with an empty common.pt: its own may hold objects of other
+    programs, which torch refuses to load, and no weights."""
+    for file in path.iterdir():
+        if file.is_file() and file.name != "common.pt":
+            (folder / file.name).symlink_to(file.resolve())
+    torch.save({}, folder / "common.pt")
+    return folder
 
 
 def load_rank(chunks: Sequence[GPTModel], path: Path) -> None:
