@@ -15,7 +15,9 @@ from rlflow import algorithms
 
 PAGE = Path(__file__).parent / "api.md"
 PARTS = {
-    "Environments": ("Environment", "Task", "Episode", "Step", "Metric", "check_environment"),
+    "Environments": (
+        *("Environment", "Task", "Episode", "Step", "Metric", "PolicyError", "check_environment"),
+    ),
     "Attempts": ("Rollout", "Group", "Trajectory", "Segment", "StopReason"),
     "Training": ("Trainer", "make_batch", "Batch", "PolicyOutput"),
     "A run of your own": ("RunFolder", "evaluate", "export_policy"),

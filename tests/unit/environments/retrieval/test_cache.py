@@ -189,6 +189,8 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
         def decode(self, tokens):
             return bytes(tokens).decode()
 
+        response_text = decode
+
     async def generate(tokens, sampling, request):
         response = list(b"<search>x</search>")
         return Completion(response, [0.0] * len(response), [0] * len(response), "stop")
