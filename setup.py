@@ -77,6 +77,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "httpx>=0.27",
         "fastapi>=0.115",
+        "omegaconf>=2.3",  # argument objects in checkpoints of other programs
         "ruff>=0.6",
         "mypy>=1.11",
         "types-PyYAML",
