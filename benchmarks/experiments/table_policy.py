@@ -58,6 +58,7 @@ class TableTrainer(ReferenceTrainer):
             given.tokens_per_microbatch,
         )
         self.model = TableModel()
+        self.vocab = self.model.table.shape[-1]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=given.lr,
@@ -68,6 +69,7 @@ class TableTrainer(ReferenceTrainer):
         self.updates = 0
         self.snapshots: dict[str, dict[str, Tensor]] = {}
         self.frozen: dict[str, torch.nn.Module] = {}
+        self.frozen_vocab: dict[str, int] = {}
 
     @torch.no_grad()
     def logprobs(self) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,12 +164,22 @@ def run_new(args: argparse.Namespace) -> int:
             _teach(made)
         except BaseException:  # Ctrl-C too: the same command can be given again
             for path in written:
-                path.unlink(missing_ok=True)
+                _remove_with_bytecode(path)
             raise
         written = [*written, made.policy]
     print(f"wrote {', '.join(map(str, written))}\n")
     print("\n".join(f"  {as_called(command)}" for command in made.following()))
     return 0
+
+
+def _remove_with_bytecode(path: Path) -> None:
+    """Removes a file, and what Python kept of it when it was imported."""
+    path.unlink(missing_ok=True)
+    if path.suffix == ".py":
+        cached = Path(importlib.util.cache_from_source(str(path)))
+        cached.unlink(missing_ok=True)
+        with suppress(OSError):  # other modules' bytecode is there, or none ever was
+            cached.parent.rmdir()
 
 
 def _teach(made: Scaffold) -> None:

@@ -112,7 +112,8 @@ def check_environment_keywords(config: RunConfig) -> None:
         ENVIRONMENT.check(config.environment)
     except ConfigError:
         target = ENVIRONMENT.resolve(name)
-        taken = [] if isinstance(target, type) else _required(target)
+        is_function = callable(target) and not isinstance(target, type)
+        taken = _required(target) if is_function else []
         if taken[:1] != ["task"]:
             raise
         raise ConfigError(

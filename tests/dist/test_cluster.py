@@ -179,7 +179,7 @@ def test_ranks_begin_when_weights_are_asked_for_and_make_no_copies_of_their_own(
     whole, called, call = dict(two_ranks.weights()), [], two_ranks._call
     monkeypatch.setattr(two_ranks, "_call", lambda *given: called.append(given) or call(*given))
     tensors = two_ranks.weights(None)
-    assert called == [("start_weights", "weights", None)]
+    assert called == [("start_weights", "weights", None, None)]
     assert all(torch.equal(value, whole[name]) for name, value in tensors)
 
 

@@ -75,7 +75,7 @@ def test_former_names_are_taken_with_one_note(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{n}", "check": "true"}}\n' for n in range(3)))
-    former = {"name": "bash", "data": str(rows), "val_data": str(rows)}
+    former = {"name": "bash", "confinement": "none", "data": str(rows), "val_data": str(rows)}
     with caplog.at_level("WARNING", logger="rlflow"):
         for _ in range(3):
             environment = ENVIRONMENT.build(former, f"environment of {tmp_path}")

@@ -90,6 +90,7 @@ def test_two_conversations_stand_beside_each_other_in_80_columns(
 def test_columns_are_drawn_while_they_are_written_and_stand_whole_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # nothing is redrawn on a terminal that cannot
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with Columns(["before", "after"], PLAIN) as columns:
         (_, before), (_, after) = columns.heard

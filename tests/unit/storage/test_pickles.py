@@ -46,8 +46,12 @@ class Colour(enum.Enum):
 
 
 class NamedColour(enum.Enum):
+    """Pickled as Python 3.11.2 pickles every enum."""
+
     RED = 1
-    __reduce_ex__ = enum.pickle_by_enum_name  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        return getattr, (self.__class__, self._name_)
 
 
 class Outer:
@@ -212,7 +216,7 @@ def test_names_and_memory_are_bounded() -> None:
 def test_names_are_printable() -> None:
     unpickler = InertUnpickler(io.BytesIO(b"\x80\x02cbad\x1b[31m\nname\n."))
     unpickler.load()
-    assert unpickler.passed_over == {"bad?[31m.name"}
+    assert unpickler.passed_over == {"bad\ufffd[31m.name"}
 
 
 def test_a_module_s_state_keeps_its_order() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture
 from rlflow.models.entries import SIGMOID, Experts, rope_kind, rope_of, routing_of, window_of
-from rlflow.storage.pickles import origin_of
+from rlflow.storage.pickles import DTYPES, origin_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -86,8 +86,9 @@ def _arguments(args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a value rather than a stand-in for an object; a dtype is a class."""
-    return isinstance(value, type) or not origin_of(value)
+    """Whether it is a value rather than a stand-in for an object, or the dtype that a name is."""
+    origin = origin_of(value)
+    return not origin or (isinstance(value, type) and origin.removeprefix("torch.") in DTYPES)
 
 
 def _omegaconf_content(value: Any) -> Mapping[Any, Any] | None:
