@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlflow.commands.show import Paint
-from rlflow.report.lines import printable
+from rlflow.texts import printable
 
 TAG = re.compile(r"</?([a-z_]+)>")
 THOUGHT = ("think", "thought", "thinking", "reasoning")

@@ -23,9 +23,8 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError, StorageError
-from rlflow.report.lines import printable
 from rlflow.report.metrics import Metrics, shown
-from rlflow.texts import one_line
+from rlflow.texts import one_line, printable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -19,7 +19,6 @@ from rlflow.report.lines import (
     evaluation_line,
     evaluation_parts,
     numbers,
-    printable,
     run_seconds,
     sparkline,
     values_of,
@@ -35,7 +34,7 @@ from rlflow.report.records import (
     text_of,
 )
 from rlflow.run.directory import RunDirectory
-from rlflow.texts import one_line, printable_styled
+from rlflow.texts import one_line, printable, printable_styled
 
 _CODES = {
     "bold": "1",

@@ -15,11 +15,11 @@ from rlflow.report.lines import (
     curve,
     drawn_score,
     headline,
-    printable,
     values_of,
 )
 from rlflow.report.metrics import PHASES, Metrics, label
 from rlflow.storage.files import replacing
+from rlflow.texts import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

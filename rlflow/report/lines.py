@@ -16,7 +16,6 @@ from typing import Any, TextIO
 
 from rlflow.errors import command
 from rlflow.report.metrics import PHASES, Metric, Metrics, label, leading_score, scores, shown
-from rlflow.texts import printable as printable
 
 Records = Sequence[Mapping[str, float]]
 SPARKS = "▁▂▃▄▅▆▇█"

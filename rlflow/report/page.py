@@ -31,7 +31,6 @@ from rlflow.report.lines import (
     next_commands,
     numbers,
     phase_times,
-    printable,
     run_seconds,
     values_of,
 )
@@ -40,6 +39,7 @@ from rlflow.report.recorded import Record, RunFiles, grouped
 from rlflow.report.records import answers_of, question_of, solved
 from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, write_text
+from rlflow.texts import printable
 
 CHUNK_EPISODES = 96
 MOST_VALUES = 12

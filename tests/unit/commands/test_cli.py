@@ -38,9 +38,9 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.errors import command as called
-from rlflow.report.lines import printable
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
+from rlflow.texts import printable
 from rlflow.types import Episode, Step, Task
 
 ROOT = Path(__file__).resolve().parents[3]
