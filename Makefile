@@ -1,7 +1,7 @@
 # Development targets; PYTHON is the environment's interpreter.
 PYTHON ?= python
 
-.PHONY: check check-full lint format types docs
+.PHONY: check check-full lint format types docs house
 
 check: types
 	bash tests/run.sh
@@ -22,3 +22,6 @@ types:
 docs:
 	$(PYTHON) docs/metrics_table.py
 	$(PYTHON) docs/api_page.py
+
+house:
+	$(PYTHON) -m tests.house

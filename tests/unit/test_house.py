@@ -1,9 +1,12 @@
-"""Mechanisms that exist once: who starts processes and threads, who speaks HTTP, what public tables hold."""
+"""Mechanisms that exist once, and what the code costs a reader."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
+
+from tests.house import CONFIG, functions_that_take, functions_to_the_first_step
 from tests.unit.sources import PACKAGES, files
 
 CLIENTS = {
@@ -41,3 +44,16 @@ def test_one_http_client_library_is_used() -> None:
 
 def test_public_tables_name_no_test_double() -> None:
     assert not holding(r'"(fake|sleep)":\s*"rlflow')
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    """Each may depend on any key; a part is given its section. The figure only falls: `make house`."""
+    assert len(functions_that_take(CONFIG)) <= 125
+
+
+@pytest.mark.slow
+def test_the_way_to_the_first_update_gets_no_longer() -> None:
+    """Named functions from `train` to the first optimizer step, and their files; they only fall."""
+    called = functions_to_the_first_step()
+    assert 400 < len(called) <= 810
+    assert len({file for file, _ in called}) <= 112
