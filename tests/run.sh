@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh [--full | --matrix] [pytest arguments]
 #
-#   (none)    every claim at its smallest size; 9 minutes on two cores (15 where they are slow)
+#   (none)    every claim at its smallest size; 8 minutes on two cores (15 where they are slow)
 #   --full    also kill tests, real engines, other packages' versions; 40 to 90 minutes
 #   --matrix  instead the same claims in every layout, family and preset, and with another megatron-core; under 60 minutes
 #
@@ -13,6 +13,7 @@
 # All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
+#           bash tests/run.sh -p tests.cost       which files cost the most processor seconds
 #           bash tests/run.sh --full -x
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
