@@ -50,7 +50,8 @@ EXTRAS = {
     "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
-    "mathematics": ["math-verify>=0.9"],  # answers that are more than plain numbers
+    # Answers that are more than plain numbers; with an older antlr, math-verify reads 50\% as 50.
+    "mathematics": ["math-verify>=0.9", "antlr4-python3-runtime>=4.13.2"],
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "mcp": ["mcp>=2.0,<3"],
     "ray": ["ray>=2.40"],
@@ -77,7 +78,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "httpx>=0.27",
         "fastapi>=0.115",
-        "omegaconf>=2.3",  # argument objects in checkpoints of other programs
+        "omegaconf>=2.4",  # argument objects in checkpoints of other programs
         "ruff>=0.6",
         "mypy>=1.11",
         "types-PyYAML",

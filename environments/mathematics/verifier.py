@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -15,15 +17,27 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import PolicyError, RLFlowError, install_command, needing
+from rlflow.errors import ConfigError, PolicyError, RLFlowError, install_command, needing
 from rlflow.storage.child import last_said, start_answering
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, GRACE_S = 60.0, 2.0
+PARSER, OLDEST_PARSER = "antlr4-python3-runtime", (4, 13, 2)
 MOST_WAITS = 6  # a check may take so many times its seconds of a processor, on a busy machine
 MOST_CHARACTERS = 2_000  # of an answer that is looked at
 OF_THE_ANSWER = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that end a process for what it computes: formulas that are nested too deeply."""
+
+
+def check_parser(version: str) -> None:
+    """Raises ConfigError for a version of the parser with which math-verify reads percents wrongly."""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST_PARSER:
+        oldest = ".".join(map(str, OLDEST_PARSER))
+        raise ConfigError(
+            f"environment mathematics: expected {PARSER} {oldest} or newer, found {version}, with "
+            rf"which math-verify reads 50\% as 50: pip install '{PARSER}>={oldest}' (omegaconf before "
+            "2.4 holds an older one), or set checks=numbers."
+        )
 
 
 class VerifierError(RLFlowError):
@@ -47,6 +61,7 @@ class Verifier:
         with needing("environment mathematics", install_command("mathematics")):
             if importlib.util.find_spec("math_verify") is None:
                 raise ImportError(name="math-verify")
+        check_parser(importlib.metadata.version(PARSER))
         self._counts: Counter[str] = Counter()
         self._timeout_s, self._command = timeout_s, (str(program), str(memory_mb))
         self._places = threading.Semaphore(at_once)

@@ -25,7 +25,7 @@ from rlflow_environments.mathematics.answers import boxed, number, on_last_line
 from rlflow_environments.mathematics.environment import Mathematics
 from rlflow_environments.mathematics.player import play
 from rlflow_environments.mathematics.problems import FAMILIES
-from rlflow_environments.mathematics.verifier import Verifier, VerifierError
+from rlflow_environments.mathematics.verifier import Verifier, VerifierError, check_parser
 from tests.saying import Saying, byte_tokenizer
 
 NAMES = [family.name for family in FAMILIES]
@@ -437,6 +437,13 @@ CASES = [
     (r"\{1,2,3\}", r"\{3,2,1\}", r"\{1,2\}"),
     ("18", r"\$18.00.", "81"),
 ]
+
+
+def test_a_parser_that_reads_percents_wrongly_is_refused() -> None:
+    check_parser("4.13.2")
+    check_parser("4.14.0rc1")
+    with pytest.raises(ConfigError, match=r"4\.13\.2 or newer, found 4\.9\.3"):
+        check_parser("4.9.3")
 
 
 @pytest.mark.slow
