@@ -53,7 +53,8 @@ class Verifier:
     that ended. Its methods may be called from many threads.
 
     timeout_s: of a check, in seconds of a processor. memory_mb: of a process. Raises
-    MissingPackageError."""
+    MissingPackageError without math-verify or its parser, ConfigError for a parser that is too
+    old."""
 
     def __init__(
         self, at_once: int, timeout_s: float, memory_mb: int, program: Path = WORKER
@@ -61,7 +62,8 @@ class Verifier:
         with needing("environment mathematics", install_command("mathematics")):
             if importlib.util.find_spec("math_verify") is None:
                 raise ImportError(name="math-verify")
-        check_parser(importlib.metadata.version(PARSER))
+            parser_version = importlib.metadata.version(PARSER)
+        check_parser(parser_version)
         self._counts: Counter[str] = Counter()
         self._timeout_s, self._command = timeout_s, (str(program), str(memory_mb))
         self._places = threading.Semaphore(at_once)

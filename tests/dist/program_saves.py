@@ -275,7 +275,7 @@ def _megatron_arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
         distributed_timeout=datetime.timedelta(minutes=10),
         activation=F.silu,
         optimizer_class=torch.optim.AdamW,
-        custom_generate=functools.partial(print, end=""),
+        custom_generate=functools.partial(sorted, reverse=True),
         stop_tokens={1, 2},
         save=Path("/somewhere"),
         eval_datasets=[EvalDataset("aime", "/data/aime.jsonl", metadata_overrides={"n": 1})],

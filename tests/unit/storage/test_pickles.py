@@ -86,7 +86,7 @@ KINDS = {
     "defaultdict": defaultdict(list, {"a": [1]}),
     "enum": Colour.RED,
     "enum by name": NamedColour.RED,
-    "partial": functools.partial(print, end=""),
+    "partial": functools.partial(sorted, reverse=True),
     "class of an optimizer": torch.optim.AdamW,
     "function": torch.nn.functional.silu,
     "datetime": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),

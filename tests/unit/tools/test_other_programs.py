@@ -95,7 +95,7 @@ BESIDE: dict[str, Any] = {
     "set": {1, 2},
     "defaultdict": collections.defaultdict(list, {"a": [1]}),
     "enum": Colour.RED,
-    "partial": functools.partial(print, end=""),
+    "partial": functools.partial(sorted, reverse=True),
     "optimizer": torch.optim.AdamW,
     "activation": torch.nn.functional.silu,
     "datetime": datetime.datetime(2026, 1, 2),

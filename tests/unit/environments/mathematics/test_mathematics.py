@@ -446,6 +446,14 @@ def test_a_parser_that_reads_percents_wrongly_is_refused() -> None:
         check_parser("4.9.3")
 
 
+def test_a_parser_that_is_missing_is_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify can be installed without one."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    monkeypatch.setattr(verifying, "PARSER", "a-parser-that-is-not-there")
+    with pytest.raises(MissingPackageError, match="a-parser-that-is-not-there"):
+        Verifier(1, 1.0, 512)
+
+
 @pytest.mark.slow
 def test_math_verify_on_hard_and_hostile_answers() -> None:
     pytest.importorskip(
