@@ -5,7 +5,9 @@ A case is a model and words, e.g. "qwen2-tied TP2 PP2 SP packed": what of the fo
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from fixtures import tiny_model
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from rlflow.batching import ROUTED, ROUTES
 from rlflow.models.huggingface import digest, iterate_weights
@@ -522,3 +525,35 @@ def test_bfloat16_is_as_exact_in_other_layouts(
     case: str, slow: Any, rounded: Any, single: Any, directory: Path
 ) -> None:
     check_rounded(slow[case], rounded, single["qwen2-tied"], directory)
+
+
+def _fail_on_one(rank: int, jobs: list[dict[str, Any]]) -> None:
+    """One rank raises, dies or hangs, while the others wait for it."""
+    import torch.distributed as dist
+
+    how = jobs[0]["how"]
+    if rank == 2 and how == "raises":
+        raise ZeroDivisionError("rank 2 has gone wrong")
+    if rank == 2 and how == "dies":
+        os._exit(7)
+    if rank == 2 and how == "hangs":
+        time.sleep(60)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raises", ProcessRaisedException, "ZeroDivisionError: rank 2 has gone wrong"),
+        ("dies", ProcessExitedException, "process 2 terminated with exit code 7"),
+        ("hangs", TimeoutError, "longer than 1 s"),
+    ],
+)
+def test_ranks_that_fail_are_an_error_and_the_next_work_gets_others(
+    how: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    ranks = Ranks()
+    with pytest.raises(error, match=message):
+        ranks.run(tmp_path, [{"how": how}], 1, work=_fail_on_one)
+    ranks.run(tmp_path, [{"how": "none"}], 60, work=_fail_on_one)
+    ranks.close()
