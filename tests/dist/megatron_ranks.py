@@ -1,7 +1,9 @@
-"""What each rank of the Megatron layout tests does: one launch of four ranks goes through many (model, layout) pairs."""
+"""Four ranks for tests of layouts, and what they do: one launch goes through all jobs of a session."""
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -144,21 +146,21 @@ def train(
     return result
 
 
-def join(rank: int, port: int, ranks: int = RANKS) -> None:
-    """Meets the other ranks at the store of the process that launched them."""
+def join(rank: int, port: int, ranks: int = RANKS) -> Any:
+    """Meets the other ranks at the store of the process that launched them, and returns it."""
     import torch.distributed as dist
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return store
 
 
-def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
-    """One rank: joins the others, runs the jobs in order, each by its `train`; rank 0 writes what came out."""
+def run_jobs(rank: int, jobs: list[dict[str, Any]]) -> None:
+    """What one rank does: the jobs in order, each by its `train`; rank 0 writes what came out."""
     import torch.distributed as dist
 
-    join(rank, port)
     for job in jobs:
         arguments = {key: value for key, value in job.items() if key not in ("result", "train")}
         result = job.get("train", train)(**arguments)
@@ -167,40 +169,83 @@ def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
         result["same_on_all_ranks"] = all(other == same[0] for other in same)
         if rank == 0:
             torch.save(result, job["result"])
+
+
+Work = Callable[[int, list[dict[str, Any]]], None]
+"""What each rank does with the jobs, given its number."""
+
+
+def _serve(rank: int, port: int) -> None:
+    """One rank: joins the others, and does what the store names until that is nothing."""
+    import torch.distributed as dist
+
+    store = join(rank, port)
+    store.set_timeout(datetime.timedelta(days=1))
+    for number in itertools.count():
+        path = store.get(f"work {number}").decode()
+        if not path:
+            break
+        work, jobs = torch.load(path, weights_only=False)
+        work(rank, jobs)
+        store.add(f"done {number}", 1)
     dist.destroy_process_group()
 
 
-def _run_saved(rank: int, main: Callable[..., None], port: int, jobs: Path) -> None:
-    main(rank, port, torch.load(jobs, weights_only=False))
+class Ranks:
+    """Four ranks, launched when there is work for them, and kept for the work that follows.
 
+    Where a rank raises, dies or takes too long, all are ended; further work gets new ones."""
 
-def launch(
-    directory: Path,
-    jobs: list[dict[str, Any]],
-    limit_s: float,
-    main: Callable[..., None] = rank_main,
-) -> None:
-    """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
-    import multiprocessing
+    def __init__(self) -> None:
+        self._context: Any = None
+        self._store: Any = None
+        self._works = 0
 
-    import torch.distributed as dist
-    import torch.multiprocessing as mp
+    def run(
+        self, directory: Path, jobs: list[dict[str, Any]], limit_s: float, work: Work = run_jobs
+    ) -> None:
+        """Does the jobs. Raises what a rank raised, with its traceback, or TimeoutError."""
+        if self._context is None:
+            self._launch()
+        number, self._works = self._works, self._works + 1
+        # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
+        path = directory / f"work-{number}.pt"
+        torch.save((work, jobs), path)
+        deadline = time.monotonic() + limit_s
+        try:
+            self._store.set(f"work {number}", str(path))
+            while self._store.add(f"done {number}", 0) < RANKS:
+                assert not self._context.join(timeout=0.2), "the ranks ended amid their work"
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the ranks took longer than {limit_s:.0f} s")
+        except BaseException:
+            self._end()
+            raise
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # One process imports megatron-core and what an optimizer imports (seconds); every rank of every launch is forked from it.
-    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron", "torch._dynamo"])
-    # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
-    torch.save(jobs, directory / "jobs.pt")
-    arguments = (main, store.port, directory / "jobs.pt")
-    context = mp.start_processes(
-        _run_saved, args=arguments, nprocs=RANKS, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + limit_s
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the ranks took longer than {limit_s:.0f} s")
-    finally:
-        for process in context.processes:
+    def close(self) -> None:
+        """Ends the ranks."""
+        if self._context is not None:
+            self._store.set(f"work {self._works}", "")
+            self._context.join(timeout=10.0)
+            self._end()
+
+    def _launch(self) -> None:
+        import multiprocessing
+
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+
+        # One process imports megatron-core and what an optimizer imports (seconds); every rank is forked from it.
+        multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron", "torch._dynamo"])
+        self._works = 0
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._context = mp.start_processes(
+            _serve, (self._store.port,), nprocs=RANKS, join=False, start_method="forkserver"
+        )
+
+    def _end(self) -> None:
+        for process in self._context.processes:
             if process.is_alive():
                 process.kill()
+            process.join()
+        self._context = self._store = None

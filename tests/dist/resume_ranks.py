@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlflow.errors import RLFlowError
-from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, join, make_batch
+from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, make_batch
 
 BEFORE, AFTER = 2, 2
 """Updates before and after the checkpoint."""
@@ -44,17 +44,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         trainer.close()
 
 
-def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
+def run_jobs(rank: int, jobs: list[dict[str, Any]]) -> None:
     """One rank of four; every rank writes what came out, as rank 0's file name with its number."""
     import torch.distributed as dist
 
-    join(rank, port)
     for job in jobs:
         if job.get("damage") and rank == 0:
             damage(Path(job["load"]))
         dist.barrier()
         torch.save(run(job), f"{job['result']}.{rank}")
-    dist.destroy_process_group()
 
 
 def run_elsewhere(
@@ -71,7 +69,9 @@ from tests.dist import megatron_ranks, resume_ranks
 if __name__ == "__main__":
     directory = Path({str(directory)!r})
     jobs = torch.load(directory / "elsewhere.pt", weights_only=False)
-    megatron_ranks.launch(directory, jobs, limit_s=280, main=resume_ranks.rank_main)
+    ranks = megatron_ranks.Ranks()
+    ranks.run(directory, jobs, limit_s=280, work=resume_ranks.run_jobs)
+    ranks.close()
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -224,17 +224,21 @@ def test_each_rank_packs_the_whole_weights_on_its_own_gpu(two_ranks):
     assert not {os.readlink(path) for path in left} & set(files)
 
 
-@needs_ray
-@pytest.mark.dist
-def test_every_socket_listens_on_the_loopback_only(two_ranks):
+def assert_listening_on_the_loopback(processes: list[psutil.Process]) -> None:
     listening = [
         (process.name(), connection.laddr.ip)
-        for process in descendants()
+        for process in processes
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening
     assert {ip.removeprefix("::ffff:") for _, ip in listening} <= {"127.0.0.1", "::1"}, listening
+
+
+@needs_ray
+@pytest.mark.dist
+def test_every_socket_listens_on_the_loopback_only(two_ranks):
+    assert_listening_on_the_loopback(descendants())
 
 
 @needs_ray
@@ -415,6 +419,7 @@ def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp
 
 DRIVER = """
 import sys, time
+import ray
 from rlflow.cluster.trainer import RayTrainer
 if __name__ == "__main__":
     trainer = RayTrainer(sys.argv[1], ranks=1, backend="reference")
@@ -433,7 +438,10 @@ if __name__ == "__main__":
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
+def test_a_driver_that_imported_ray_listens_on_the_loopback_and_leaves_no_process_behind(
+    model_path, number
+):
+    """Ray reads its settings when it is imported; it listened on all addresses then."""
     command = [sys.executable, "-c", DRIVER, str(model_path)]
     root = Path(__file__).resolve().parents[2]
     environment = {
@@ -452,6 +460,7 @@ def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
         assert driver.stdout is not None and driver.stdout.readline().strip() == "ready"
         family = descendants(psutil.Process(driver.pid))
         assert len(family) > 3
+        assert_listening_on_the_loopback([psutil.Process(driver.pid), *family])
         if number == signal.SIGINT:
             os.killpg(driver.pid, number)  # as a terminal does it
         else:

@@ -11,7 +11,7 @@ from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 
 from rlflow.models.huggingface import digest, iterate_weights
-from tests.dist.megatron_ranks import launch, make_batch
+from tests.dist.megatron_ranks import Ranks, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -29,7 +29,9 @@ LAYOUTS = (  # (tensor, pipeline, options); the rest of the four ranks is data p
 )
 
 
-def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path) -> None:
+def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     jobs = []
     for name, options in MODELS.items():
         tiny_model(
@@ -53,7 +55,7 @@ def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path)
                     "result": tmp_path / f"{place}.pt",
                 }
             )
-    launch(tmp_path, jobs, limit_s=280)
+    ranks.run(tmp_path, jobs, limit_s=280)
     for job in jobs:
         trained = torch.load(job["result"], weights_only=False)["weights"]
         out = tmp_path / f"out-{job['result'].stem}"

@@ -11,7 +11,7 @@ import pytest
 from fixtures import tiny_model
 
 from tests.dist.critic_ranks import VOCAB, check, make_job, make_targets, train, train_alone
-from tests.dist.megatron_ranks import launch
+from tests.dist.megatron_ranks import Ranks
 from tests.dist.test_layouts import options_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -51,12 +51,12 @@ def single(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+def jobs(directory: Path, single: Any, ranks: Ranks) -> dict[str, dict[str, Any]]:
     made = {
         case: make_job(directory, case.split()[0], case, options_of(case), few="few" in case)
         for case in CASES
     }
-    launch(directory, list(made.values()), limit_s=1400)
+    ranks.run(directory, list(made.values()), limit_s=1400)
     return made
 
 

@@ -13,7 +13,7 @@ from fixtures import tiny_model
 from rlflow.algorithms.algorithm import Algorithm, make_loss
 from rlflow.models.huggingface import digest
 from rlflow.types import Batch
-from tests.dist.megatron_ranks import OPTIONS, join, launch, make_batch
+from tests.dist.megatron_ranks import OPTIONS, Ranks, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -128,15 +128,11 @@ def stale(batch: Batch) -> Batch:
     )
 
 
-def rank_main(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
-    import torch.distributed as dist
-
-    join(rank, port)
+def run_jobs(rank: int, jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         result = updates(job["model"], job["options"])
         if rank == 0:
             torch.save(result, job["result"])
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +148,12 @@ def alone(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def over_ranks(model: Path) -> dict[str, Any]:
+def over_ranks(model: Path, ranks: Ranks) -> dict[str, Any]:
     jobs = {
         name: {"model": model, "options": options, "result": model.parent / f"{place}.pt"}
         for place, (name, options) in enumerate(LAYOUTS.items())
     }
-    launch(model.parent, list(jobs.values()), limit_s=800, main=rank_main)
+    ranks.run(model.parent, list(jobs.values()), limit_s=800, work=run_jobs)
     return {name: torch.load(job["result"], weights_only=False) for name, job in jobs.items()}
 
 

@@ -14,7 +14,7 @@ from fixtures import tiny_model
 from rlflow.models.adapter import write_adapter
 from rlflow.trainer.options import LoraOptions
 from tests.dist.lora_ranks import ALPHA, LORA, RANK, VOCAB, check_layout, make_job, train_alone
-from tests.dist.megatron_ranks import launch
+from tests.dist.megatron_ranks import Ranks
 from tests.dist.test_layouts import options_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -54,9 +54,9 @@ def single(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+def jobs(directory: Path, single: Any, ranks: Ranks) -> dict[str, dict[str, Any]]:
     made = {case: make_job(directory, case.split()[0], case, options_of(case)) for case in CASES}
-    launch(directory, list(made.values()), limit_s=1400)
+    ranks.run(directory, list(made.values()), limit_s=1400)
     return made
 
 

@@ -104,31 +104,6 @@ print("joined")
 """
 
 
-LISTENING = """
-import psutil, ray
-from rlflow.cluster.session import connect
-session = connect(None, cpus=1)
-family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-open_ones = (one for process in family for one in process.net_connections("inet") if one.status == "LISTEN")
-found = {one.laddr.ip.removeprefix("::ffff:") for one in open_ones}
-session.close()
-print(found and found <= {"127.0.0.1", "::1"}, found)
-"""
-
-
-@needs_ray
-@pytest.mark.dist
-def test_a_script_that_imported_ray_before_listens_on_the_loopback_too() -> None:
-    """Ray reads its settings when it is imported; it listened on all addresses then."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LISTENING]
-    said = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert said.stdout.startswith("True"), said.stdout + said.stderr[-2000:]
-
-
 @needs_ray
 @pytest.mark.dist
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 
-from tests.dist.megatron_ranks import RANKS, launch
-from tests.dist.resume_ranks import AFTER, rank_main, run, run_elsewhere
+from tests.dist.megatron_ranks import RANKS, Ranks
+from tests.dist.resume_ranks import AFTER, run, run_elsewhere, run_jobs
 
 pytestmark = pytest.mark.dist
 
@@ -31,17 +31,18 @@ BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 WRITERS: dict[str, dict[str, Any]] = {"TP2-PP2": MODEL_PARALLEL, "PP2-DP2-split": STAGES_SPLIT}
 READERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (written by, options)
     "the same layout": ("TP2-PP2", MODEL_PARALLEL),
-    "TP2 x DP2, split": ("TP2-PP2", TENSOR_SPLIT),
     "TP2 x PP2 from split": ("PP2-DP2-split", MODEL_PARALLEL),
     "TP2 x DP2 from one process": ("alone", TENSOR_SPLIT),
     "damaged": ("damaged", MODEL_PARALLEL),
 }
 SLOW_WRITERS = {
+    "TP2-PP2-again": MODEL_PARALLEL,
     "PP2-split": STAGES_SPLIT,
     "PP2-split-bf16": {**STAGES_SPLIT, **BFLOAT16},
     "DP4": ALONE,
 }
 SLOW_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TP2 x DP2, split": ("TP2-PP2-again", TENSOR_SPLIT),
     "the same split": ("PP2-split", STAGES_SPLIT),
     "split over twice as many": ("PP2-split", SPLIT),
     "the same split, bf16": ("PP2-split-bf16", {**STAGES_SPLIT, **BFLOAT16}),
@@ -87,7 +88,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def on_four_ranks(
-    directory: Path, writers: dict[str, dict[str, Any]], readers: dict[str, Any]
+    ranks: Ranks, directory: Path, writers: dict[str, dict[str, Any]], readers: dict[str, Any]
 ) -> Results:
     """Of all writers and readers: what each rank found."""
     jobs = [
@@ -97,7 +98,7 @@ def on_four_ranks(
         jobs.append(
             job(directory, name, options, load=directory / writer, damage=writer == "damaged")
         )
-    launch(directory, jobs, limit_s=280, main=rank_main)
+    ranks.run(directory, jobs, limit_s=280, work=run_jobs)
     return {
         name: [torch.load(f"{one['result']}.{rank}", weights_only=False) for rank in range(RANKS)]
         for name, one in zip([*writers, *readers], jobs, strict=True)
@@ -105,14 +106,14 @@ def on_four_ranks(
 
 
 @pytest.fixture(scope="module")
-def results(directory: Path, alone: dict[str, Any]) -> Results:
+def results(ranks: Ranks, directory: Path, alone: dict[str, Any]) -> Results:
     shutil.copytree(directory / "alone", directory / "damaged")
-    return on_four_ranks(directory, WRITERS, READERS)
+    return on_four_ranks(ranks, directory, WRITERS, READERS)
 
 
 @pytest.fixture(scope="module")
-def slow_results(directory: Path) -> Results:
-    return on_four_ranks(directory, SLOW_WRITERS, SLOW_READERS)
+def slow_results(ranks: Ranks, directory: Path) -> Results:
+    return on_four_ranks(ranks, directory, SLOW_WRITERS, SLOW_READERS)
 
 
 def assert_continues(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:

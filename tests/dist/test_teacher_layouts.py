@@ -14,7 +14,7 @@ from rlflow.algorithms.losses.teacher_kl import TeacherKLLoss
 from rlflow.trainer.base import Trainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tests import rounding
-from tests.dist.megatron_ranks import OPTIONS, join, launch, make_batch
+from tests.dist.megatron_ranks import OPTIONS, Ranks, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -53,19 +53,15 @@ def distill(policy: Path, teacher: Path, **options: Any) -> dict[str, Any]:
     return result
 
 
-def distill_on_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
-    import torch.distributed as dist
-
-    join(rank, port)
+def distill_on_rank(rank: int, jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         result = distill(job["policy"], job["teacher"], **job["options"])
         if rank == 0:
             torch.save(result, job["result"])
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, dict[str, Any]]:
     """By case; "one": a single process."""
     path = tmp_path_factory.mktemp("distillation")
     sizes = {"tokenizer": False, "vocab_size": VOCAB, "num_hidden_layers": 4}
@@ -77,7 +73,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         {"policy": policy, "teacher": teacher, "options": options, "result": path / f"{number}.pt"}
         for number, options in enumerate(CASES.values())
     ]
-    launch(path, jobs, 500, distill_on_rank)
+    ranks.run(path, jobs, 500, distill_on_rank)
     results = {
         case: torch.load(job["result"], weights_only=False)
         for case, job in zip(CASES, jobs, strict=True)

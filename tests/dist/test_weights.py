@@ -48,8 +48,8 @@ def ray() -> Iterator[Any]:
     session.close()
 
 
-class ReaderActor:
-    """Rollout workers' readers, in a process of their own."""
+class Elsewhere:
+    """Rollout workers' readers, and a publisher, in a process of their own."""
 
     def __init__(self) -> None:
         sys.path.insert(0, str(ROOT))
@@ -61,15 +61,15 @@ class ReaderActor:
         (read,) = self.held
         return digest(read.weights), read.bytes, read.delta
 
-
-def reader(ray: Any) -> Any:
-    return ray.remote(num_cpus=0, max_restarts=0)(ReaderActor).remote()
+    def publish(self) -> Offer:
+        self.publisher = WeightPublisher(put)
+        return self.publisher.publish(large(1), 1)
 
 
 @pytest.fixture(scope="module")
 def elsewhere(ray: Any) -> Any:
-    """One for the tests that do not kill theirs: it takes seconds to start."""
-    return reader(ray)
+    """It takes seconds to start."""
+    return ray.remote(num_cpus=0, max_restarts=0)(Elsewhere).remote()
 
 
 def used(ray: Any) -> float:
@@ -111,42 +111,35 @@ def test_a_reader_goes_on_with_a_version_that_its_publisher_has_let_go(
     assert ray.get(asked, timeout=60)[0] == expected
 
 
-def test_a_killed_reader_and_versions_that_are_over_take_no_memory(ray: Any) -> None:
-    until(lambda: used(ray) < 8, 20.0)
-    publisher, victim = WeightPublisher(put), reader(ray)
-    ray.get(victim.read.remote(Update(publisher.publish(large(1), 1))), timeout=60)
-    for version in (2, 3, 4):
-        publisher.publish(large(version), version)
-    until(lambda: 60 < used(ray) < 70, 20.0)  # the two newest
-    ray.kill(victim)
-    publisher.close()
-    until(lambda: used(ray) < 8, 20.0)
-
-
-def test_weights_whose_publisher_has_died_are_one_error(ray: Any) -> None:
-    class Publishing:
-        def publish(self) -> Offer:
-            self.publisher = WeightPublisher(put)
-            return self.publisher.publish(large(1), 1)
-
-    owner = ray.remote(num_cpus=0, max_restarts=0)(Publishing).remote()
-    offer = ray.get(owner.publish.remote(), timeout=60)
-    ray.kill(owner)
-    told = r"^weights of version 1, bucket 1 of 1: is no longer in Ray's object store"
-    with pytest.raises(RolloutError, match=told):
-        for _ in range(100):  # it takes a moment until its end is known
-            WeightReader().read(offer)
-            time.sleep(0.1)
-
-
 def test_a_bucket_that_does_not_come_is_given_up_at_the_deadline(
-    ray: Any, monkeypatch: pytest.MonkeyPatch
+    elsewhere: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "GET_S", 0.3)
-    slow = ray.remote(num_cpus=0)(lambda: time.sleep(5.0)).remote()
+    slow = elsewhere.__ray_call__.remote(lambda _: time.sleep(1.0))
     told = r"^weights of version 1: waited 0.3 s for 7 MiB from Ray's object store; is the network"
     with pytest.raises(RolloutError, match=told):
         object_store.StoredBucket(slow, 7 * MIB).get("weights of version 1")
+
+
+def test_who_is_killed_takes_no_memory_and_what_it_published_is_one_error(
+    ray: Any, elsewhere: Any
+) -> None:
+    """Ends the shared process, so it stands last among the tests that use it."""
+    until(lambda: used(ray) < 8, 20.0)
+    publisher = WeightPublisher(put)
+    ray.get(elsewhere.read.remote(Update(publisher.publish(large(1), 1))), timeout=60)
+    for version in (2, 3, 4):
+        publisher.publish(large(version), version)
+    until(lambda: 60 < used(ray) < 70, 20.0)  # the two newest
+    lost = ray.get(elsewhere.publish.remote(), timeout=60)
+    ray.kill(elsewhere)
+    publisher.close()
+    until(lambda: used(ray) < 8, 20.0)
+    told = r"^weights of version 1, bucket 1 of 1: is no longer in Ray's object store"
+    with pytest.raises(RolloutError, match=told):
+        for _ in range(100):  # it takes a moment until its end is known
+            WeightReader().read(lost)
+            time.sleep(0.1)
 
 
 def test_a_store_that_is_too_small_is_told_once_at_the_start(

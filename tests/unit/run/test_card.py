@@ -17,7 +17,7 @@ from tests.flow.letters import Letters, letters_config, write_letters_model
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    few = ("run.steps=12", "evaluation.every_steps=0", "metrics.picture=false",
+    few = ("run.steps=2", "evaluation.every_steps=0", "metrics.picture=false",
            "trainer.backend=reference", "evaluation.final_questions=4", "rollout.max_response_tokens=8",
            "rollout.max_total_tokens=32")  # fmt: skip
     train(letters_config(write_letters_model(folder / "start"), folder, *few))
@@ -28,7 +28,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(export: Pat
     card = (export / "README.md").read_text()
     summary = json.loads((export.parent / "summary.json").read_text())
     assert f"{summary['last_evaluation']['eval/exact_match']:.3f}" in card
-    for told in ("Letters", "start", "12 steps", "4 prompts", "grpo", "rlflow eval --model"):
+    for told in ("Letters", "start", "2 steps", "4 prompts", "grpo", "rlflow eval --model"):
         assert told in card
     verify_export(export)  # the manifest vouches for the card too
     assert "README.md" in json.loads((export / "manifest.json").read_text())["files"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rlflow.storage.lock import DirectoryLock
+from tests.unit.run.programs import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,7 +19,7 @@ def play(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-POOL = """
+POOL = f"""{WITHOUT_TORCH}
 import multiprocessing, time
 from rlflow.run.interrupt import Interrupt
 with Interrupt(grace_s=1.0) as interrupt:

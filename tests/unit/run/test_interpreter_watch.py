@@ -18,10 +18,11 @@ from rlflow.run.interrupt import InterpreterWatch
 from rlflow.run.silence import described
 from tests.flow.fallible import REFERENCE
 from tests.flow.letters import LEARNING, letters_config, write_config, write_letters_model
+from tests.unit.run.programs import WITHOUT_TORCH
 
 PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
-HOLDING = """
+HOLDING = f"""{WITHOUT_TORCH}
 import re, threading
 from rlflow.run import interrupt
 interrupt.WORD_S = interrupt.FLOOR_S = 1.0
@@ -99,7 +100,7 @@ def test_a_long_stack_is_cut_to_its_innermost_frames_and_the_users() -> None:
     assert sum("my_environment.py" in line for line in lines) == 1
 
 
-STOPPED = """
+STOPPED = f"""{WITHOUT_TORCH}
 import os
 from rlflow.run import interrupt
 interrupt.WORD_S = interrupt.FLOOR_S = 1.0

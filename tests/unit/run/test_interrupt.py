@@ -12,6 +12,7 @@ import time
 import pytest
 
 from rlflow.run.interrupt import Interrupt, Stopped
+from tests.unit.run.programs import WITHOUT_TORCH
 
 PROGRAM = """
 import ctypes, sys, time
@@ -44,7 +45,7 @@ POLITE = """
 
 def play(hang: str, signals: list[int], graceful: bool = True) -> tuple[int, str, str]:
     """(exit status, stdout after "ready", stderr) of a process that hangs and gets the signals."""
-    program = PROGRAM.format(graceful=graceful, hang=hang)
+    program = WITHOUT_TORCH + PROGRAM.format(graceful=graceful, hang=hang)
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -64,7 +65,9 @@ def test_the_first_signal_only_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "hang", [NATIVE, CLEANING_UP, DEAF], ids=["native code", "cleaning up", "deaf"]
+    "hang",
+    [NATIVE, pytest.param(CLEANING_UP, marks=pytest.mark.slow), DEAF],
+    ids=["native code", "cleaning up", "deaf"],
 )
 def test_a_second_signal_ends_the_process_whatever_hangs(hang: str) -> None:
     status, _, errors = play(hang, [signal.SIGTERM, signal.SIGTERM])

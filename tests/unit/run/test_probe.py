@@ -17,7 +17,8 @@ from rlflow.run.open import open_run
 from tests.flow.letters import letters_config, write_letters_model
 
 FEW = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
-       "evaluation.final_questions=4", "checkpoint.export=false", "trainer.backend=reference", "trainer.lr=0.1")  # fmt: skip
+       "evaluation.final_questions=4", "evaluation.at_start=false", "metrics.picture=false", "checkpoint.export=false",
+       "trainer.backend=reference", "trainer.lr=0.1")  # fmt: skip
 
 
 class Unhashed(EmbeddedEngine):

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {"packing": True},
     "padded float32": {},
     "recompute": {"dtype": "bfloat16", "packing": True, "recompute": "full"},
-    "modules recomputed": {"recompute": ["core_attn", "mlp"]},
+    "modules recomputed": {"packing": True, "recompute": ["core_attn", "mlp"]},
     "LoRA": {"dtype": "bfloat16", "packing": True, "lora": {"rank": 4}},
     "critic": {"dtype": "bfloat16", "packing": True, "values": True},
     "off the GPU": {
@@ -52,7 +52,7 @@ def exercise(path: Path, gpu: Gpu | None, options: dict[str, Any]) -> dict[str, 
     settings = {"lr": 1e-3, "tokens_per_microbatch": 20, **options}
     want = ("values",) if options.get("values") else ("logprobs", "entropy")
     loss = value_loss if options.get("values") else policy_gradient
-    batch, trainers = make_batch(), [Trainer.from_pretrained(path, **settings)]
+    batch, trainers = make_batch(rows=4), [Trainer.from_pretrained(path, **settings)]
     try:
         trainer = trainers[0]
         inner = getattr(trainer._optimizer, "chained_optimizers", [trainer._optimizer])[0].optimizer
@@ -101,16 +101,16 @@ def _gap(one: Any, other: Any, batch: Batch, loss: Any, want: tuple[str, ...]) -
 
 
 def _waits_per_microbatch(trainer: Any, batch: Batch, loss: Any, gpu: Gpu | None) -> dict[str, int]:
-    """{place: how often the host waits there in each micro-batch}: the difference that three more
+    """{place: how often the host waits there in each micro-batch}: the difference that two more
     micro-batches make."""
     counts = []
-    for rows in (3, 6):
+    for rows in (2, 4):
         if gpu is not None:
             gpu.waits.clear()
         trainer.update(batch.select(list(range(rows))), loss)
         counts.append(Counter(gpu.waits) if gpu is not None else Counter())
     return {
-        f"{name} {place}": count // 3 for (name, place), count in (counts[1] - counts[0]).items()
+        f"{name} {place}": count // 2 for (name, place), count in (counts[1] - counts[0]).items()
     }
 
 

@@ -31,6 +31,8 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
 """Relative: the operations of GPUs round in other places."""
 ENGINE = ("packed", "padded float32", "recompute", "LoRA", "critic", "off the GPU")
 """Cases with Transformer Engine."""
+SLOW = ("float32", "padded float32")
+"""Their parts are in others: float32 in "modules recomputed", padding in "padded"."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,10 @@ def check(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert sum(found["waits"].values()) <= WAITS
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES],
+)
 def test_local_layers_compute_what_the_cpu_does(
     name: str, model: Path, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,11 +234,18 @@ class FusedAdam(torch.optim.Optimizer):
                 value.sub_(group["lr"] * (mean / spread + group["weight_decay"] * value))
 
 
+KINDS = (FusedAdam, torch.optim.Adam, torch.optim.AdamW)
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"dtype": "bfloat16"}, {"distributed_optimizer": True})
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}], ids=str
-)
-@pytest.mark.parametrize(
-    "kind", [FusedAdam, torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, marks=() if number == other else pytest.mark.slow)
+        for number, kind in enumerate(KINDS)
+        for other, options in enumerate(OPTIONS)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_resumed_run_updates_as_the_uninterrupted_one(
     kind: Any, options: dict[str, Any], make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

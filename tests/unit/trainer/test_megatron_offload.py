@@ -41,8 +41,8 @@ def on_host(trainer: Any) -> Trainer:
     "options",
     [
         {},
-        {"dtype": "bfloat16"},
-        {"distributed_optimizer": True},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"distributed_optimizer": True}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "distributed_optimizer": True},
     ],
     ids=str,

@@ -150,7 +150,7 @@ def test_chunks_attend_as_the_whole_row_does(ranks: int) -> None:
         torch.testing.assert_close(torch.cat(mixed), whole[held], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("limit", [1, 30, 16384])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 30, 16384])
 def test_packed_equals_padded(make: Any, limit: int) -> None:
     batch, loss = make_batch(), RowRatioWithEntropy()
     padded, packed = make(), make(packing=True, tokens_per_microbatch=limit)

@@ -85,7 +85,10 @@ def test_no_token_of_these_episodes_depends_on_rounding(
         assert margin(qwen, prompt, completion.tokens, temperature, seed) > 1
 
 
-@pytest.mark.parametrize("kv_tokens", [256, 320, 512])
+@pytest.mark.parametrize(
+    "kv_tokens",
+    [256, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (320, 512))],
+)
 def test_a_small_pool_gives_exactly_the_tokens_of_a_large_one(
     in_a_large_pool: Episodes, qwen: Path, temperature: float, kv_tokens: int
 ) -> None:

@@ -22,10 +22,8 @@ PROMPTS = [[(place * (7 + row)) % 290 + 5 for place in range(400)] for row in ra
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose keys and values weigh something: 8 KiB per token and layer."""
-    return tiny_model(
-        tmp_path_factory.mktemp("wide"), "qwen2", hidden_size=1024, num_key_value_heads=4
-    )
+    """A small model whose keys and values weigh something: 8 KiB per token and layer."""
+    return tiny_model(tmp_path_factory.mktemp("wide"), "qwen3", head_dim=256, num_key_value_heads=4)
 
 
 def engine_over(path: Path) -> EmbeddedEngine:
