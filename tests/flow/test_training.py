@@ -181,7 +181,7 @@ def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
     """Equal seeds sample equal episodes as long as the weights agree, so the curves can be compared step by step."""
     runs = {}
     for backend in ("megatron", "reference"):
-        options = [f"trainer.backend={backend}", "run.steps=6", "evaluation.every_steps=3", "run.deterministic=true",
+        options = [f"trainer.backend={backend}", "run.steps=4", "evaluation.every_steps=2", "run.deterministic=true",
                    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}, {name: entropy, coefficient: 0.01}]",
                    "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.optimizer.eps=1e-4",
                    "trainer.schedule=cosine", "trainer.optimizer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
@@ -294,7 +294,10 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others(model: Path, tmp_pat
         options = [
             f"run.name={name}",
             f"run.seed={seed}",
-            "run.steps=3",
+            "run.steps=2",
+            "evaluation.every_steps=0",
+            "evaluation.at_start=false",
+            "evaluation.final_questions=4",
             "checkpoint.export=false",
             "metrics.picture=false",
         ]
@@ -313,7 +316,10 @@ def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
         "run.steps=2",
         "trainer.backend=reference",
         "evaluation.every_steps=0",
+        "evaluation.at_start=false",
+        "evaluation.final_questions=4",
         "checkpoint.export=false",
+        "metrics.picture=false",
     )
     found = {}
     for name, sleep in (("awake", "false"), ("asleep", "true")):
@@ -337,7 +343,11 @@ def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
 
 
 def test_a_run_stops_at_its_target(model: Path, tmp_path: Path) -> None:
-    summary = train(letters_config(model, tmp_path, "run.target=0.0", "evaluation.every_steps=2"))
+    summary = train(
+        letters_config(
+            model, tmp_path, "run.target=0.0", "evaluation.every_steps=2", "metrics.picture=false"
+        )
+    )
     assert summary["status"] == "finished" and summary["steps"] == 0
     assert Path(summary["written"]["export"]).is_dir()
 
