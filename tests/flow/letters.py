@@ -98,6 +98,7 @@ def letters_config(
         "rollout.max_turns=2", "rollout.max_response_tokens=2", "rollout.max_total_tokens=16",
         "trainer.lr=5e-3", "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}", "evaluation.every_steps=10",
         "evaluation.temperature=1.0", "checkpoint.every_steps=10", "metrics.progress=none",
+        "metrics.picture=false",
     ]  # fmt: skip
     return load_config(None, [*values, *overrides], preset)
 
