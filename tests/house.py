@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 
-from tests.unit.sources import PACKAGES, ROOT, files, tree
+from tests.unit.sources import PACKAGES, ROOT, files, nodes
 
 CONFIG = "RunConfig"
 OPTIMIZERS = ("torch/optim/adamw.py", "torch/optim/adam.py", "core/optimizer/optimizer.py")
@@ -21,7 +21,7 @@ def functions_that_take(annotation: str) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in files(*PACKAGES, "recipes")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and any(
             isinstance(argument.annotation, ast.Name) and argument.annotation.id == annotation

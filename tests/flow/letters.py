@@ -75,6 +75,16 @@ def write_letters_model(path: Path, family: str = "qwen2", **sizes: Any) -> Path
 
 LEARNING = ("rollout.prompts_per_step=12", "rollout.samples_per_prompt=8")
 """Overrides of a run that is to learn."""
+STEPS = 9
+DETERMINISTIC = (
+    f"run.steps={STEPS}", "run.deterministic=true", "evaluation.every_steps=3", "checkpoint.every_steps=2", "checkpoint.keep=3",
+    "trainer.schedule={name: cosine, warmup_steps: 2, decay_steps: 20}", "algorithm.minibatches_per_step=2",
+    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01, refresh_steps: 5}, {name: entropy_target, target: 2.0}]",
+    "algorithm.advantage=running", "metrics.picture=false",
+)  # fmt: skip
+"""Everything that a resumed run has to find again: schedule, moments, reference policy, order of tasks and minibatches, running
+statistics and coefficients."""
+SAVED_OFTEN = ("checkpoint.every_steps=1", "checkpoint.keep=100")
 
 
 def letters_config(
@@ -88,6 +98,7 @@ def letters_config(
         "rollout.max_turns=2", "rollout.max_response_tokens=2", "rollout.max_total_tokens=16",
         "trainer.lr=5e-3", "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}", "evaluation.every_steps=10",
         "evaluation.temperature=1.0", "checkpoint.every_steps=10", "metrics.progress=none",
+        "metrics.picture=false",
     ]  # fmt: skip
     return load_config(None, [*values, *overrides], preset)
 

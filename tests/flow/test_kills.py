@@ -20,8 +20,8 @@ from rlflow.models.huggingface import WeightFiles
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
-from tests.flow.letters import LEARNING, letters_config, write_config
-from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
+from tests.flow.letters import DETERMINISTIC, LEARNING, letters_config, write_config
+from tests.flow.test_resume import finish, reached, start, wait_for
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from rlflow.commands import cli
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
 from rlflow.models.huggingface import WeightFiles
@@ -21,26 +24,15 @@ from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
-from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.letters import (
+    DETERMINISTIC,
+    STEPS,
+    letters_config,
+    write_config,
+    write_letters_model,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 9
-DETERMINISTIC = (
-    f"run.steps={STEPS}", "run.deterministic=true", "evaluation.every_steps=3", "checkpoint.every_steps=2", "checkpoint.keep=3",
-    "trainer.schedule={name: cosine, warmup_steps: 2, decay_steps: 20}", "algorithm.minibatches_per_step=2",
-    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01, refresh_steps: 5}, {name: entropy_target, target: 2.0}]",
-    "algorithm.advantage=running", "metrics.picture=false",
-)  # fmt: skip
-"""Everything that a resumed run has to find again: schedule, moments, reference policy, order of tasks and minibatches, running
-statistics and coefficients."""
-
-
-@pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A deterministic run that nobody disturbed."""
-    runs = tmp_path_factory.mktemp("whole")
-    train(letters_config(model, runs, *DETERMINISTIC))
-    return RunDirectory.open(runs / "letters")
 
 
 def assert_equal_runs(run: RunDirectory, whole: RunDirectory, *, evaluations: bool = True) -> None:
@@ -84,7 +76,7 @@ def episodes(run: RunDirectory, step: int) -> list[dict]:
 # ---------------------------------------------------------------- in one process
 
 
-@pytest.mark.parametrize("first", [4, 5])
+@pytest.mark.parametrize("first", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     first: int, model: Path, whole: RunDirectory, tmp_path: Path
 ) -> None:
@@ -96,6 +88,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole, evaluations=False)
 
 
+@pytest.mark.slow
 def test_the_deterministic_mode_repeats_a_run_bit_for_bit(
     model: Path, whole: RunDirectory, tmp_path: Path
 ) -> None:
@@ -125,7 +118,7 @@ def test_a_finished_run_is_left_alone(
 
 
 def test_a_finished_run_goes_on_with_more_steps(model: Path, tmp_path: Path) -> None:
-    few = ("metrics.picture=false", "checkpoint.every_steps=0")
+    few = ("metrics.picture=false", "checkpoint.every_steps=0", "checkpoint.export=false")
     train(letters_config(model, tmp_path, "run.steps=2", *few))
     summary = train(letters_config(model, tmp_path, "run.steps=3", "run.resume=true", *few))
     run = RunDirectory.open(tmp_path / "letters")
@@ -167,11 +160,14 @@ def test_what_was_measured_without_a_checkpoint_is_measured_anew(
     assert (lost / "state.json").is_file()
 
 
-def test_an_existing_run_is_not_overwritten(model: Path, whole: RunDirectory) -> None:
+def test_an_existing_run_is_not_overwritten(
+    model: Path, whole: RunDirectory, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.path, tmp_path / "letters")
     with pytest.raises(
         ConfigError, match=r"already holds a run: .*--resume.*--overwrite.*run\.name"
     ):
-        train(letters_config(model, whole.path.parent, *DETERMINISTIC))
+        train(letters_config(model, tmp_path, *DETERMINISTIC))
 
 
 def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(
@@ -211,13 +207,11 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------- real processes and signals
 
 
-def start(
-    config: Path, *arguments: str, limits: Callable[[], None] | None = None
-) -> subprocess.Popen[str]:
-    """`rlflow train` as a user starts it, in a session of its own; `limits` is called in it first."""
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`rlflow train` as a user starts it, in a session of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "rlflow", "train", "--config", str(config), *arguments],
-                            cwd=config.parent, env=environment, start_new_session=True, text=True, preexec_fn=limits,
+                            cwd=config.parent, env=environment, start_new_session=True, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
@@ -299,23 +293,52 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
     assert_equal_runs(run, whole)
 
 
-INTERRUPTED = (signal.SIGINT, 130, ())
-TERMINATED = (signal.SIGTERM, 143, ("--resume",))
-
-
-@pytest.mark.parametrize(
-    "signals", [(INTERRUPTED,), pytest.param((INTERRUPTED, TERMINATED), marks=pytest.mark.slow)]
-)
-def test_signals_end_a_run_cleanly_and_it_resumes(
-    signals: Sequence[tuple[signal.Signals, int, Sequence[str]]],
+def test_ctrl_c_ends_a_run_cleanly_and_it_resumes(
     disturbed: tuple[Path, RunDirectory],
     whole: RunDirectory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command in this process; the test below has processes of their own."""
+    from rlflow.config.schema import load_config
+
+    config, run = disturbed
+    has_ended = threading.Event()
+
+    def interrupt() -> None:
+        while not reached(run, 1)():
+            if has_ended.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = psutil.Process().children(recursive=True)
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        code = cli.main(["train", "--config", str(config)])
+    finally:
+        has_ended.set()
+        watcher.join()
+    err = capsys.readouterr().err
+    assert code == 130, err
+    assert "SIGINT: finishing this step" in err and "Traceback" not in err
+    assert psutil.Process().children(recursive=True) == before
+    summary = read_json(run.summary)
+    assert summary["status"] == "interrupted by SIGINT" and 1 <= summary["steps"] < STEPS
+    assert run.saved.steps()[-1] == summary["steps"] and not run.export.exists()
+    assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
+    assert_equal_runs(run, whole, evaluations=False)
+
+
+@pytest.mark.slow
+def test_signals_end_a_run_cleanly_and_it_resumes(
+    disturbed: tuple[Path, RunDirectory], whole: RunDirectory
 ) -> None:
     from rlflow.config.schema import load_config
 
     config, run = disturbed
     step = 1
-    for sent, code, words in signals:
+    interrupted, terminated = (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--resume",))
+    for sent, code, words in (interrupted, terminated):
         process = start(config, *words)
         wait_for(reached(run, step), process)
         process.send_signal(sent)

@@ -10,27 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.commands import cli
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError, DamagedCheckpointError, StorageError
 from rlflow.loop import train
 from rlflow.run.directory import RunDirectory
-from tests.flow.letters import letters_config, write_config
-from tests.flow.test_resume import DETERMINISTIC, STEPS, assert_equal_runs, finish, start
+from tests.flow.letters import DETERMINISTIC, SAVED_OFTEN, STEPS, letters_config, write_config
+from tests.flow.test_resume import assert_equal_runs
 
-OPTIONS = (*DETERMINISTIC, "checkpoint.every_steps=1", "checkpoint.keep=100")
-
-
-@pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A deterministic run that nobody disturbed, saved in the background after every step."""
-    runs = tmp_path_factory.mktemp("whole")
-    train(letters_config(model, runs, *OPTIONS, "checkpoint.asynchronous=true"))
-    return RunDirectory.open(runs / "letters")
+OPTIONS = (*DETERMINISTIC, *SAVED_OFTEN)
 
 
 @pytest.fixture
 def run(whole: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A copy of it, to be damaged."""
+    """A copy of the undisturbed run, to be damaged."""
     shutil.copytree(whole.path, tmp_path / "letters")
     return RunDirectory.open(tmp_path / "letters")
 
@@ -94,19 +87,27 @@ def test_a_run_can_go_back_to_a_checkpoint_that_is_there(
 
 @pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_file_size_limit_is_one_line_and_costs_no_checkpoint(
-    asynchronous: str, model: Path, run: RunDirectory, whole: RunDirectory, tmp_path: Path
+    asynchronous: str,
+    model: Path,
+    run: RunDirectory,
+    whole: RunDirectory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In a process of its own, which may not write a file as large as a checkpoint's."""
+    """The process may not write a file as large as a checkpoint's."""
     limit = (run.saved.path(3) / "trainer" / "__0_0.distcp").stat().st_size // 2
     for step in range(4, STEPS + 1):
         shutil.rmtree(run.saved.path(step))
     options = (f"checkpoint.asynchronous={asynchronous}",)
     config = write_config(resumed(model, run, *options), tmp_path / "config.yaml")
-    process = start(
-        config, limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
-    error = finish(process)
-    assert process.returncode == 2, error
+    allowed, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        code = cli.main(["train", "--config", str(config)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, most))
+    error = capsys.readouterr().err
+    assert code == 2, error
     assert error.startswith("rlflow: StorageError: saving step 4: ") and error.count("\n") == 1
     assert "File too large" in error and error.rstrip().endswith("and continue with --resume")
     assert "the newest checkpoint is that of step 3" in error
@@ -127,7 +128,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_full_disk_ends_a_run_with_its_newest_checkpoint_named_and_whole(
     asynchronous: str, model: Path, small_disk: Path, whole: RunDirectory
 ) -> None:

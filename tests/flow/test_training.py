@@ -52,12 +52,13 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def solved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    kept = "metrics.trajectories_per_step=96"  # all of them
-    return Finished.of(
-        letters_config(
-            model, tmp_path_factory.mktemp("runs"), f"run.steps={STEPS}", kept, *LEARNING
-        )
+    options = (
+        f"run.steps={STEPS}",
+        "evaluation.every_steps=25",
+        "metrics.trajectories_per_step=96",  # all of them
+        "metrics.picture=true",
     )
+    return Finished.of(letters_config(model, tmp_path_factory.mktemp("runs"), *options, *LEARNING))
 
 
 def test_a_random_policy_solves_the_task_from_reward_alone_within_a_minute(
@@ -81,9 +82,7 @@ def test_metrics_have_every_step_once_and_figures_that_fit_together(solved: Fini
     lines = [json.loads(line) for line in solved.run.metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if "train/loss" in line]
     assert steps == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if "eval/exact_match" in line] == list(
-        range(0, STEPS + 1, 10)
-    )
+    assert [line["step"] for line in lines if "eval/exact_match" in line] == [0, 25, STEPS]
     for record in solved.records[1:]:
         assert record["rollout/episodes"] == 96 and record["rollout/aborted"] == 0
         assert record["train/tokens"] == pytest.approx(96 * record["rollout/response_tokens"])
@@ -131,7 +130,7 @@ def test_every_epoch_visits_every_task_once_in_another_order(solved: Finished) -
 
 
 def test_evaluations_are_those_that_the_metrics_speak_of(solved: Finished) -> None:
-    for step in (0, 30, STEPS):
+    for step in (0, 25, STEPS):
         episodes = read_trajectories(solved.run.evaluations(step))
         assert sorted(episode["task_id"] for episode in episodes) == sorted(
             task.id for task in Letters().tasks("val")
@@ -181,7 +180,7 @@ def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
     """Equal seeds sample equal episodes as long as the weights agree, so the curves can be compared step by step."""
     runs = {}
     for backend in ("megatron", "reference"):
-        options = [f"trainer.backend={backend}", "run.steps=6", "evaluation.every_steps=3", "run.deterministic=true",
+        options = [f"trainer.backend={backend}", "run.steps=4", "evaluation.every_steps=2", "run.deterministic=true",
                    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}, {name: entropy, coefficient: 0.01}]",
                    "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.optimizer.eps=1e-4",
                    "trainer.schedule=cosine", "trainer.optimizer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
@@ -294,7 +293,10 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others(model: Path, tmp_pat
         options = [
             f"run.name={name}",
             f"run.seed={seed}",
-            "run.steps=3",
+            "run.steps=2",
+            "evaluation.every_steps=0",
+            "evaluation.at_start=false",
+            "evaluation.final_questions=4",
             "checkpoint.export=false",
             "metrics.picture=false",
         ]
@@ -313,7 +315,10 @@ def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
         "run.steps=2",
         "trainer.backend=reference",
         "evaluation.every_steps=0",
+        "evaluation.at_start=false",
+        "evaluation.final_questions=4",
         "checkpoint.export=false",
+        "metrics.picture=false",
     )
     found = {}
     for name, sleep in (("awake", "false"), ("asleep", "true")):
@@ -337,7 +342,11 @@ def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
 
 
 def test_a_run_stops_at_its_target(model: Path, tmp_path: Path) -> None:
-    summary = train(letters_config(model, tmp_path, "run.target=0.0", "evaluation.every_steps=2"))
+    summary = train(
+        letters_config(
+            model, tmp_path, "run.target=0.0", "evaluation.every_steps=2", "metrics.picture=false"
+        )
+    )
     assert summary["status"] == "finished" and summary["steps"] == 0
     assert Path(summary["written"]["export"]).is_dir()
 

@@ -12,14 +12,26 @@ PACKAGES = {"rlflow": "rlflow", "environments": "rlflow_environments", "tools": 
 """Folder -> the name that it is imported by."""
 
 
-def files(*folders: str) -> list[Path]:
+@functools.cache
+def files(*folders: str) -> tuple[Path, ...]:
     """Every Python file below the folders, sorted."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return tuple(sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")))
+
+
+@functools.cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(text(path))
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of the file's tree, all of them."""
+    return tuple(ast.walk(tree(path)))
 
 
 def module_name(path: Path) -> str:
@@ -40,11 +52,11 @@ def imported_modules(path: Path) -> Iterator[str]:
     package = package if path.name == "__init__.py" else package[:-1]
     skipped = {
         id(inner)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.house import CONFIG, functions_that_take, functions_to_the_first_step
-from tests.unit.sources import PACKAGES, files
+from tests.unit.sources import PACKAGES, files, text
 
 CLIENTS = {
     "httpx": r"(?m)^\s*(import|from) httpx\b",
@@ -19,11 +19,7 @@ CLIENTS = {
 
 def holding(pattern: str) -> list[str]:
     """Files of the product whose text holds the pattern."""
-    return [
-        str(path)
-        for path in files(*PACKAGES)
-        if re.search(pattern, path.read_text(encoding="utf-8"))
-    ]
+    return [str(path) for path in files(*PACKAGES) if re.search(pattern, text(path))]
 
 
 def test_one_file_starts_processes() -> None:

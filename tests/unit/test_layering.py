@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.sources import ROOT, tree
+from tests.unit.sources import ROOT, nodes
 from tests.unit.sources import files as sources
 
 # What each part of the core may import from the core. A part is a module or a folder directly under
@@ -113,7 +113,7 @@ def imported(path: Path) -> tuple[tuple[int, str], ...]:
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

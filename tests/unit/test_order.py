@@ -7,7 +7,7 @@ import collections
 
 import pytest
 
-from tests.unit.sources import PACKAGES, ROOT, files, imported_modules, module_name, modules, tree
+from tests.unit.sources import PACKAGES, ROOT, files, imported_modules, module_name, modules, nodes
 
 SOURCES = (*PACKAGES, "recipes", "benchmarks")
 
@@ -36,7 +36,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 def test_a_class_name_means_one_thing() -> None:
     homes = collections.defaultdict(list)
     for path in files(*PACKAGES, "recipes"):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(str(path.relative_to(ROOT)))
     shared = {name: places for name, places in homes.items() if len(places) > 1}
