@@ -1,5 +1,5 @@
 """The architecture of a model, read from config.json, and which rules of its family's table
-(tables.py) apply to it."""
+apply to it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from rlflow.models.entries import (
     window_of,
     yarn_of,
 )
-from rlflow.models.rules import Rule, Where
-from rlflow.models.tables import (
+from rlflow.models.layer_rules import (
     EMBEDDING,
     FAMILIES,
     LATENT_ATTENTION,
@@ -35,6 +34,7 @@ from rlflow.models.tables import (
     QKV_BIAS,
     SHARED_GATE,
 )
+from rlflow.models.rules import Rule, Where
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""

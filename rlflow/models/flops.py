@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from rlflow.models.architecture import Architecture, placed_rules
-from rlflow.models.tables import EMBEDDING, OUTPUT
+from rlflow.models.layer_rules import EMBEDDING, OUTPUT
 
 
 def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:

@@ -6,10 +6,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rlflow.models.architecture import Architecture
+
+class Sizes(Protocol):
+    """What gives the symbols of shapes their numbers: an `Architecture`."""
+
+    def size(self, symbol: str) -> int: ...
 
 
 class Split(enum.Enum):
@@ -85,7 +88,7 @@ class Rule:
         `merge` returns."""
         return [name.format(i=layer) for name, _ in self.sources]
 
-    def shapes(self, model: Architecture) -> list[tuple[int, ...]]:
+    def shapes(self, model: Sizes) -> list[tuple[int, ...]]:
         """The HuggingFace shapes of the sources."""
         return [tuple(model.size(symbol) for symbol in shape.split()) for _, shape in self.sources]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules
+from rlflow.models.layer_rules import EMBEDDING, OUTPUT, TIED_OUTPUT
 from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import EMBEDDING, OUTPUT, TIED_OUTPUT
 from rlflow.values import PositiveInt, checked
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.models.architecture import huggingface_shapes
 from rlflow.models.entries import predicting_layers
 from rlflow.models.huggingface import read_config
-from rlflow.models.tables import EMBEDDING
+from rlflow.models.layer_rules import EMBEDDING
 
 from .dtypes import OPTIONS
 from .export_model import architecture_of

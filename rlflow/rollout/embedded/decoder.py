@@ -14,8 +14,8 @@ from rlflow.errors import ModelError, did_you_mean
 from rlflow.matmul import linear
 from rlflow.models.architecture import Architecture, rules_of
 from rlflow.models.entries import Yarn
+from rlflow.models.layer_rules import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.models.rules import Rule
-from rlflow.models.tables import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, check_loadable
+from rlflow.models.layer_rules import TIED_OUTPUT, dtype_of
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import TIED_OUTPUT, dtype_of
 from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.low_rank import adapter_of, wanted

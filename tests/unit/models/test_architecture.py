@@ -24,7 +24,7 @@ from rlflow.models.architecture import (
 )
 from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
-from rlflow.models.tables import FAMILIES
+from rlflow.models.layer_rules import FAMILIES
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),

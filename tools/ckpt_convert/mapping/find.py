@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from rlflow.models.architecture import Architecture
+from rlflow.models.layer_rules import OUTPUT
 from rlflow.models.rules import Rule
-from rlflow.models.tables import OUTPUT
 
 from ..problems import other_model
 from ..readers.source import StoredTensor, TensorSource

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import IGNORED_SUFFIXES
+from rlflow.models.layer_rules import OUTPUT, TIED_OUTPUT
 from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 
 from ..dtypes import BFLOAT16, FLOAT8, DType
 from ..problems import other_model, unknown_model

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rlflow.models.layer_rules import FAMILIES
 from rlflow.models.rules import Split
-from rlflow.models.tables import FAMILIES
 from rlflow.storage.pickles import Chunk
 
 from ..mapping.pieces import boxes_of

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlflow.models.layer_rules import EMBEDDING
 from rlflow.models.rules import Rule
-from rlflow.models.tables import EMBEDDING
 
 from ..dtypes import as_tensor
 from ..mapping.layout import CheckpointLayout

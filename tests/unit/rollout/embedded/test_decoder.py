@@ -12,7 +12,7 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.models.tables import ATTENTION, FAMILIES
+from rlflow.models.layer_rules import ATTENTION, FAMILIES
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
