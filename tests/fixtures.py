@@ -122,7 +122,7 @@ def tiny_model(
 ) -> Path:
     """Writes a random HuggingFace directory (config, safetensors in fp32, tokenizer) into `path` and returns it.
 
-    family: a `model_type` of rlflow/models/tables.py; llama with llama3 RoPE scaling. Every parameter is random, biases
+    family: a file of rlflow/models/families; llama with llama3 RoPE scaling. Every parameter is random, biases
     and norm weights too, so that a mapping error shows. scale: standard deviation of the weights; larger ones make peaked
     distributions. sizes: keywords of the family's transformers config, e.g. hidden_size=128, num_hidden_layers=4.
     """

@@ -26,14 +26,9 @@ from rlflow.models.entries import (
     window_of,
     yarn_of,
 )
-from rlflow.models.layer_rules import (
-    EMBEDDING,
-    FAMILIES,
-    LATENT_ATTENTION,
-    Q_NORM,
-    QKV_BIAS,
-    SHARED_GATE,
-)
+from rlflow.models.families import FAMILIES
+from rlflow.models.family import Family
+from rlflow.models.layer_rules import EMBEDDING, LATENT_DOWN, Q_NORM, QKV_BIAS, SHARED_GATE
 from rlflow.models.rules import Rule, Where
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
@@ -144,15 +139,15 @@ class Architecture:
     @property
     def shared_gate(self) -> bool:
         """Whether a token weighs the MLP that stands beside the experts."""
-        return SHARED_GATE in FAMILIES[self.family]
+        return FAMILIES[self.family].has(SHARED_GATE)
 
     @property
     def qkv_bias(self) -> bool:
-        return QKV_BIAS in FAMILIES[self.family] or self.qkv_biases
+        return self.qkv_biases or FAMILIES[self.family].has(QKV_BIAS)
 
     @property
     def qk_norm(self) -> bool:
-        return Q_NORM in FAMILIES[self.family] or self.head_norms
+        return self.head_norms or FAMILIES[self.family].has(Q_NORM)
 
     def has(self, where: Where, layer: int = 0) -> bool:
         """Whether a rule with this `where` applies to a layer."""
@@ -209,14 +204,15 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
 
     Raises ModelError for an unknown family, a missing entry, or tensors that the family's table
     does not have."""
-    family = str(config.get("model_type"))[:100]
-    if family not in FAMILIES:
+    name = str(config.get("model_type"))[:100]
+    if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise refused(
-            f"model family '{family}' is not supported; supported: {known}."
-            f"{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
+            f"model family '{name}' is not supported; supported: {known}."
+            f"{did_you_mean(name, FAMILIES)} {HOW_TO_ADD}"
         )
-    switched_on = _switched_on(config, family)
+    family = FAMILIES[name]
+    switched_on = _switched_on(config, name, family)
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     groups = whole(config, "num_key_value_heads", default=heads)
@@ -225,9 +221,9 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
         )
     rope = rope_of(config)
-    share = 0.5 if family in PARTLY_ROTARY else 1.0  # transformers' where neither says it
+    share = 0.5 if name in PARTLY_ROTARY else 1.0  # transformers' where neither says it
     return Architecture(
-        family=family,
+        family=name,
         layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
@@ -236,16 +232,14 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
         tied=flag(config, "tie_word_embeddings"),
-        norm_eps=number(config, "rms_norm_eps", _NORM_EPS.get(family, 1e-6)),
+        norm_eps=number(config, "rms_norm_eps", _NORM_EPS.get(name, 1e-6)),
         rope_theta=number(
-            rope, "rope_theta", number(config, "rope_theta", _ROPE_THETA.get(family, 1e4))
+            rope, "rope_theta", number(config, "rope_theta", _ROPE_THETA.get(name, 1e4))
         ),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
-        experts=experts_of(config)
-        if any(rule.where is Where.SPARSE for rule in FAMILIES[family])
-        else None,
-        latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
+        experts=experts_of(config) if family.has_experts else None,
+        latent=_latent(config) if family.has(LATENT_DOWN) else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
@@ -259,7 +253,7 @@ def rules_of(model: Architecture) -> tuple[Rule, ...]:
     """The rules of a model's family that apply to at least one of its layers."""
     return tuple(
         rule
-        for rule in FAMILIES[model.family]
+        for rule in FAMILIES[model.family].rules
         if any(model.has(rule.where, layer) for layer in range(model.layers))
     )
 
@@ -321,10 +315,10 @@ def _check_latent(config: dict[str, Any], model: Architecture) -> None:
         )
 
 
-def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
+def _switched_on(config: dict[str, Any], name: str, family: Family) -> set[Where]:
     """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
     that mean tensors which the table does not have."""
-    switches = {rule.where for rule in FAMILIES[family]} & SWITCHES
+    switches = {rule.where for rule in family.rules} & SWITCHES
     attention, mlp = flag(config, "attention_bias"), flag(config, "mlp_bias")
     on: set[Where] = set()
     if Where.BIASES in switches:
@@ -336,13 +330,13 @@ def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
         on |= {Where.BIASES} if mlp else set()
     elif Where.QKV_BIAS in switches and attention:
         on.add(Where.QKV_BIAS)
-    elif attention and QKV_BIAS not in FAMILIES[family]:
-        raise refused(f"attention_bias=true is not supported for model family '{family}'.")
+    elif attention and not family.has(QKV_BIAS):
+        raise refused(f"attention_bias=true is not supported for model family '{name}'.")
     if mlp and Where.BIASES not in on:
-        raise refused(f"mlp_bias=true is not supported for model family '{family}'.")
+        raise refused(f"mlp_bias=true is not supported for model family '{name}'.")
     if Where.QK_NORM in switches and flag(config, "use_qk_norm"):
         on.add(Where.QK_NORM)
-    _refuse_other_tensors(config, family)
+    _refuse_other_tensors(config, name)
     return on
 
 

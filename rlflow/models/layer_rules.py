@@ -1,6 +1,6 @@
-"""The rules that families of models share, by part of a layer, and the table of each family.
+"""The rules that families of models share, by part of a layer.
 
-One table serves loading into Megatron, the weight stream to engines, export, and checkpoint
+A family's rules serve loading into Megatron, the weight stream to engines, export, and checkpoint
 conversion. docs/add_a_model_family.md shows how to add a family. Shapes are written in symbols,
 which `Architecture.size` turns into numbers: vocab, hidden, query (= heads * head_dim), key
 (= groups * head_dim), ffn, head; experts and latent attention have more.
@@ -93,6 +93,11 @@ BIASES = tuple(
 """Megatron has all of them (`add_bias_linear`) or none of the last three."""
 Q_NORM = _rule("attn.q_layernorm.weight", Split.REPLICATED, "attn.q_norm.weight head")
 K_NORM = _rule("attn.k_layernorm.weight", Split.REPLICATED, "attn.k_norm.weight head")
+OPTIONAL_QKV_BIAS = dataclasses.replace(QKV_BIAS, where=Where.QKV_BIAS)
+OPTIONAL_QK_NORM = tuple(
+    dataclasses.replace(rule, where=Where.QK_NORM) for rule in (Q_NORM, K_NORM)
+)
+"""Of families whose config.json says whether models have them."""
 
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -131,7 +136,7 @@ DENSE_MLP = (
 DENSE_LAYER = (*ATTENTION, *DENSE_MLP)
 
 
-def _sparse_mlp(
+def sparse_mlp(
     block: str = "mlp.", names: tuple[str, str, str] = _GATE_UP_DOWN
 ) -> tuple[Rule, ...]:
     """Norm, router and experts below a HuggingFace prefix. names: of an expert's gate, up and down
@@ -145,7 +150,7 @@ def _sparse_mlp(
     )
 
 
-def _shared_mlp(name: str) -> tuple[Rule, ...]:
+def shared_mlp(name: str) -> tuple[Rule, ...]:
     """The experts that every token passes through, which Megatron keeps as one wide MLP."""
     return _gated_mlp("mlp.shared_experts.", f"mlp.{name}.", "shared", Where.SHARED)
 
@@ -178,6 +183,11 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_exact(name) else dtype
 
 
+LATENT_DOWN = _rule(
+    "attn.linear_kv_down_proj.weight",
+    Split.LATENT,
+    "attn.kv_a_proj_with_mqa.weight latent hidden",
+)
 LATENT_ATTENTION = (
     dataclasses.replace(ATTENTION[0], fused=""),
     _rule(
@@ -205,11 +215,7 @@ LATENT_ATTENTION = (
         "attn.q_b_proj.weight latent_query query_rank",
         where=Where.QUERY_RANK,
     ),
-    _rule(
-        "attn.linear_kv_down_proj.weight",
-        Split.LATENT,
-        "attn.kv_a_proj_with_mqa.weight latent hidden",
-    ),
+    LATENT_DOWN,
     _rule(
         "attn.kv_layernorm.weight",
         Split.REPLICATED,
@@ -223,29 +229,3 @@ LATENT_ATTENTION = (
     ),
     _rule("attn.linear_proj.weight", Split.ROW, "attn.o_proj.weight hidden value"),
 )
-_DEEPSEEK_V2 = (*LATENT_ATTENTION, *DENSE_MLP, *_sparse_mlp(), *_shared_mlp("shared_experts"))
-_OPTIONAL = (
-    dataclasses.replace(QKV_BIAS, where=Where.QKV_BIAS),
-    *(dataclasses.replace(rule, where=Where.QK_NORM) for rule in (Q_NORM, K_NORM)),
-)
-_MIXTRAL_MLP = _sparse_mlp("layer.block_sparse_moe.", ("w1", "w3", "w2"))
-_QWEN2_SPARSE = (*_sparse_mlp(), *_shared_mlp("shared_expert"), SHARED_GATE)
-_GLM4_SPARSE = (*_sparse_mlp(), ROUTER_BIAS, *_shared_mlp("shared_experts"))
-
-FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": (EMBEDDING, *DENSE_LAYER, *BIASES, FINAL_NORM, OUTPUT),
-    "mistral": (EMBEDDING, *DENSE_LAYER, FINAL_NORM, OUTPUT),
-    "qwen2": (EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT),
-    "qwen3": (EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, FINAL_NORM, OUTPUT),
-    "mixtral": (EMBEDDING, *ATTENTION, *_MIXTRAL_MLP, FINAL_NORM, OUTPUT),
-    "qwen2_moe": (EMBEDDING, *DENSE_LAYER, QKV_BIAS, *_QWEN2_SPARSE, FINAL_NORM, OUTPUT),
-    "qwen3_moe": (EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, *_sparse_mlp(), FINAL_NORM, OUTPUT),
-    "glm4_moe": (EMBEDDING, *DENSE_LAYER, *_OPTIONAL, *_GLM4_SPARSE, FINAL_NORM, OUTPUT),
-    "deepseek_v2": (EMBEDDING, *_DEEPSEEK_V2, FINAL_NORM, OUTPUT),
-    "deepseek_v3": (EMBEDDING, *_DEEPSEEK_V2, ROUTER_BIAS, FINAL_NORM, OUTPUT),
-}
-"""Rules by `model_type` of config.json, in the order of a forward pass. Qwen2.5 is of type qwen2,
-DeepSeek-R1 of type deepseek_v3, GLM-4.5 and 4.6 of type glm4_moe."""
-
-SHIPPED = frozenset(FAMILIES)
-"""Without those that others add."""

@@ -78,6 +78,10 @@ class Rule:
             return (self.megatron,)
         return tuple(filter(None, (self.fused, self.megatron, self.local_key)))
 
+    def stands_for(self, other: Rule) -> bool:
+        """Whether both make the same Megatron tensor of the same layers, from whatever sources."""
+        return (self.megatron, self.where) == (other.megatron, other.where)
+
     def of_expert(self, expert: int) -> Rule:
         """This rule for one expert: its sources are that expert's."""
         sources = tuple((name.replace("{e}", str(expert)), shape) for name, shape in self.sources)

@@ -1,13 +1,18 @@
-"""What a script needs to add a model family of its own: the table of families, and the rules that
-families share. docs/add_a_model_family.md shows how."""
+"""The families as tables of rules, as scripts name them that were written before each family had a
+file: `FAMILIES["seed_oss"] = (EMBEDDING, *DENSE_LAYER, ...)` adds one."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+
+from rlflow.models import families
+from rlflow.models.family import Family
 from rlflow.models.layer_rules import (
     ATTENTION,
     BIASES,
     DENSE_LAYER,
     DENSE_MLP,
     EMBEDDING,
-    FAMILIES,
     FINAL_NORM,
     K_NORM,
     LATENT_ATTENTION,
@@ -38,3 +43,26 @@ __all__ = [
     "Split",
     "Where",
 ]
+
+
+class _RulesOfFamilies(MutableMapping[str, tuple[Rule, ...]]):
+    """The rules by `model_type`. Whatever is set here is a family of which rules alone are
+    known."""
+
+    def __getitem__(self, model_type: str) -> tuple[Rule, ...]:
+        return families.FAMILIES[model_type].rules
+
+    def __setitem__(self, model_type: str, rules: tuple[Rule, ...]) -> None:
+        families.FAMILIES[model_type] = Family(rules)
+
+    def __delitem__(self, model_type: str) -> None:
+        del families.FAMILIES[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(families.FAMILIES)
+
+    def __len__(self) -> int:
+        return len(families.FAMILIES)
+
+
+FAMILIES = _RulesOfFamilies()

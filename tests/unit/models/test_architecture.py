@@ -15,7 +15,6 @@ from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from transformers import AutoConfig
 
 from rlflow.errors import ModelError
-from rlflow.models import tables
 from rlflow.models.architecture import (
     architecture,
     huggingface_shapes,
@@ -23,8 +22,8 @@ from rlflow.models.architecture import (
     stored_architecture,
 )
 from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
+from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
-from rlflow.models.layer_rules import FAMILIES
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
@@ -64,10 +63,10 @@ def test_the_family_of_the_docs_is_all_that_it_takes(
 ) -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
     first = page.read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.setattr(tables, "FAMILIES", dict(FAMILIES))
-    exec(first, vars(tables))  # as it is printed
-    (added,) = tables.FAMILIES.keys() - FAMILIES.keys()
-    monkeypatch.setitem(FAMILIES, added, tables.FAMILIES[added])
+    before = set(FAMILIES)
+    exec(first, {"__name__": "my_family"})  # as it is printed
+    (added,) = FAMILIES.keys() - before
+    monkeypatch.setitem(FAMILIES, added, FAMILIES.pop(added))  # taken out again afterwards
     monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
     path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)
     assert architecture(read_config(path)).qkv_bias, "cannot be trained"

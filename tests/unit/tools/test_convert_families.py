@@ -15,8 +15,8 @@ from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.writers import torch_dist
 
+from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.models.layer_rules import FAMILIES
 from tests.dist.checkpoint_ranks import ITERATION, TOKENS, Job, run_alone
 
 VOCAB = 101

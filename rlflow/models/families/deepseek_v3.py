@@ -1,0 +1,17 @@
+"""DeepSeek-V3 and DeepSeek-R1: the layers of V2, and a bias by which the router chooses."""
+
+from rlflow.models.family import Family
+from rlflow.models.layer_rules import (
+    DENSE_MLP,
+    EMBEDDING,
+    FINAL_NORM,
+    LATENT_ATTENTION,
+    OUTPUT,
+    ROUTER_BIAS,
+    shared_mlp,
+    sparse_mlp,
+)
+
+EXPERTS = (*sparse_mlp(), *shared_mlp("shared_experts"), ROUTER_BIAS)
+
+FAMILY = Family(rules=(EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, FINAL_NORM, OUTPUT))

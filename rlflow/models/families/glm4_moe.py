@@ -1,0 +1,19 @@
+"""GLM-4.5 and GLM-4.6: biases and norms of queries and keys are optional, heads rotate in part."""
+
+from rlflow.models.family import Family
+from rlflow.models.layer_rules import (
+    DENSE_LAYER,
+    EMBEDDING,
+    FINAL_NORM,
+    OPTIONAL_QK_NORM,
+    OPTIONAL_QKV_BIAS,
+    OUTPUT,
+    ROUTER_BIAS,
+    shared_mlp,
+    sparse_mlp,
+)
+
+ATTENTION_OPTIONS = (OPTIONAL_QKV_BIAS, *OPTIONAL_QK_NORM)
+EXPERTS = (*sparse_mlp(), ROUTER_BIAS, *shared_mlp("shared_experts"))
+
+FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, *ATTENTION_OPTIONS, *EXPERTS, FINAL_NORM, OUTPUT))

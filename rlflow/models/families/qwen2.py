@@ -1,0 +1,6 @@
+"""Qwen2 and Qwen2.5."""
+
+from rlflow.models.family import Family
+from rlflow.models.layer_rules import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, QKV_BIAS
+
+FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT))
