@@ -3,7 +3,7 @@ apply to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,16 @@ from rlflow.models.entries import (
     MOST_LAYERS,
     Experts,
     RouterShape,
+    Window,
     Yarn,
     check_routing,
-    experts_of,
     flag,
     number,
     refused,
     rope_kind,
     rope_of,
-    routing_of,
     short,
     whole,
-    window_of,
     yarn_of,
 )
 from rlflow.models.families import FAMILIES
@@ -33,11 +31,8 @@ from rlflow.models.rules import Rule, Where
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
-PARTLY_ROTARY = ("glm4_moe",)
-"""Families that may rotate a part of each head."""
-_NORM_EPS = {"mixtral": 1e-5, "glm4_moe": 1e-5}
-_ROPE_THETA = {"mixtral": 1e6}
-"""What transformers takes where config.json does not say it, unlike 1e-6 and 1e4 elsewhere."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+"""What transformers takes where config.json does not say it, unless a family says otherwise."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 
 
@@ -173,11 +168,14 @@ def architecture(config: dict[str, Any]) -> Architecture:
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
     model = stored_architecture(config)
-    part_rotates = model.rotary_share != 1 and model.family not in PARTLY_ROTARY
+    may_rotate_partly = "partial_rotary_factor" in FAMILIES[model.family].defaults
     for what, found in (
         ("weights in fp8", config.get("quantization_config")),
         ("biases on every projection", model.biases),
-        ("rotary embedding of a part of each head", part_rotates),
+        (
+            "rotary embedding of a part of each head",
+            model.rotary_share != 1 and not may_rotate_partly,
+        ),
     ):
         if found:
             raise refused(f"{what} can be converted, but not trained or sampled from here.")
@@ -204,15 +202,8 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
 
     Raises ModelError for an unknown family, a missing entry, or tensors that the family's table
     does not have."""
-    name = str(config.get("model_type"))[:100]
-    if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise refused(
-            f"model family '{name}' is not supported; supported: {known}."
-            f"{did_you_mean(name, FAMILIES)} {HOW_TO_ADD}"
-        )
-    family = FAMILIES[name]
-    switched_on = _switched_on(config, name, family)
+    family = family_of(config)
+    switched_on = _switched_on(config, family)
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     groups = whole(config, "num_key_value_heads", default=heads)
@@ -221,9 +212,9 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
         )
     rope = rope_of(config)
-    share = 0.5 if name in PARTLY_ROTARY else 1.0  # transformers' where neither says it
+    defaults = {**DEFAULTS, **family.defaults}
     return Architecture(
-        family=name,
+        family=str(config["model_type"]),
         layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
@@ -232,21 +223,45 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
         tied=flag(config, "tie_word_embeddings"),
-        norm_eps=number(config, "rms_norm_eps", _NORM_EPS.get(name, 1e-6)),
-        rope_theta=number(
-            rope, "rope_theta", number(config, "rope_theta", _ROPE_THETA.get(name, 1e4))
-        ),
+        norm_eps=number(config, "rms_norm_eps", defaults["rms_norm_eps"]),
+        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", defaults["rope_theta"])),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
-        experts=experts_of(config) if family.has_experts else None,
+        experts=family.experts(config) if family.has_experts else None,
         latent=_latent(config) if family.has(LATENT_DOWN) else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
         rotary_share=number(
-            rope, "partial_rotary_factor", number(config, "partial_rotary_factor", share)
+            rope,
+            "partial_rotary_factor",
+            number(config, "partial_rotary_factor", defaults["partial_rotary_factor"]),
         ),
     )
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that config.json names. Raises ModelError for an unknown one."""
+    name = str(config.get("model_type"))[:100]
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise refused(
+            f"model family '{name}' is not supported; supported: {known}."
+            f"{did_you_mean(name, FAMILIES)} {HOW_TO_ADD}"
+        )
+    return FAMILIES[name]
+
+
+def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
+    """How tokens choose experts; None where it is by the largest shares of a softmax. Raises
+    ModelError."""
+    routing = family_of(config).routing
+    return None if routing is None else routing(config)
+
+
+def window_of(config: Mapping[str, Any]) -> Window | None:
+    """The window that attention looks back on; None where it looks at all. Raises ModelError."""
+    return family_of(config).window(config)
 
 
 def rules_of(model: Architecture) -> tuple[Rule, ...]:
@@ -315,10 +330,10 @@ def _check_latent(config: dict[str, Any], model: Architecture) -> None:
         )
 
 
-def _switched_on(config: dict[str, Any], name: str, family: Family) -> set[Where]:
+def _switched_on(config: dict[str, Any], family: Family) -> set[Where]:
     """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
     that mean tensors which the table does not have."""
-    switches = {rule.where for rule in family.rules} & SWITCHES
+    name, switches = config["model_type"], {rule.where for rule in family.rules} & SWITCHES
     attention, mlp = flag(config, "attention_bias"), flag(config, "mlp_bias")
     on: set[Where] = set()
     if Where.BIASES in switches:

@@ -1,5 +1,8 @@
 """DeepSeek-V3 and DeepSeek-R1: the layers of V2, and a bias by which the router chooses."""
 
+from functools import partial
+
+from rlflow.models.entries import sigmoid_routing
 from rlflow.models.family import Family
 from rlflow.models.layer_rules import (
     DENSE_MLP,
@@ -14,4 +17,7 @@ from rlflow.models.layer_rules import (
 
 EXPERTS = (*sparse_mlp(), *shared_mlp("shared_experts"), ROUTER_BIAS)
 
-FAMILY = Family(rules=(EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, FINAL_NORM, OUTPUT))
+FAMILY = Family(
+    rules=(EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, FINAL_NORM, OUTPUT),
+    routing=partial(sigmoid_routing, groups=8, chosen=4, scaling=2.5),
+)

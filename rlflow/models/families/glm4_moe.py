@@ -1,5 +1,6 @@
 """GLM-4.5 and GLM-4.6: biases and norms of queries and keys are optional, heads rotate in part."""
 
+from rlflow.models.entries import sigmoid_routing
 from rlflow.models.family import Family
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
@@ -16,4 +17,8 @@ from rlflow.models.layer_rules import (
 ATTENTION_OPTIONS = (OPTIONAL_QKV_BIAS, *OPTIONAL_QK_NORM)
 EXPERTS = (*sparse_mlp(), ROUTER_BIAS, *shared_mlp("shared_experts"))
 
-FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, *ATTENTION_OPTIONS, *EXPERTS, FINAL_NORM, OUTPUT))
+FAMILY = Family(
+    rules=(EMBEDDING, *DENSE_LAYER, *ATTENTION_OPTIONS, *EXPERTS, FINAL_NORM, OUTPUT),
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    routing=sigmoid_routing,
+)

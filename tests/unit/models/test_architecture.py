@@ -19,9 +19,11 @@ from rlflow.models.architecture import (
     architecture,
     huggingface_shapes,
     placed_rules,
+    routing_of,
     stored_architecture,
+    window_of,
 )
-from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
+from rlflow.models.entries import rope_kind, rope_of
 from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
 
