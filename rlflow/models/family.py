@@ -8,6 +8,7 @@ from typing import Any
 
 from rlflow.models.entries import Experts, RouterShape, Window, experts_of, window_if_used
 from rlflow.models.rules import Rule, Where
+from rlflow.models.tiny_sizes import TinySizes
 
 Config = Mapping[str, Any]
 """A config.json, in the spelling of transformers 4 or 5."""
@@ -27,13 +28,17 @@ class Family:
 
     window, experts, routing: readers of what config.json says of sliding windows, of experts (asked
     where rules have some) and of how tokens choose them (None: the largest shares of a softmax).
-    They raise ModelError."""
+    They raise ModelError.
+
+    tiny: what the config.json of a tiny model says beside the sizes that all families have; None:
+    `write_random_model` makes none of the family."""
 
     rules: tuple[Rule, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
     window: Callable[[Config], Window | None] = window_if_used
     experts: Callable[[Config], Experts] = experts_of
     routing: Callable[[Config], RouterShape] | None = None
+    tiny: Callable[[TinySizes], dict[str, Any]] | None = None
 
     def has(self, rule: Rule) -> bool:
         """Whether the family makes the rule's Megatron tensor, under whatever names of its own."""

@@ -2,5 +2,9 @@
 
 from rlflow.models.family import Family
 from rlflow.models.layer_rules import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, QKV_BIAS
+from rlflow.models.tiny_sizes import dense_sizes
 
-FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT))
+FAMILY = Family(
+    rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT),
+    tiny=dense_sizes,
+)

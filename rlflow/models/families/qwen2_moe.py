@@ -1,5 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: a token weighs the MLP beside the experts."""
 
+from typing import Any
+
 from rlflow.models.family import Family
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
@@ -11,7 +13,17 @@ from rlflow.models.layer_rules import (
     shared_mlp,
     sparse_mlp,
 )
+from rlflow.models.tiny_sizes import TinySizes, dense_sizes, expert_sizes
 
 EXPERTS = (*sparse_mlp(), *shared_mlp("shared_expert"), SHARED_GATE)
 
-FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, *EXPERTS, FINAL_NORM, OUTPUT))
+
+def tiny(sizes: TinySizes) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": sizes.ffn}
+    return {**dense_sizes(sizes), **expert_sizes(sizes), **shared}
+
+
+FAMILY = Family(
+    rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, *EXPERTS, FINAL_NORM, OUTPUT),
+    tiny=tiny,
+)

@@ -1,5 +1,7 @@
 """Qwen3 with experts."""
 
+from typing import Any
+
 from rlflow.models.family import Family
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
@@ -10,5 +12,14 @@ from rlflow.models.layer_rules import (
     Q_NORM,
     sparse_mlp,
 )
+from rlflow.models.tiny_sizes import TinySizes, dense_sizes, expert_sizes
 
-FAMILY = Family(rules=(EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, *sparse_mlp(), FINAL_NORM, OUTPUT))
+
+def tiny(sizes: TinySizes) -> dict[str, Any]:
+    return {**dense_sizes(sizes), **expert_sizes(sizes), "head_dim": sizes.head_dim}
+
+
+FAMILY = Family(
+    rules=(EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, *sparse_mlp(), FINAL_NORM, OUTPUT),
+    tiny=tiny,
+)
