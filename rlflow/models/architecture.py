@@ -26,7 +26,14 @@ from rlflow.models.entries import (
 )
 from rlflow.models.families import FAMILIES
 from rlflow.models.family import Family
-from rlflow.models.layer_rules import EMBEDDING, LATENT_DOWN, Q_NORM, QKV_BIAS, SHARED_GATE
+from rlflow.models.layer_rules import (
+    EMBEDDING,
+    LATENT_DOWN,
+    Q_NORM,
+    QKV_BIAS,
+    SHARED_GATE,
+    TIED_OUTPUT,
+)
 from rlflow.models.rules import Rule, Where
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
@@ -273,11 +280,21 @@ def rules_of(model: Architecture) -> tuple[Rule, ...]:
     )
 
 
+def own_rule(model: Architecture, rule: Rule) -> Rule:
+    """The rule by which the model's family makes the same Megatron tensor."""
+    return FAMILIES[model.family].own(rule)
+
+
+def tied_output(model: Architecture) -> Rule:
+    """The copy of a tied model's embedding on the last of several pipeline stages."""
+    return replace(TIED_OUTPUT, sources=own_rule(model, EMBEDDING).sources)
+
+
 def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
     """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A
     rule of experts comes once for each of them."""
     rules = rules_of(model)
-    yield EMBEDDING, 0
+    yield own_rule(model, EMBEDDING), 0
     for layer in range(model.layers):
         for rule in rules:
             if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
@@ -287,7 +304,7 @@ def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
             elif rule.per_layer and model.has(rule.where, layer):
                 yield rule, layer
     for rule in rules:
-        if not rule.per_layer and rule is not EMBEDDING:
+        if not rule.per_layer and not rule.stands_for(EMBEDDING):
             yield rule, 0
 
 

@@ -44,6 +44,10 @@ class Family:
         """Whether the family makes the rule's Megatron tensor, under whatever names of its own."""
         return any(own.stands_for(rule) for own in self.rules)
 
+    def own(self, rule: Rule) -> Rule:
+        """The family's rule for the same Megatron tensor, or the very rule if it has none."""
+        return next((own for own in self.rules if own.stands_for(rule)), rule)
+
     @property
     def has_experts(self) -> bool:
         return any(rule.where is Where.SPARSE for rule in self.rules)

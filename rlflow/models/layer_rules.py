@@ -54,7 +54,7 @@ OUTPUT = _rule(
 )
 TIED_OUTPUT = Rule("output_layer.weight", Split.VOCAB, EMBEDDING.sources)
 """The copy of the embedding on the last of several pipeline stages; not a tensor of its own in
-HuggingFace."""
+HuggingFace. `tied_output` gives it the sources of a model's family."""
 
 ATTENTION = (
     _rule(

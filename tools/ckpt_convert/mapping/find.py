@@ -59,7 +59,7 @@ def find_view(
             )
         return View(tensors[key], index)
     expected = stacked_place(rule.keys[0], rule, layer, model, False)[0]
-    why = " (the checkpoint is of a tied model?)" if rule is OUTPUT else ""
+    why = " (the checkpoint is of a tied model?)" if rule.stands_for(OUTPUT) else ""
     raise other_model(f"{source.path}: '{expected}' is missing, which config.json implies{why}.")
 
 
