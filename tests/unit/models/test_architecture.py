@@ -64,10 +64,13 @@ def test_the_family_of_the_docs_is_all_that_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
-    first = page.read_text().split("```python\n")[1].split("```")[0]
+    file, script = (block.split("```")[0] for block in page.read_text().split("```python\n")[1:3])
     before = set(FAMILIES)
-    exec(first, {"__name__": "my_family"})  # as it is printed
+    namespace: dict[str, Any] = {}
+    exec(file, namespace)  # both as they are printed
+    exec(script, {"__name__": "my_family"})
     (added,) = FAMILIES.keys() - before
+    assert namespace["FAMILY"] == FAMILIES[added]
     monkeypatch.setitem(FAMILIES, added, FAMILIES.pop(added))  # taken out again afterwards
     monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
     path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {}, {}),
     "deepseek_v3, TE names": ("deepseek_v3", {}, {"fused": True}),
 }
+NAMED = {family for family, _, _ in CASES.values()}
+CASES |= {family: (family, {}, {}) for family in FAMILIES if family not in NAMED}
 
 
 @pytest.fixture(scope="module")

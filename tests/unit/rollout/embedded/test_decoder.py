@@ -26,6 +26,7 @@ KINDS = [
     ("qwen3_moe", False), ("mixtral", True), ("qwen2_moe", False), ("glm4_moe", False), ("deepseek_v2", False),
     ("deepseek_v3", True),
 ]  # fmt: skip
+KINDS += [(family, False) for family in FAMILIES if family not in dict(KINDS)]
 
 
 def load(path: Path) -> Decoder:
