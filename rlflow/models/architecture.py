@@ -12,7 +12,7 @@ from rlflow.models.entries import (
     MOST_LAYERS,
     Experts,
     RouterShape,
-    Window,
+    SlidingWindow,
     Yarn,
     check_routing,
     flag,
@@ -25,7 +25,7 @@ from rlflow.models.entries import (
     yarn_of,
 )
 from rlflow.models.families import FAMILIES
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     EMBEDDING,
     LATENT_DOWN,
@@ -247,7 +247,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family that config.json names. Raises ModelError for an unknown one."""
     name = str(config.get("model_type"))[:100]
     if name not in FAMILIES:
@@ -266,7 +266,7 @@ def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
     return None if routing is None else routing(config)
 
 
-def window_of(config: Mapping[str, Any]) -> Window | None:
+def window_of(config: Mapping[str, Any]) -> SlidingWindow | None:
     """The window that attention looks back on; None where it looks at all. Raises ModelError."""
     return family_of(config).window(config)
 
@@ -347,7 +347,7 @@ def _check_latent(config: dict[str, Any], model: Architecture) -> None:
         )
 
 
-def _switched_on(config: dict[str, Any], family: Family) -> set[Where]:
+def _switched_on(config: dict[str, Any], family: ModelFamily) -> set[Where]:
     """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
     that mean tensors which the table does not have."""
     name, switches = config["model_type"], {rule.where for rule in family.rules} & SWITCHES

@@ -86,21 +86,23 @@ def predicting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """Attention that looks back on so many tokens, the current one included, from a layer on."""
 
     tokens: int
     first_layer: int = 0
 
 
-def sliding_window(config: Mapping[str, Any], default: int | None = None) -> Window | None:
+def sliding_window(config: Mapping[str, Any], default: int | None = None) -> SlidingWindow | None:
     """Of families that always look back on a window unless it is null. default: what transformers
     takes where config.json does not say it. Raises ModelError."""
     found = config.get("sliding_window", default)
-    return None if found is None else Window(whole({"sliding_window": found}, "sliding_window"))
+    return (
+        None if found is None else SlidingWindow(whole({"sliding_window": found}, "sliding_window"))
+    )
 
 
-def window_if_used(config: Mapping[str, Any]) -> Window | None:
+def window_if_used(config: Mapping[str, Any]) -> SlidingWindow | None:
     """Of families whose window must be switched on, such as Qwen. Raises ModelError."""
     window = sliding_window(config, 4096) if config.get("use_sliding_window") else None
     if window is None:

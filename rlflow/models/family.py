@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.models.entries import Experts, RouterShape, Window, experts_of, window_if_used
+from rlflow.models.entries import Experts, RouterShape, SlidingWindow, experts_of, window_if_used
 from rlflow.models.rules import Rule, Where
 from rlflow.models.tiny_sizes import TinySizes
 
@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What is particular to the models of one `model_type`; what is left out is as of a Llama.
     docs/add_a_model_family.md shows how to add one.
 
@@ -35,7 +35,7 @@ class Family:
 
     rules: tuple[Rule, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
-    window: Callable[[Config], Window | None] = window_if_used
+    window: Callable[[Config], SlidingWindow | None] = window_if_used
     experts: Callable[[Config], Experts] = experts_of
     routing: Callable[[Config], RouterShape] | None = None
     tiny: Callable[[TinySizes], dict[str, Any]] | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 
 from rlflow.models import families
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     ATTENTION,
     BIASES,
@@ -53,7 +53,7 @@ class _RulesOfFamilies(MutableMapping[str, tuple[Rule, ...]]):
         return families.FAMILIES[model_type].rules
 
     def __setitem__(self, model_type: str, rules: tuple[Rule, ...]) -> None:
-        families.FAMILIES[model_type] = Family(rules)
+        families.FAMILIES[model_type] = ModelFamily(rules)
 
     def __delitem__(self, model_type: str) -> None:
         del families.FAMILIES[model_type]

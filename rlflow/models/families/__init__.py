@@ -6,10 +6,10 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 
 
-def read_families() -> dict[str, Family]:
+def read_families() -> dict[str, ModelFamily]:
     """The `FAMILY` of each file in this folder, by the file's name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {name: import_module(f"{__name__}.{name}").FAMILY for name in names}

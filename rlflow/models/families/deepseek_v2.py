@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlflow.models.entries import scaled_softmax_routing
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     DENSE_MLP,
     EMBEDDING,
@@ -23,7 +23,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     return {**dense_sizes(sizes), **experts, **latent_sizes(sizes)}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, FINAL_NORM, OUTPUT),
     routing=scaled_softmax_routing,
     tiny=tiny,

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from rlflow.models.entries import sigmoid_routing
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     DENSE_MLP,
     EMBEDDING,
@@ -24,7 +24,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     return {**dense_sizes(sizes), **grouped_expert_sizes(sizes), **latent_sizes(sizes)}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, FINAL_NORM, OUTPUT),
     routing=partial(sigmoid_routing, groups=8, chosen=4, scaling=2.5),
     tiny=tiny,

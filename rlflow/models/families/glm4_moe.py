@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlflow.models.entries import sigmoid_routing
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
     EMBEDDING,
@@ -25,7 +25,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     return {**dense_sizes(sizes), **grouped_expert_sizes(sizes), "head_dim": sizes.head_dim}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *DENSE_LAYER, *ATTENTION_OPTIONS, *EXPERTS, FINAL_NORM, OUTPUT),
     defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     routing=sigmoid_routing,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from rlflow.models.entries import experts_of, sliding_window
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import ATTENTION, EMBEDDING, FINAL_NORM, OUTPUT, sparse_mlp
 from rlflow.models.tiny_sizes import TinySizes
 
@@ -21,7 +21,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *ATTENTION, *EXPERTS, FINAL_NORM, OUTPUT),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     window=sliding_window,

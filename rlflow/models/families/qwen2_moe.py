@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
     EMBEDDING,
@@ -23,7 +23,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     return {**dense_sizes(sizes), **expert_sizes(sizes), **shared}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *DENSE_LAYER, QKV_BIAS, *EXPERTS, FINAL_NORM, OUTPUT),
     tiny=tiny,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     DENSE_LAYER,
     EMBEDDING,
@@ -19,7 +19,7 @@ def tiny(sizes: TinySizes) -> dict[str, Any]:
     return {**dense_sizes(sizes), **expert_sizes(sizes), "head_dim": sizes.head_dim}
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     rules=(EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, *sparse_mlp(), FINAL_NORM, OUTPUT),
     tiny=tiny,
 )

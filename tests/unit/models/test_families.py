@@ -41,7 +41,7 @@ FILE = f'''
 import dataclasses
 
 from rlflow.models.families import qwen3
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 
 RENAMED = {RENAMED!r}
 
@@ -57,7 +57,7 @@ def with_own_names(rule):
     return dataclasses.replace(rule, sources=sources)
 
 
-FAMILY = Family(rules=tuple(with_own_names(rule) for rule in qwen3.FAMILY.rules))
+FAMILY = ModelFamily(rules=tuple(with_own_names(rule) for rule in qwen3.FAMILY.rules))
 '''
 
 

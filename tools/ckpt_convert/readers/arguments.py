@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlflow.models.architecture import Architecture, routing_of, window_of
-from rlflow.models.entries import Experts, Window, rope_kind, rope_of
+from rlflow.models.entries import Experts, SlidingWindow, rope_kind, rope_of
 from rlflow.storage.pickles import DTYPES, origin_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
@@ -205,7 +205,7 @@ def _near(found: Any, expected: float) -> bool:
 
 
 def _window_contradictions(
-    args: Mapping[str, Any], window: Window | None
+    args: Mapping[str, Any], window: SlidingWindow | None
 ) -> Iterator[tuple[str, Any, str]]:
     """Megatron's window counts the tokens before the current one, that of transformers also the
     token itself."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
 from rlflow.models.families import FAMILIES
-from rlflow.models.family import Family
+from rlflow.models.family import ModelFamily
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow.models.layer_rules import ATTENTION
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
@@ -115,7 +115,7 @@ def test_a_family_with_names_of_its_own_is_computed_by_its_table(
         projection, sources=(("model.layers.{i}.self_attn.out_proj.weight", "hidden query"),)
     )
     rules = tuple(renamed if rule is projection else rule for rule in FAMILIES["llama"].rules)
-    monkeypatch.setitem(FAMILIES, "out_llama", Family(rules))
+    monkeypatch.setitem(FAMILIES, "out_llama", ModelFamily(rules))
     decoder = Decoder(
         architecture({**read_config(path), "model_type": "out_llama"}), torch.float32, CPU
     )
