@@ -34,7 +34,7 @@ from rlflow.models.layer_rules import (
     SHARED_GATE,
     TIED_OUTPUT,
 )
-from rlflow.models.rules import Rule, Where
+from rlflow.models.rules import Rule, Where, makes
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
@@ -141,15 +141,15 @@ class Architecture:
     @property
     def shared_gate(self) -> bool:
         """Whether a token weighs the MLP that stands beside the experts."""
-        return FAMILIES[self.family].has(SHARED_GATE)
+        return makes(FAMILIES[self.family].rules, SHARED_GATE)
 
     @property
     def qkv_bias(self) -> bool:
-        return self.qkv_biases or FAMILIES[self.family].has(QKV_BIAS)
+        return self.qkv_biases or makes(FAMILIES[self.family].rules, QKV_BIAS)
 
     @property
     def qk_norm(self) -> bool:
-        return self.head_norms or FAMILIES[self.family].has(Q_NORM)
+        return self.head_norms or makes(FAMILIES[self.family].rules, Q_NORM)
 
     def has(self, where: Where, layer: int = 0) -> bool:
         """Whether a rule with this `where` applies to a layer."""
@@ -175,7 +175,8 @@ def architecture(config: dict[str, Any]) -> Architecture:
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
     model = stored_architecture(config)
-    may_rotate_partly = "partial_rotary_factor" in FAMILIES[model.family].defaults
+    family = FAMILIES[model.family]
+    may_rotate_partly = "partial_rotary_factor" in family.defaults
     for what, found in (
         ("weights in fp8", config.get("quantization_config")),
         ("biases on every projection", model.biases),
@@ -188,7 +189,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
             raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed, kinds = window_of(config) is not None, config.get("layer_types") or ()
+    windowed, kinds = family.window(config) is not None, config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise refused("sliding-window attention is not supported; expected sliding_window null.")
     if model.latent is not None:
@@ -197,7 +198,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     yarn = yarn_of(rope) if model.latent is not None else None
     if yarn is None:
         _check_rope(rope)
-    routing = routing_of(config)
+    routing = None if family.routing is None else family.routing(config)
     if model.experts is not None:
         check_routing(config, model.experts, routing)
     return replace(model, routing=routing, yarn=yarn)
@@ -211,6 +212,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     does not have."""
     family = family_of(config)
     switched_on = _switched_on(config, family)
+    has_experts = any(rule.where is Where.SPARSE for rule in family.rules)
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     groups = whole(config, "num_key_value_heads", default=heads)
@@ -234,8 +236,8 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         rope_theta=number(rope, "rope_theta", number(config, "rope_theta", defaults["rope_theta"])),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
-        experts=family.experts(config) if family.has_experts else None,
-        latent=_latent(config) if family.has(LATENT_DOWN) else None,
+        experts=family.experts(config) if has_experts else None,
+        latent=_latent(config) if makes(family.rules, LATENT_DOWN) else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
@@ -281,8 +283,9 @@ def rules_of(model: Architecture) -> tuple[Rule, ...]:
 
 
 def own_rule(model: Architecture, rule: Rule) -> Rule:
-    """The rule by which the model's family makes the same Megatron tensor."""
-    return FAMILIES[model.family].own(rule)
+    """The rule by which the model's family makes the same Megatron tensor, or the very rule if it
+    makes none."""
+    return next((own for own in FAMILIES[model.family].rules if own.stands_for(rule)), rule)
 
 
 def tied_output(model: Architecture) -> Rule:
@@ -362,7 +365,7 @@ def _switched_on(config: dict[str, Any], family: ModelFamily) -> set[Where]:
         on |= {Where.BIASES} if mlp else set()
     elif Where.QKV_BIAS in switches and attention:
         on.add(Where.QKV_BIAS)
-    elif attention and not family.has(QKV_BIAS):
+    elif attention and not makes(family.rules, QKV_BIAS):
         raise refused(f"attention_bias=true is not supported for model family '{name}'.")
     if mlp and Where.BIASES not in on:
         raise refused(f"mlp_bias=true is not supported for model family '{name}'.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.models.entries import Experts, RouterShape, SlidingWindow, experts_of, window_if_used
-from rlflow.models.rules import Rule, Where
+from rlflow.models.rules import Rule
 from rlflow.models.tiny_sizes import TinySizes
 
 Config = Mapping[str, Any]
@@ -39,15 +39,3 @@ class ModelFamily:
     experts: Callable[[Config], Experts] = experts_of
     routing: Callable[[Config], RouterShape] | None = None
     tiny: Callable[[TinySizes], dict[str, Any]] | None = None
-
-    def has(self, rule: Rule) -> bool:
-        """Whether the family makes the rule's Megatron tensor, under whatever names of its own."""
-        return any(own.stands_for(rule) for own in self.rules)
-
-    def own(self, rule: Rule) -> Rule:
-        """The family's rule for the same Megatron tensor, or the very rule if it has none."""
-        return next((own for own in self.rules if own.stands_for(rule)), rule)
-
-    @property
-    def has_experts(self) -> bool:
-        return any(rule.where is Where.SPARSE for rule in self.rules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,3 +102,8 @@ class Rule:
         expert: as that module counts them; a pipeline stage and an expert-parallel rank start at
         0."""
         return ((self.fused if fused else "") or self.megatron).format(i=layer, e=expert)
+
+
+def makes(rules: Iterable[Rule], wanted: Rule) -> bool:
+    """Whether some of the rules makes the wanted one's Megatron tensor, from whatever sources."""
+    return any(rule.stands_for(wanted) for rule in rules)

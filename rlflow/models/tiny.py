@@ -12,6 +12,7 @@ from rlflow.errors import ConfigError, did_you_mean
 from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import quiet_transformers
 from rlflow.models.layer_rules import QKV_BIAS
+from rlflow.models.rules import makes
 from rlflow.models.tiny_sizes import TinySizes
 
 ROPE_THETA = 1e6  # as Qwen2.5
@@ -123,7 +124,7 @@ def write_random_model(
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    if known.has(QKV_BIAS):
+    if makes(known.rules, QKV_BIAS):
         _teach_copying(model, torch.Generator().manual_seed(seed))
     with quiet_transformers():
         model.save_pretrained(directory)
