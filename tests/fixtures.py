@@ -79,7 +79,17 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         **_LATENT,
     },
 }
-"""What tiny models of a family have beside or instead of the common sizes."""
+"""What tiny models of a family have beside or instead of the common sizes; of other families, what their file says."""
+
+
+def _own_sizes(family: str) -> dict[str, Any]:
+    from rlflow.models.families import FAMILIES
+    from rlflow.models.tiny_sizes import TinySizes
+
+    if family in _OF_FAMILY:
+        return _OF_FAMILY[family]
+    tiny = FAMILIES[family].tiny
+    return {} if tiny is None else tiny(TinySizes(hidden=64, heads=4, kv_heads=2, ffn=128))
 
 
 def tiny_tokenizer(path: str | Path, vocab_size: int = 384) -> Path:
@@ -122,7 +132,7 @@ def tiny_model(
 ) -> Path:
     """Writes a random HuggingFace directory (config, safetensors in fp32, tokenizer) into `path` and returns it.
 
-    family: a `model_type` of rlflow/models/tables.py; llama with llama3 RoPE scaling. Every parameter is random, biases
+    family: a file of rlflow/models/families; llama with llama3 RoPE scaling. Every parameter is random, biases
     and norm weights too, so that a mapping error shows. scale: standard deviation of the weights; larger ones make peaked
     distributions. sizes: keywords of the family's transformers config, e.g. hidden_size=128, num_hidden_layers=4.
     """
@@ -144,7 +154,7 @@ def tiny_model(
         "eos_token_id": 2,
     }
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**values, **_OF_FAMILY[family], **sizes})
+        AutoConfig.for_model(family, **{**values, **_own_sizes(family), **sizes})
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

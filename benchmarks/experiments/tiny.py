@@ -26,7 +26,7 @@ from experiments.base import Figures
 from recipes.swarm.alphabet import write_model
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.batching import token_batch
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig, load_config

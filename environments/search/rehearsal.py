@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import Problems, RLFlowError
@@ -18,9 +18,6 @@ from rlflow_environments.retrieval.indices.rehearsal import rehearse_retriever
 from rlflow_environments.search.managed import managed_options
 from rlflow_environments.search.protocols import make_protocol
 from rlflow_environments.search.sources import load_tasks, open_retriever, world_files
-
-if TYPE_CHECKING:
-    from rlflow_environments.search.environment import SearchEnvironment
 
 APART = ("corpus", "train", "val", "world", "retriever", "managed", "valid_inst_ratio")
 """Options that are looked at one by one; the environment is made without them."""
@@ -43,9 +40,10 @@ class _Served(AsyncRetriever):
 
 
 def rehearsal(
-    kind: type[SearchEnvironment], options: Mapping[str, Any]
+    kind: type[Any], options: Mapping[str, Any]
 ) -> tuple[Environment | None, list[RLFlowError]]:
-    """See `Environment.rehearse`."""
+    """See `Environment.rehearse`. kind: `SearchEnvironment`, which imports this module, or a class
+    of it."""
     problems, quiet = Problems(), Problems()
     environment = _made(kind, options, problems)
     given = (options.get(key) for key in ("tools", "max_document_characters"))
@@ -69,9 +67,7 @@ def rehearsal(
     return environment, problems
 
 
-def _made(
-    kind: type[SearchEnvironment], options: Mapping[str, Any], problems: Problems
-) -> SearchEnvironment | None:
+def _made(kind: type[Any], options: Mapping[str, Any], problems: Problems) -> Any:
     """The environment with the options that are right, nothing to search in and no questions; None
     where they do not go together."""
     retriever = options.get("retriever", "dense")

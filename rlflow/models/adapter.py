@@ -22,7 +22,7 @@ from rlflow.models.huggingface import (
     read_object,
     why_occupied,
 )
-from rlflow.models.tables import dtype_of
+from rlflow.models.layer_rules import dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 

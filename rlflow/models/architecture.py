@@ -1,9 +1,9 @@
 """The architecture of a model, read from config.json, and which rules of its family's table
-(tables.py) apply to it."""
+apply to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,37 +12,34 @@ from rlflow.models.entries import (
     MOST_LAYERS,
     Experts,
     RouterShape,
+    SlidingWindow,
     Yarn,
     check_routing,
-    experts_of,
     flag,
     number,
     refused,
     rope_kind,
     rope_of,
-    routing_of,
     short,
     whole,
-    window_of,
     yarn_of,
 )
-from rlflow.models.rules import Rule, Where
-from rlflow.models.tables import (
+from rlflow.models.families import FAMILIES
+from rlflow.models.family import ModelFamily
+from rlflow.models.layer_rules import (
     EMBEDDING,
-    FAMILIES,
-    LATENT_ATTENTION,
+    LATENT_DOWN,
     Q_NORM,
     QKV_BIAS,
     SHARED_GATE,
+    TIED_OUTPUT,
 )
+from rlflow.models.rules import Rule, Where, makes
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
-PARTLY_ROTARY = ("glm4_moe",)
-"""Families that may rotate a part of each head."""
-_NORM_EPS = {"mixtral": 1e-5, "glm4_moe": 1e-5}
-_ROPE_THETA = {"mixtral": 1e6}
-"""What transformers takes where config.json does not say it, unlike 1e-6 and 1e4 elsewhere."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+"""What transformers takes where config.json does not say it, unless a family says otherwise."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 
 
@@ -144,15 +141,15 @@ class Architecture:
     @property
     def shared_gate(self) -> bool:
         """Whether a token weighs the MLP that stands beside the experts."""
-        return SHARED_GATE in FAMILIES[self.family]
+        return makes(FAMILIES[self.family].rules, SHARED_GATE)
 
     @property
     def qkv_bias(self) -> bool:
-        return QKV_BIAS in FAMILIES[self.family] or self.qkv_biases
+        return self.qkv_biases or makes(FAMILIES[self.family].rules, QKV_BIAS)
 
     @property
     def qk_norm(self) -> bool:
-        return Q_NORM in FAMILIES[self.family] or self.head_norms
+        return self.head_norms or makes(FAMILIES[self.family].rules, Q_NORM)
 
     def has(self, where: Where, layer: int = 0) -> bool:
         """Whether a rule with this `where` applies to a layer."""
@@ -178,17 +175,21 @@ def architecture(config: dict[str, Any]) -> Architecture:
     trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
     feature that they do not have."""
     model = stored_architecture(config)
-    part_rotates = model.rotary_share != 1 and model.family not in PARTLY_ROTARY
+    family = FAMILIES[model.family]
+    may_rotate_partly = "partial_rotary_factor" in family.defaults
     for what, found in (
         ("weights in fp8", config.get("quantization_config")),
         ("biases on every projection", model.biases),
-        ("rotary embedding of a part of each head", part_rotates),
+        (
+            "rotary embedding of a part of each head",
+            model.rotary_share != 1 and not may_rotate_partly,
+        ),
     ):
         if found:
             raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed, kinds = window_of(config) is not None, config.get("layer_types") or ()
+    windowed, kinds = family.window(config) is not None, config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise refused("sliding-window attention is not supported; expected sliding_window null.")
     if model.latent is not None:
@@ -197,7 +198,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     yarn = yarn_of(rope) if model.latent is not None else None
     if yarn is None:
         _check_rope(rope)
-    routing = routing_of(config)
+    routing = None if family.routing is None else family.routing(config)
     if model.experts is not None:
         check_routing(config, model.experts, routing)
     return replace(model, routing=routing, yarn=yarn)
@@ -209,14 +210,9 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
 
     Raises ModelError for an unknown family, a missing entry, or tensors that the family's table
     does not have."""
-    family = str(config.get("model_type"))[:100]
-    if family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise refused(
-            f"model family '{family}' is not supported; supported: {known}."
-            f"{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
-        )
+    family = family_of(config)
     switched_on = _switched_on(config, family)
+    has_experts = any(rule.where is Where.SPARSE for rule in family.rules)
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     groups = whole(config, "num_key_value_heads", default=heads)
@@ -225,9 +221,9 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
         )
     rope = rope_of(config)
-    share = 0.5 if family in PARTLY_ROTARY else 1.0  # transformers' where neither says it
+    defaults = {**DEFAULTS, **family.defaults}
     return Architecture(
-        family=family,
+        family=str(config["model_type"]),
         layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
@@ -236,39 +232,72 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
         tied=flag(config, "tie_word_embeddings"),
-        norm_eps=number(config, "rms_norm_eps", _NORM_EPS.get(family, 1e-6)),
-        rope_theta=number(
-            rope, "rope_theta", number(config, "rope_theta", _ROPE_THETA.get(family, 1e4))
-        ),
+        norm_eps=number(config, "rms_norm_eps", defaults["rms_norm_eps"]),
+        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", defaults["rope_theta"])),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=whole(config, "max_position_embeddings", default=32768),
-        experts=experts_of(config)
-        if any(rule.where is Where.SPARSE for rule in FAMILIES[family])
-        else None,
-        latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
+        experts=family.experts(config) if has_experts else None,
+        latent=_latent(config) if makes(family.rules, LATENT_DOWN) else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
         rotary_share=number(
-            rope, "partial_rotary_factor", number(config, "partial_rotary_factor", share)
+            rope,
+            "partial_rotary_factor",
+            number(config, "partial_rotary_factor", defaults["partial_rotary_factor"]),
         ),
     )
+
+
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """The family that config.json names. Raises ModelError for an unknown one."""
+    name = str(config.get("model_type"))[:100]
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise refused(
+            f"model family '{name}' is not supported; supported: {known}."
+            f"{did_you_mean(name, FAMILIES)} {HOW_TO_ADD}"
+        )
+    return FAMILIES[name]
+
+
+def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
+    """How tokens choose experts; None where it is by the largest shares of a softmax. Raises
+    ModelError."""
+    routing = family_of(config).routing
+    return None if routing is None else routing(config)
+
+
+def window_of(config: Mapping[str, Any]) -> SlidingWindow | None:
+    """The window that attention looks back on; None where it looks at all. Raises ModelError."""
+    return family_of(config).window(config)
 
 
 def rules_of(model: Architecture) -> tuple[Rule, ...]:
     """The rules of a model's family that apply to at least one of its layers."""
     return tuple(
         rule
-        for rule in FAMILIES[model.family]
+        for rule in FAMILIES[model.family].rules
         if any(model.has(rule.where, layer) for layer in range(model.layers))
     )
+
+
+def own_rule(model: Architecture, rule: Rule) -> Rule:
+    """The rule by which the model's family makes the same Megatron tensor, or the very rule if it
+    makes none."""
+    return next((own for own in FAMILIES[model.family].rules if own.stands_for(rule)), rule)
+
+
+def tied_output(model: Architecture) -> Rule:
+    """The copy of a tied model's embedding on the last of several pipeline stages."""
+    return replace(TIED_OUTPUT, sources=own_rule(model, EMBEDDING).sources)
 
 
 def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
     """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A
     rule of experts comes once for each of them."""
     rules = rules_of(model)
-    yield EMBEDDING, 0
+    yield own_rule(model, EMBEDDING), 0
     for layer in range(model.layers):
         for rule in rules:
             if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
@@ -278,7 +307,7 @@ def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
             elif rule.per_layer and model.has(rule.where, layer):
                 yield rule, layer
     for rule in rules:
-        if not rule.per_layer and rule is not EMBEDDING:
+        if not rule.per_layer and not rule.stands_for(EMBEDDING):
             yield rule, 0
 
 
@@ -321,10 +350,10 @@ def _check_latent(config: dict[str, Any], model: Architecture) -> None:
         )
 
 
-def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
+def _switched_on(config: dict[str, Any], family: ModelFamily) -> set[Where]:
     """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
     that mean tensors which the table does not have."""
-    switches = {rule.where for rule in FAMILIES[family]} & SWITCHES
+    name, switches = config["model_type"], {rule.where for rule in family.rules} & SWITCHES
     attention, mlp = flag(config, "attention_bias"), flag(config, "mlp_bias")
     on: set[Where] = set()
     if Where.BIASES in switches:
@@ -336,13 +365,13 @@ def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
         on |= {Where.BIASES} if mlp else set()
     elif Where.QKV_BIAS in switches and attention:
         on.add(Where.QKV_BIAS)
-    elif attention and QKV_BIAS not in FAMILIES[family]:
-        raise refused(f"attention_bias=true is not supported for model family '{family}'.")
+    elif attention and not makes(family.rules, QKV_BIAS):
+        raise refused(f"attention_bias=true is not supported for model family '{name}'.")
     if mlp and Where.BIASES not in on:
-        raise refused(f"mlp_bias=true is not supported for model family '{family}'.")
+        raise refused(f"mlp_bias=true is not supported for model family '{name}'.")
     if Where.QK_NORM in switches and flag(config, "use_qk_norm"):
         on.add(Where.QK_NORM)
-    _refuse_other_tensors(config, family)
+    _refuse_other_tensors(config, name)
     return on
 
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlflow.errors import ModelError
 
-SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Families whose routers score experts by themselves, with a bias."""
 PREDICTING = "num_nextn_predict_layers"
 """The entry for layers of multi-token prediction."""
-_ROUTING = {"deepseek_v3": (8, 4, 2.5)}
-"""n_group, topk_group and routed_scaling_factor that transformers takes where config.json does not
-say them, unlike 1 elsewhere."""
 MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 """Above these, an entry is a mistake, and planning with it would take all memory."""
 
@@ -90,13 +85,29 @@ def predicting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{first + number}." for number in range(count))
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens that attention looks back on; None where it looks at all. Raises ModelError."""
-    family = config.get("model_type")
-    if family not in ("mistral", "mixtral") and not config.get("use_sliding_window"):
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Attention that looks back on so many tokens, the current one included, from a layer on."""
+
+    tokens: int
+    first_layer: int = 0
+
+
+def sliding_window(config: Mapping[str, Any], default: int | None = None) -> SlidingWindow | None:
+    """Of families that always look back on a window unless it is null. default: what transformers
+    takes where config.json does not say it. Raises ModelError."""
+    found = config.get("sliding_window", default)
+    return (
+        None if found is None else SlidingWindow(whole({"sliding_window": found}, "sliding_window"))
+    )
+
+
+def window_if_used(config: Mapping[str, Any]) -> SlidingWindow | None:
+    """Of families whose window must be switched on, such as Qwen. Raises ModelError."""
+    window = sliding_window(config, 4096) if config.get("use_sliding_window") else None
+    if window is None:
         return None
-    found = config.get("sliding_window", None if family == "mixtral" else 4096)  # as transformers
-    return None if found is None else whole({"sliding_window": found}, "sliding_window")
+    return replace(window, first_layer=whole(config, "max_window_layers", default=0, least=0))
 
 
 @dataclass(frozen=True)
@@ -173,24 +184,36 @@ class RouterShape:
     scaling: float
 
 
-def routing_of(config: Mapping[str, Any]) -> RouterShape | None:
-    """The entries of DeepSeek and GLM; None for other families."""
-    family = config.get("model_type")
-    if family not in (*SIGMOID, "deepseek_v2"):
-        return None
-    limited = family in SIGMOID or config.get("topk_method", "greedy") != "greedy"
-    groups, chosen, scaling = _ROUTING.get(str(family), (1, 1, 1.0))
-    groups = whole(config, "n_group", default=groups) if limited else 1
+def sigmoid_routing(
+    config: Mapping[str, Any], groups: int = 1, chosen: int = 1, scaling: float = 1.0
+) -> RouterShape:
+    """Of families whose routers score each expert by itself, with a bias. groups, chosen, scaling:
+    what transformers takes where config.json does not say them. Raises ModelError."""
+    groups = whole(config, "n_group", default=groups)
     return RouterShape(
-        sigmoid=family in SIGMOID,
+        sigmoid=True,
         groups=groups,
         chosen=whole(config, "topk_group", default=chosen, most=groups) if groups > 1 else 1,
         scaling=number(config, "routed_scaling_factor", scaling),
     )
 
 
-def experts_of(config: dict[str, Any]) -> Experts:
-    """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
+def scaled_softmax_routing(config: Mapping[str, Any]) -> RouterShape:
+    """Of families that choose by a softmax, multiply its shares, and keep to the best groups of
+    experts unless `topk_method` is greedy. Raises ModelError."""
+    limited = config.get("topk_method", "greedy") != "greedy"
+    groups = whole(config, "n_group", default=1) if limited else 1
+    return RouterShape(
+        sigmoid=False,
+        groups=groups,
+        chosen=whole(config, "topk_group", default=1, most=groups) if groups > 1 else 1,
+        scaling=number(config, "routed_scaling_factor", 1.0),
+    )
+
+
+def experts_of(config: Mapping[str, Any], normalized: bool = False) -> Experts:
+    """The entries of Qwen, Mixtral and DeepSeek, whose names differ. normalized: whatever
+    norm_topk_prob says. Raises ModelError."""
     ffn = whole(config, "moe_intermediate_size", "intermediate_size")
     layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
     first = whole(config, "first_k_dense_replace", default=0, least=0)
@@ -210,8 +233,7 @@ def experts_of(config: dict[str, Any]) -> Experts:
             for layer in range(layers)
         ),
         top_k=whole(config, "num_experts_per_tok", default=0, least=0),
-        # Mixtral's always do, and it has no word for it
-        normalized=config.get("model_type") == "mixtral" or flag(config, "norm_topk_prob"),
+        normalized=normalized or flag(config, "norm_topk_prob"),
     )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from rlflow.models.architecture import Architecture, placed_rules
-from rlflow.models.tables import EMBEDDING, OUTPUT
+from rlflow.models.layer_rules import EMBEDDING, OUTPUT
 
 
 def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
@@ -33,7 +33,8 @@ def _weights(shape: Architecture) -> int:
     return sum(
         math.prod(matrix)
         for rule, _ in placed_rules(shape)
-        if rule not in (EMBEDDING, OUTPUT) and (rule.expert is None or rule.expert < chosen)
+        if not (rule.stands_for(EMBEDDING) or rule.stands_for(OUTPUT))
+        and (rule.expert is None or rule.expert < chosen)
         for matrix in rule.shapes(shape)
         if len(matrix) == 2
     )

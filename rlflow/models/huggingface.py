@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 
 from rlflow.errors import ModelError
-from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.models.architecture import huggingface_shapes, own_rule, stored_architecture
 from rlflow.models.entries import PREDICTING, predicting_layers
+from rlflow.models.layer_rules import OUTPUT
 from rlflow.storage.integrity import EXPORT_MANIFEST
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def check_loadable(path: str | Path) -> None:
     headers are read."""
     model = stored_architecture(read_config(path))
     expected = huggingface_shapes(model)
-    extra = (*IGNORED_SUFFIXES, *(("lm_head.weight",) if model.tied else ()))
+    repeated = own_rule(model, OUTPUT).names() if model.tied else []
+    extra = (*IGNORED_SUFFIXES, *repeated)
     found = WeightFiles(path).shapes()
     for name in [name for name in found if name not in expected and name.endswith(extra)]:
         del found[name]

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rlflow.models.architecture import Architecture
+
+class Sizes(Protocol):
+    """What gives the symbols of shapes their numbers: an `Architecture`."""
+
+    def size(self, symbol: str) -> int: ...
 
 
 class Split(enum.Enum):
@@ -75,6 +79,10 @@ class Rule:
             return (self.megatron,)
         return tuple(filter(None, (self.fused, self.megatron, self.local_key)))
 
+    def stands_for(self, other: Rule) -> bool:
+        """Whether both make the same Megatron tensor of the same layers, from whatever sources."""
+        return (self.megatron, self.where) == (other.megatron, other.where)
+
     def of_expert(self, expert: int) -> Rule:
         """This rule for one expert: its sources are that expert's."""
         sources = tuple((name.replace("{e}", str(expert)), shape) for name, shape in self.sources)
@@ -85,7 +93,7 @@ class Rule:
         `merge` returns."""
         return [name.format(i=layer) for name, _ in self.sources]
 
-    def shapes(self, model: Architecture) -> list[tuple[int, ...]]:
+    def shapes(self, model: Sizes) -> list[tuple[int, ...]]:
         """The HuggingFace shapes of the sources."""
         return [tuple(model.size(symbol) for symbol in shape.split()) for _, shape in self.sources]
 
@@ -94,3 +102,8 @@ class Rule:
         expert: as that module counts them; a pipeline stage and an expert-parallel rank start at
         0."""
         return ((self.fused if fused else "") or self.megatron).format(i=layer, e=expert)
+
+
+def makes(rules: Iterable[Rule], wanted: Rule) -> bool:
+    """Whether some of the rules makes the wanted one's Megatron tensor, from whatever sources."""
+    return any(rule.stands_for(wanted) for rule in rules)

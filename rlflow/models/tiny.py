@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import quiet_transformers
+from rlflow.models.layer_rules import QKV_BIAS
+from rlflow.models.rules import makes
+from rlflow.models.tiny_sizes import TinySizes
 
 ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
-COPYING = ("qwen2", "qwen2_moe")
-"""Families whose queries and keys have the biases that copying is made of."""
-TINY_FAMILIES = (*COPYING, "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
-WITH_GROUPS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -90,23 +90,25 @@ def write_random_model(
     seed: int = 0,
     family: str = "qwen2",
 ) -> None:
-    """Adds a randomly initialised model that fits the tokenizer in `directory`; those of COPYING
-    can copy (see `_teach_copying`). ffn: what each token passes through; of experts, two of eight,
-    each with half of it. Raises ConfigError for a family that is not one of TINY_FAMILIES."""
+    """Adds a randomly initialised model that fits the tokenizer in `directory`; where queries and
+    keys have biases it can copy (see `_teach_copying`). ffn: what each token passes through; of
+    experts, two of eight, each with half of it. Raises ConfigError for a family that is not one of
+    `tiny_families()`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if family not in TINY_FAMILIES:
+    known = FAMILIES.get(family)
+    if known is None or known.tiny is None:
+        possible = tiny_families()
         raise ConfigError(
-            f"family: expected one of {', '.join(TINY_FAMILIES)}, found '{family}'."
-            f"{did_you_mean(family, TINY_FAMILIES)}"
+            f"family: expected one of {', '.join(possible)}, found '{family}'."
+            f"{did_you_mean(family, possible)}"
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
     config = AutoConfig.for_model(
         family,
-        **_mlp_sizes(family, ffn),
-        **_attention_sizes(family, hidden // heads, heads, kv_heads),
+        **known.tiny(TinySizes(hidden, heads, kv_heads, ffn)),
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -122,45 +124,15 @@ def write_random_model(
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    if family in COPYING:
+    if makes(known.rules, QKV_BIAS):
         _teach_copying(model, torch.Generator().manual_seed(seed))
     with quiet_transformers():
         model.save_pretrained(directory)
 
 
-def _mlp_sizes(family: str, ffn: int) -> dict[str, Any]:
-    """Of transformers' configuration: one MLP of that width, or eight experts of half of it, two
-    for each token."""
-    if family == "qwen2":
-        return {"intermediate_size": ffn}
-    if family == "mixtral":
-        return {"intermediate_size": ffn // 2, "num_local_experts": 8, "num_experts_per_tok": 2}
-    beside = {"shared_expert_intermediate_size": ffn} if family == "qwen2_moe" else {}
-    if family in WITH_GROUPS:  # the first layer is dense
-        beside = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    return {
-        "intermediate_size": ffn,
-        "moe_intermediate_size": ffn // 2,
-        "n_routed_experts" if family in WITH_GROUPS else "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": family != "deepseek_v2",
-        **beside,
-    }
-
-
-def _attention_sizes(family: str, head_dim: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Of transformers' configuration."""
-    if not family.startswith("deepseek"):
-        size = {"head_dim": head_dim} if family in ("qwen3_moe", "glm4_moe") else {}
-        return {"num_key_value_heads": kv_heads, **size}
-    return {
-        "num_key_value_heads": heads,
-        "q_lora_rank": 2 * head_dim,
-        "kv_lora_rank": 2 * head_dim,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": head_dim // 2,
-        "v_head_dim": head_dim,
-    }
+def tiny_families() -> list[str]:
+    """Those of which tiny models are made."""
+    return [name for name, family in FAMILIES.items() if family.tiny is not None]
 
 
 def _teach_copying(model: Any, generator: Any) -> None:

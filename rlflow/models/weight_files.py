@@ -23,7 +23,7 @@ from rlflow.models.huggingface import (
     why_occupied,
     write_index,
 )
-from rlflow.models.tables import dtype_of, is_exact
+from rlflow.models.layer_rules import dtype_of, is_exact
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
 

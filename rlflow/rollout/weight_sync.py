@@ -26,7 +26,7 @@ from torch import Tensor
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.models.huggingface import combined_hash, tensor_hash
-from rlflow.models.tables import dtype_of
+from rlflow.models.layer_rules import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.probe_rule import agree, told

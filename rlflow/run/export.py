@@ -16,8 +16,8 @@ from rlflow.batching import token_batch
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
+from rlflow.models.families import SHIPPED
 from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_config, read_object
-from rlflow.models.tables import SHIPPED
 from rlflow.models.vocabulary import known_vocab
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line

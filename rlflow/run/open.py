@@ -10,7 +10,7 @@ from functools import partial
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.early_scores import EarlyScores, Stage
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig

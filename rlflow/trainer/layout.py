@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules
+from rlflow.models.layer_rules import EMBEDDING, OUTPUT, TIED_OUTPUT
 from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import EMBEDDING, OUTPUT, TIED_OUTPUT
 from rlflow.values import PositiveInt, checked
 
 
@@ -141,7 +141,7 @@ def stage_of(
     stage = layout.stages - 1
     if rule.per_layer:
         stage = layer // (model.layers // layout.stages)
-    elif rule is EMBEDDING:
+    elif rule.stands_for(EMBEDDING):
         stage = 0
     return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
 
@@ -154,7 +154,7 @@ def stage_parameters(
     sizes = [0] * layout.pipeline_parallel
     tensor, most = layout.tensor_parallel, max(layout.experts_here(model), 1)
     for rule, layer in placed_rules(model):
-        left_out = (rule is OUTPUT and values) or (experts and not rule.per_expert)
+        left_out = (values and rule.stands_for(OUTPUT)) or (experts and not rule.per_expert)
         if not left_out and (rule.expert or 0) < most:
             sizes[stage_of(rule, layer, model, layout)[0]] += _elements(rule, model, tensor)
     if values and not experts:

@@ -23,7 +23,7 @@ from rlflow.errors import (
     StorageError,
 )
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow.models.tables import dtype_of
+from rlflow.models.layer_rules import dtype_of
 from rlflow.models.vocabulary import known_vocab
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,

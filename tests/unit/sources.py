@@ -47,18 +47,10 @@ def modules() -> dict[str, Path]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """The project's own modules that a file imports, wherever in it, but not those for type checkers alone."""
+    """The project's own modules that a file imports, wherever in it, those for type checkers alone included."""
     package = module_name(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
-    skipped = {
-        id(inner)
-        for node in nodes(path)
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
     for node in nodes(path):
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules())
         elif isinstance(node, ast.ImportFrom):

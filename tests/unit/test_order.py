@@ -13,7 +13,7 @@ SOURCES = (*PACKAGES, "recipes", "benchmarks")
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    """Imports inside functions count: they hide a circle, they do not open it."""
+    """Imports inside functions and for type checkers count: they hide a circle, they do not open it."""
     graph = {name: set(imported_modules(path)) - {name} for name, path in modules().items()}
     free: set[str] = set()
     while True:

@@ -7,20 +7,23 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.commands.arguments import Commands, add_command, flag, option
 from rlflow.errors import RLFlowError
+from rlflow.models.families import FAMILIES
 from rlflow.storage.unread import end_quietly
 
 from .progress import timed
 from .read_ahead import read_ahead
 
-SCOPE = """\
-Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2,
-Qwen2.5, Qwen3, Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, GLM-4.5."""
+SCOPE = f"""\
+Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of models
+of these families (model_type in config.json):
+{textwrap.fill(", ".join(FAMILIES), 100)}."""
 CODES = """\
 exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification,
 5 another size than the options say, 6 unknown model or tensor, 7 checkpoint and reference disagree,

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlflow.models.architecture import huggingface_shapes
+from rlflow.models.architecture import huggingface_shapes, own_rule
 from rlflow.models.entries import predicting_layers
 from rlflow.models.huggingface import read_config
-from rlflow.models.tables import EMBEDDING
+from rlflow.models.layer_rules import EMBEDDING
 
 from .dtypes import OPTIONS
 from .export_model import architecture_of
@@ -39,7 +39,9 @@ def prepare_import(path: str | Path, options: Options) -> tuple[Import, Checkpoi
     config, model = read_config(path), architecture_of(path)
     source, later = read_huggingface(Path(path)), predicting_layers(config)
     work = make_import(source, model, options.layout, OPTIONS[options.dtype], later)
-    arguments = arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0))
+    arguments = arguments_of(
+        config, model, options.layout, work.dtype_of(own_rule(model, EMBEDDING), 0)
+    )
     if options.format == "torch":
         checkpoint = legacy_checkpoint(work, FOLDER, arguments)
     else:

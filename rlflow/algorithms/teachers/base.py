@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.prompt import PromptTemplate, moved
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Task
 
-if TYPE_CHECKING:
-    from rlflow.rollout.tokenizer import Tokenizer
-    from rlflow.trainer.base import Trainer
-
 NAME = "teacher"
 """Of the frozen model or the snapshot that a trainer scores with."""
-
-
-@dataclass(frozen=True)
-class Classroom:
-    """A teacher's tools. prompt_tokens: the ids that a task's episode starts with. temperature: of
-    the rollout."""
-
-    trainer: Trainer
-    tokenizer: Tokenizer
-    prompt_tokens: Callable[[Task], list[int]]
-    temperature: float
 
 
 class Teacher(ABC):

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.algorithms.teachers.base import NAME, Classroom, Teacher
+from rlflow.algorithms.teachers.base import NAME, Teacher
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.algorithms.teachers.base import NAME, Classroom, Teacher
+from rlflow.algorithms.teachers.base import NAME, Teacher
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.batching import token_batch
 from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.types import Batch, Task
 
 if TYPE_CHECKING:
-    from rlflow.algorithms.teachers.base import Classroom
     from rlflow.rollout.tokenizer import Tokenizer
 
 _FIELD = re.compile(r"\{(\w+)\}")

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.teachers.base import Classroom, Teacher
+from rlflow.algorithms.teachers.base import Teacher
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.replies import Place, read_row
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import ConfigError, RLFlowError

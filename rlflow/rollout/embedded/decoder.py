@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from rlflow.errors import ModelError, did_you_mean
 from rlflow.matmul import linear
-from rlflow.models.architecture import Architecture, rules_of
+from rlflow.models.architecture import Architecture, own_rule, rules_of
 from rlflow.models.entries import Yarn
+from rlflow.models.layer_rules import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.models.rules import Rule
-from rlflow.models.tables import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -69,9 +69,11 @@ class Decoder:
         self.device = device
         self.parameters: dict[str, Tensor] = {}
         self._layers = [self._make_layer(index) for index in range(architecture.layers)]
-        self._embedding = self._make(EMBEDDING)
-        self._norm = self._make(FINAL_NORM)
-        self._head = self._embedding if architecture.tied else self._make(OUTPUT)
+        self._embedding = self._make(own_rule(architecture, EMBEDDING))
+        self._norm = self._make(own_rule(architecture, FINAL_NORM))
+        output = own_rule(architecture, OUTPUT)
+        self._head = self._embedding if architecture.tied else self._make(output)
+        self._repeated = output.names() if architecture.tied else []
         self._rope = _rope_table(architecture, 0, device)
         self.routes: Tensor | None = None
 
@@ -86,8 +88,8 @@ class Decoder:
     @torch.inference_mode()
     def copy_in(self, name: str, tensor: Tensor, missing: set[str]) -> None:
         """Copies one tensor into its parameter and takes it off the names that are still `missing`.
-        A tied model accepts `lm_head.weight` too and ignores it."""
-        if self.architecture.tied and name in OUTPUT.names():
+        A tied model accepts the output layer's weight too and ignores it."""
+        if name in self._repeated:
             return
         if name not in missing:
             what = "came twice" if name in self.parameters else "is not part of this model"

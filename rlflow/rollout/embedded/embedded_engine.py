@@ -75,7 +75,7 @@ def _recorded(cuda_graphs: bool | None, shape: Architecture) -> bool:
 
 
 class EmbeddedEngine(Engine):
-    """An engine over a HuggingFace directory of a Qwen2, Qwen3, Llama, Mistral or Mixtral model.
+    """An engine over a HuggingFace directory of a model of any family in `rlflow.models.families`.
 
     One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one
     token for all that run; between steps the event loop turns until nothing is ready. All of it

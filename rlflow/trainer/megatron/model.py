@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from rlflow.errors import ConfigError, install_command
 from rlflow.models.architecture import Architecture, padded_vocab
-from rlflow.models.tables import ROUTER_BIAS
+from rlflow.models.layer_rules import ROUTER_BIAS
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.logprobs import OutputLayer, at_tokens, predicted_here
 from rlflow.trainer.megatron.specs import block_spec, expert_options, latent_options

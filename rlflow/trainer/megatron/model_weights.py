@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.architecture import Architecture, placed_rules, tied_output
 from rlflow.models.huggingface import WeightFiles, check_loadable
+from rlflow.models.layer_rules import TIED_OUTPUT, dtype_of
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import TIED_OUTPUT, dtype_of
 from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.low_rank import adapter_of, wanted
@@ -132,4 +132,4 @@ def held_rules(
             yield rule, layer, chunk
     copied = model.tied and TIED_OUTPUT.megatron not in chunks[0].own_parameters
     if copied and world.last_stage and not world.first_stage:
-        yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
+        yield tied_output(model), 0, world.layout.virtual_pipeline - 1

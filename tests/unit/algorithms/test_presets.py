@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Kernel
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.batching import make_batch
 from rlflow.config.checks import check_config
 from rlflow.config.loading import PRESETS, presets

@@ -15,16 +15,17 @@ from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from transformers import AutoConfig
 
 from rlflow.errors import ModelError
-from rlflow.models import tables
 from rlflow.models.architecture import (
     architecture,
     huggingface_shapes,
     placed_rules,
+    routing_of,
     stored_architecture,
+    window_of,
 )
-from rlflow.models.entries import rope_kind, rope_of, routing_of, window_of
+from rlflow.models.entries import rope_kind, rope_of
+from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
-from rlflow.models.tables import FAMILIES
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
@@ -63,11 +64,14 @@ def test_the_family_of_the_docs_is_all_that_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
-    first = page.read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.setattr(tables, "FAMILIES", dict(FAMILIES))
-    exec(first, vars(tables))  # as it is printed
-    (added,) = tables.FAMILIES.keys() - FAMILIES.keys()
-    monkeypatch.setitem(FAMILIES, added, tables.FAMILIES[added])
+    file, script = (block.split("```")[0] for block in page.read_text().split("```python\n")[1:3])
+    before = set(FAMILIES)
+    namespace: dict[str, Any] = {}
+    exec(file, namespace)  # both as they are printed
+    exec(script, {"__name__": "my_family"})
+    (added,) = FAMILIES.keys() - before
+    assert namespace["FAMILY"] == FAMILIES[added]
+    monkeypatch.setitem(FAMILIES, added, FAMILIES.pop(added))  # taken out again afterwards
     monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
     path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)
     assert architecture(read_config(path)).qkv_bias, "cannot be trained"

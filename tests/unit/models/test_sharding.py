@@ -16,9 +16,9 @@ from rlflow.models.architecture import (
     huggingface_shapes,
     placed_rules,
 )
+from rlflow.models.layer_rules import EMBEDDING
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import EMBEDDING
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,13 +10,13 @@ import torch
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import check_loadable, iterate_weights, read_config
-from rlflow.models.tiny import TINY_FAMILIES, write_random_model, write_tokenizer
+from rlflow.models.tiny import tiny_families, write_random_model, write_tokenizer
 from rlflow.rollout.embedded.decoder import Decoder
 
 TEXTS = ["Where was Orvan Telmik born? In Vasmere, on the river Ilda."] * 3
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_tiny_models_of_all_families_load(family: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, TEXTS, vocabulary=300)
     write_random_model(tmp_path, family=family, hidden=64, layers=2, ffn=96)
@@ -30,6 +30,6 @@ def test_tiny_models_of_all_families_load(family: str, tmp_path: Path) -> None:
 
 def test_an_unknown_family_is_told_which_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="mixtral, glm4_moe, deepseek_v2, deepseek_v3, found 'qwen3-moe'"
+        ConfigError, match="glm4_moe, mixtral, qwen2, qwen2_moe, qwen3_moe, found 'qwen3-moe'"
     ):
         write_random_model(tmp_path, family="qwen3-moe")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlflow.models.adapter import merge_adapter, write_adapter
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
-from rlflow.models.tables import dtype_of
+from rlflow.models.layer_rules import dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
 

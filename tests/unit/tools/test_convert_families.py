@@ -15,8 +15,8 @@ from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.writers import torch_dist
 
+from rlflow.models.families import FAMILIES
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.models.tables import FAMILIES
 from tests.dist.checkpoint_ranks import ITERATION, TOKENS, Job, run_alone
 
 VOCAB = 101
@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {}, {}),
     "deepseek_v3, TE names": ("deepseek_v3", {}, {"fused": True}),
 }
+NAMED = {family for family, _, _ in CASES.values()}
+CASES |= {family: (family, {}, {}) for family in FAMILIES if family not in NAMED}
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from rlflow.models.architecture import Architecture
+from rlflow.models.layer_rules import OUTPUT
 from rlflow.models.rules import Rule
-from rlflow.models.tables import OUTPUT
 
 from ..problems import other_model
 from ..readers.source import StoredTensor, TensorSource
@@ -59,7 +59,7 @@ def find_view(
             )
         return View(tensors[key], index)
     expected = stacked_place(rule.keys[0], rule, layer, model, False)[0]
-    why = " (the checkpoint is of a tied model?)" if rule is OUTPUT else ""
+    why = " (the checkpoint is of a tied model?)" if rule.stands_for(OUTPUT) else ""
     raise other_model(f"{source.path}: '{expected}' is missing, which config.json implies{why}.")
 
 

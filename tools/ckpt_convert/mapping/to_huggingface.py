@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.layer_rules import OUTPUT
 from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import OUTPUT
 
 from ..dtypes import DType
 from ..problems import other_layout, other_model, unknown_model, unsupported

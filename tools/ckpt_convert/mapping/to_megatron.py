@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.architecture import Architecture, own_rule, placed_rules, tied_output
 from rlflow.models.huggingface import IGNORED_SUFFIXES
+from rlflow.models.layer_rules import OUTPUT
 from rlflow.models.rules import Rule, Split
-from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 
 from ..dtypes import BFLOAT16, FLOAT8, DType
 from ..problems import other_model, unknown_model
@@ -53,7 +53,9 @@ class Import:
 
     def tied_output(self) -> list[tuple[Rule, int]]:
         """The embedding's copy on the last of several pipeline stages."""
-        return [(TIED_OUTPUT, 0)] if self.model.tied and self.layout.pipeline > 1 else []
+        return (
+            [(tied_output(self.model), 0)] if self.model.tied and self.layout.pipeline > 1 else []
+        )
 
     def shape_of(self, rule: Rule, layer: int) -> tuple[int, ...]:
         """Of the whole tensor, padding included."""
@@ -109,10 +111,10 @@ def make_import(
                 f"{source.path}: {' and '.join(rule.names(layer))} become one tensor, but are of "
                 f"{len(kinds)} dtypes; expected one."
             )
-    output = left.pop(OUTPUT.names()[0], None) if model.tied else None
+    output = left.pop(own_rule(model, OUTPUT).names()[0], None) if model.tied else None
     equal: tuple[Equal, ...] = ()
     if output is not None:  # files of a tied model may repeat the embedding
-        embedding = View(source.tensors[TIED_OUTPUT.names()[0]])
+        embedding = View(source.tensors[tied_output(model).names()[0]])
         equal = (same_as_embedding(source, embedding, output, model),)
     if left:
         raise unknown_model(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlflow.errors import needing
 from rlflow.models.huggingface import quiet_transformers, read_config
-from rlflow.models.tables import EMBEDDING
+from rlflow.models.layer_rules import EMBEDDING
 
 from ..dtypes import OPTIONS
 from ..mapping.layout import CheckpointLayout

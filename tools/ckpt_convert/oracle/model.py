@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlflow.models.architecture import Architecture, stored_architecture
-from rlflow.models.entries import SIGMOID, refused, rope_kind, rope_of, window_of
+from rlflow.models.architecture import Architecture, routing_of, stored_architecture, window_of
+from rlflow.models.entries import refused, rope_kind, rope_of
 from rlflow.trainer.megatron.specs import LatentAttention
 
 from ..dtypes import NAMED
@@ -192,11 +192,12 @@ def _megatron_config(
 
 
 def _check_computed(config: dict[str, Any], model: Architecture) -> None:
-    family, groups = config["model_type"], config.get("n_group") or 1
-    grouped = config.get("topk_method", "greedy") != "greedy" and groups > 1
-    if family == "deepseek_v2" and grouped:
+    routing = routing_of(config)
+    if routing is None or model.experts is None:
+        return
+    if not routing.sigmoid and routing.groups > 1:
         raise refused("topk_method 'group_limited_greedy' is not what megatron-core computes.")
-    if family in SIGMOID and model.experts is not None and not model.experts.normalized:
+    if routing.sigmoid and not model.experts.normalized:
         raise refused(
             "norm_topk_prob=false is not what megatron-core computes with sigmoid scores."
         )
@@ -223,9 +224,11 @@ def _window(config: dict[str, Any]) -> dict[str, Any]:
     if window is None:
         return {}
     layers = config["num_hidden_layers"]
-    first = config.get("max_window_layers", 0) if config["model_type"].startswith("qwen") else 0
     kinds = config.get("layer_types")
-    windowed = [layer >= first for layer in range(layers)]
+    windowed = [layer >= window.first_layer for layer in range(layers)]
     if kinds:
         windowed = [kind == "sliding_attention" for kind in kinds]
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": list(map(int, windowed))}
+    return {
+        "window_size": (window.tokens - 1, 0),
+        "window_attn_skip_freq": list(map(int, windowed)),
+    }

@@ -6,8 +6,8 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlflow.models.architecture import Architecture
-from rlflow.models.entries import SIGMOID, Experts, rope_kind, rope_of, routing_of, window_of
+from rlflow.models.architecture import Architecture, routing_of, window_of
+from rlflow.models.entries import Experts, SlidingWindow, rope_kind, rope_of
 from rlflow.storage.pickles import DTYPES, origin_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
@@ -205,18 +205,19 @@ def _near(found: Any, expected: float) -> bool:
 
 
 def _window_contradictions(
-    args: Mapping[str, Any], window: int | None
+    args: Mapping[str, Any], window: SlidingWindow | None
 ) -> Iterator[tuple[str, Any, str]]:
     """Megatron's window counts the tokens before the current one, that of transformers also the
     token itself."""
     found, length = args.get("window_size"), args.get("seq_length")
-    used = window is not None and isinstance(length, int) and length > window
+    tokens = None if window is None else window.tokens
+    used = tokens is not None and isinstance(length, int) and length > tokens
     if isinstance(found, list | tuple) and found:
-        if window is None or found[0] not in (window, window - 1):
-            yield "window_size", found, f"sliding_window {window}"
+        if tokens is None or found[0] not in (tokens, tokens - 1):
+            yield "window_size", found, f"sliding_window {tokens}"
     elif used and "window_size" in args:
         less = f"less than the {length} tokens it was trained with"
-        yield "window_size", found, f"sliding_window {window}, {less}"
+        yield "window_size", found, f"sliding_window {tokens}, {less}"
 
 
 def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
@@ -238,7 +239,7 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
         how = f"rope scaling '{kind}' with factor {factor}"
         flags.append(f"({how}: as your version of Megatron-LM spells it)")
     if (window := window_of(config)) is not None:
-        flags.append(f"--window-size '({window - 1}, 0)'")  # tokens before the current one
+        flags.append(f"--window-size '({window.tokens - 1}, 0)'")  # tokens before the current one
     shape = routing_of(config)
     if shape is not None and shape.scaling != 1:
         flags.append(f"--moe-router-topk-scaling-factor {shape.scaling}")
@@ -250,7 +251,8 @@ def _routing(config: Mapping[str, Any], experts: Experts | None) -> dict[str, An
     all experts, unless the chosen are normalized afterwards, which is a softmax over the chosen."""
     if experts is None:
         return {}
-    sigmoid, shape = config.get("model_type") in SIGMOID, routing_of(config)
+    shape = routing_of(config)
+    sigmoid = shape is not None and shape.sigmoid
     limited = shape if shape is not None and shape.groups > 1 else None
     return {
         "moe_router_topk": experts.top_k or None,
@@ -324,7 +326,7 @@ def _expert_arguments(
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         "moe_layer_freq": 1 if all(experts.sparse) else [int(layer) for layer in experts.sparse],
         "moe_grouped_gemm": layout.fused,
-        "moe_shared_expert_gate": model.family == "qwen2_moe",
+        "moe_shared_expert_gate": model.shared_gate,
         **_routing(config, experts),
     }
 

@@ -1,6 +1,6 @@
 """Puts the tensors of tensor-parallel ranks together: each becomes chunks of a whole tensor.
 
-How a tensor is cut follows from its name alone, by the tables of all families."""
+How a tensor is cut follows from its name alone, by the rules of all families."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rlflow.models.families import FAMILIES
 from rlflow.models.rules import Split
-from rlflow.models.tables import FAMILIES
 from rlflow.storage.pickles import Chunk
 
 from ..mapping.pieces import boxes_of
@@ -113,7 +113,7 @@ def _splits() -> dict[str, Split]:
     """{name with numbers as #: split} of all families' rules, under both kinds of layers' names."""
     return {
         name.replace("{i}", "#").replace("{e}", "#"): rule.split
-        for rules in FAMILIES.values()
-        for rule in rules
+        for family in FAMILIES.values()
+        for rule in family.rules
         for name in (rule.megatron, rule.fused)
     }

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlflow.models.layer_rules import EMBEDDING
 from rlflow.models.rules import Rule
-from rlflow.models.tables import EMBEDDING
 
 from ..dtypes import as_tensor
 from ..mapping.layout import CheckpointLayout
@@ -107,7 +107,7 @@ def _held_tensors(
     ends = (pipeline, chunk) == (layout.pipeline - 1, layout.virtual - 1)
     experts = model.experts.count // layout.expert if model.experts is not None else 1
     for rule, layer in (*work.rules(), *work.tied_output()):
-        once = begins if rule is EMBEDDING else ends
+        once = begins if rule.stands_for(EMBEDDING) else ends
         if not (layer in layers if rule.per_layer else once):
             continue
         if rule.expert is not None and rule.expert // experts != expert:

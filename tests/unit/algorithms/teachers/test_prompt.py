@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.policy import PolicyTeacher
 from rlflow.algorithms.teachers.prompt import PromptTemplate
 from rlflow.batching import make_batch

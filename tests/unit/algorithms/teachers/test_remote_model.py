@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlflow.algorithms.teachers import remote_model as module
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.remote_model import ServerTeacher
 from rlflow.batching import token_batch
 from rlflow.errors import ConfigError, RLFlowError

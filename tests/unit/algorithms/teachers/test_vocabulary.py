@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.frozen_model import ModelTeacher
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError, ConfigError, ModelError

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
+from rlflow.models.families import FAMILIES
+from rlflow.models.family import ModelFamily
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.models.tables import ATTENTION, FAMILIES
+from rlflow.models.layer_rules import ATTENTION
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
@@ -24,6 +26,7 @@ KINDS = [
     ("qwen3_moe", False), ("mixtral", True), ("qwen2_moe", False), ("glm4_moe", False), ("deepseek_v2", False),
     ("deepseek_v3", True),
 ]  # fmt: skip
+KINDS += [(family, False) for family in FAMILIES if family not in dict(KINDS)]
 
 
 def load(path: Path) -> Decoder:
@@ -103,8 +106,8 @@ def test_a_family_with_names_of_its_own_is_computed_by_its_table(
     renamed = dataclasses.replace(
         projection, sources=(("model.layers.{i}.self_attn.out_proj.weight", "hidden query"),)
     )
-    rules = tuple(renamed if rule is projection else rule for rule in FAMILIES["llama"])
-    monkeypatch.setitem(FAMILIES, "out_llama", rules)
+    rules = tuple(renamed if rule is projection else rule for rule in FAMILIES["llama"].rules)
+    monkeypatch.setitem(FAMILIES, "out_llama", ModelFamily(rules))
     decoder = Decoder(
         architecture({**read_config(path), "model_type": "out_llama"}), torch.float32, CPU
     )
