@@ -160,6 +160,10 @@ setup(
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
             "stages = rlflow_environments.wrappers.stages:StageRewards",
         ],
+        "rlflow.filters": [
+            "demonstrations = rlflow_environments.swarm.demonstrations:Demonstrations",
+            "swarm = rlflow_environments.swarm.filter:Swarm",
+        ],
         "rlflow.scaffolds": [
             "agent = rlflow_environments.program.scaffold:FORM",
             "dataset = rlflow_environments.dataset.scaffold:FORM",

@@ -85,6 +85,21 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         },
         {"common", "endpoint", "tool_use", "program"},
     ),
+    # Filters of groups, which play what others said.
+    "swarm": (
+        {
+            "errors",
+            "types",
+            "storage",
+            "components",
+            "values",
+            "codec",
+            "places",
+            "algorithms",
+            "rollout",
+        },
+        set(),
+    ),
     # What `rlflow doctor` says of the environments.
     "jobs": ({"errors", "commands"}, {"browser"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.

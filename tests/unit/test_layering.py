@@ -44,7 +44,6 @@ ALLOWED: dict[str, set[str]] = {
                              "trainer", "components", "storage", *BASIS},
     "rollout": {"calls", "codec", "environment", "models", "matmul", "http", "places", "storage", "components", "values",
                 "gpu_plan", "gpu_buckets", *BASIS},
-    "swarm": {"codec", "rollout", "places", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", "gpu_buckets", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"calls", "rollout", "trainer", "report", "components", "matmul", "storage", "gpu_plan", "gpu_buckets",

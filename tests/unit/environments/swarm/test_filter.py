@@ -14,10 +14,17 @@ from rlflow.batching import make_batch
 from rlflow.components import FILTER
 from rlflow.errors import ConfigError
 from rlflow.rollout import Response, Rollout, Transcripts
-from rlflow.swarm.filter import Swarm
-from rlflow.swarm.messages import dump, load
 from rlflow.types import Group
-from tests.unit.swarm.peers import MAILBOX, external, letters_rollout, lied, member, said
+from rlflow_environments.swarm.filter import Swarm
+from rlflow_environments.swarm.messages import dump, load
+from tests.unit.environments.swarm.peers import (
+    MAILBOX,
+    external,
+    letters_rollout,
+    lied,
+    member,
+    said,
+)
 
 
 @pytest.fixture(scope="module")
