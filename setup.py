@@ -170,7 +170,9 @@ setup(
         ],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
-        "rlflow.foreign_configs": ["search = rlflow_environments.search.plug_in:FOREIGN_CONFIGS"],
+        "rlflow.foreign_configs": [
+            "search = rlflow_environments.search.foreign_configs.translator:read_by_tables"
+        ],
         "rlflow.jobs": [
             "environments = rlflow_environments.jobs:JOBS",
             "search = rlflow_environments.search.plug_in:JOBS",

@@ -102,7 +102,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # What `rlflow doctor` says of the environments.
     "jobs": ({"errors", "commands"}, {"browser"}),
-    # `commands`: what its command-line options and jobs of `doctor` are registered as.
+    # `commands`: what its command-line options and jobs of `doctor` are registered as. `config`: what it makes of other systems'
+    # files.
     "search": (
         {
             "errors",
@@ -114,6 +115,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "report",
             "environment",
             "commands",
+            "config",
         },
         {"common", "retrieval"},
     ),
