@@ -89,6 +89,7 @@ def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
         "browser",
         "common",
         "dataset",
+        "endpoint",
         "jobs",
         "program",
         "programs",
