@@ -160,13 +160,19 @@ setup(
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
             "stages = rlflow_environments.wrappers.stages:StageRewards",
         ],
+        "rlflow.filters": [
+            "demonstrations = rlflow_environments.swarm.demonstrations:Demonstrations",
+            "swarm = rlflow_environments.swarm.filter:Swarm",
+        ],
         "rlflow.scaffolds": [
             "agent = rlflow_environments.program.scaffold:FORM",
             "dataset = rlflow_environments.dataset.scaffold:FORM",
         ],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
-        "rlflow.foreign_configs": ["search = rlflow_environments.search.plug_in:FOREIGN_CONFIGS"],
+        "rlflow.foreign_configs": [
+            "search = rlflow_environments.search.foreign_configs.translator:read_by_tables"
+        ],
         "rlflow.jobs": [
             "environments = rlflow_environments.jobs:JOBS",
             "search = rlflow_environments.search.plug_in:JOBS",

@@ -1,1 +1,2 @@
-"""Environments that come with rlflow, a folder each, outside the core: found by entry points."""
+"""Environments and other plug-ins that come with rlflow, a folder each, outside the core: found by
+entry points."""

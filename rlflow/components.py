@@ -56,7 +56,13 @@ class Kind(Named):
 
     def names(self) -> list[str]:
         """Every known name, built-in ones first."""
-        return [*self.built_in(), *sorted(set(self._installed()) - set(self.built_in()))]
+        return list(self.homes())
+
+    def homes(self) -> dict[str, str]:
+        """Every known name -> its `module:Name`, built-in ones first."""
+        built_in = self.built_in()
+        installed = sorted(self._installed().items())
+        return {**built_in, **{name: home for name, home in installed if name not in built_in}}
 
     def locate(self, name: str, where: str | None = None) -> str:
         """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a
@@ -197,7 +203,6 @@ FILTER = Kind("filter", "rlflow.algorithms.filters", call=1, reserved=("rollout"
 TEACHER = Kind("teacher", "rlflow.algorithms.teachers")
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
-TRANSPORT = Kind("transport", "rlflow.swarm", reserved=("peer",))
 WEIGHT_TRANSFER = Kind("weight_transfer", "rlflow.rollout.weights", reserved=("put",))
 SINK = Kind("sink", "rlflow.report", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""

@@ -35,7 +35,7 @@ class Peers:
 
     def prepare(self, folder: Path) -> None:
         from rlflow.report.live import PageServer
-        from rlflow.swarm.tcp import TcpTransport
+        from rlflow_environments.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]
         self._key = folder / "key"
@@ -86,7 +86,7 @@ class Peers:
         return {f"slowest_{name}_s": seconds for name, seconds in self._slowest.items()}
 
     def _send_to_the_swarm(self) -> None:
-        from rlflow.swarm.tcp import TcpTransport
+        from rlflow_environments.swarm.tcp import TcpTransport
 
         friend = TcpTransport(
             "friend", "127.0.0.1:0", str(self._key), ["{}:{}".format(*self._swarm.address)]

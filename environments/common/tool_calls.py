@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow.endpoint.text_calls import TextCall, read_response
 from rlflow.types import Message
+from rlflow_environments.common.text_calls import TextCall, read_response
 
 UNREADABLE = "Error: a tool call is one JSON object with 'name' and 'arguments'."
 MOST_LEVELS = 64

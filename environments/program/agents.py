@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, PolicyError
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
+from rlflow_environments.endpoint import AgentSession, Endpoint
 from rlflow_environments.program.running import AgentProcess, AgentTask, ProgramError
 
 _BROKEN = (

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from rlflow.calls import CallThreads, call
 from rlflow.components import Kind, names_code
-from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, PolicyError, did_you_mean, install_command, needing
 from rlflow.storage.child import Guard
@@ -23,6 +22,7 @@ from rlflow.texts import one_line
 from rlflow.types import Episode, Observation, Task
 from rlflow.values import PositiveFloat
 from rlflow_environments.common.jsonl import BadRow, held_out, read_each
+from rlflow_environments.endpoint import AgentSession, Endpoint
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import (
     BLAMES_POLICY,

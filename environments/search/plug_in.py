@@ -1,9 +1,7 @@
-"""Additions of the search plug-in to the core's commands: options of train and eval, jobs of
-doctor, and tables of the field's configurations. Imports nothing heavy."""
+"""Additions of the search plug-in to the core's commands: options of train and eval, and jobs of
+doctor. Imports nothing heavy."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rlflow.commands.arguments import Option
 from rlflow.commands.doctor import Job
@@ -31,6 +29,3 @@ JOBS = (
     ),
     Job("search with Qdrant", ("qdrant-client",), install_command("qdrant")),
 )
-
-FOREIGN_CONFIGS = sorted((Path(__file__).parent / "foreign_configs").glob("*.yaml"))
-"""Tables of `rlflow.config.foreign`."""

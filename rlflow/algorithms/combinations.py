@@ -45,12 +45,12 @@ def check_combination(
                 "which this advantage does not read; take another advantage, or leave it out."
             )
     for change in changes:
-        name = name_of(change)
         if not kernels and (change.level or change.weighs or change.trusts):
             told = "it acts on policy-gradient terms, and no loss is one"
-            raise ConfigError(f"algorithm: transform {name}: {told}.")
+            raise ConfigError(f"algorithm: transform {name_of(change)}: {told}.")
         for part in (*before, *transforms[: transforms.index(change)]):
             if wanted := part.needs & change.fills:
+                name = name_of(change)
                 raise ConfigError(
                     f"algorithm: {name_of(part)} needs '{min(wanted)}', which transform {name} "
                     f"fills only after it; put {name} first, or let the trainer compute it."
@@ -58,9 +58,9 @@ def check_combination(
 
 
 def name_of(part: Any) -> str:
-    """Its name in a configuration; that of its class where it is not built in."""
+    """Its name in a configuration; that of its class where it has none."""
     place = f"{type(part).__module__}:{type(part).__qualname__}"
-    names = {home: name for kind in PARTS.values() for name, home in kind.built_in().items()}
+    names = {home: name for kind in PARTS.values() for name, home in kind.homes().items()}
     return names.get(place, type(part).__name__)
 
 

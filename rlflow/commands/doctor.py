@@ -100,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and not args.overrides:
         return code
     from rlflow.commands.dry_run import look
-    from rlflow.config.foreign import foreign_table, read_config
+    from rlflow.config.foreign import foreign_file, read_config
     from rlflow.run.host_memory import sized_config
     from rlflow.run.places import enter_project
 
     print()
-    if args.config is not None and foreign_table(args.config) is not None:
+    if args.config is not None and foreign_file(args.config) is not None:
         return look(read_config(args.config, args.overrides)[0]) or code
     overrides, file = args.overrides, args.config
     if file is not None:

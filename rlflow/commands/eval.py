@@ -220,10 +220,10 @@ def asked_evaluation(args: argparse.Namespace, config: RunConfig) -> EvaluationS
     """Questions, attempts and temperature: of the options; else of the configuration that a file
     of another system was translated to; else all, one and greedy. A file of ours says how a run
     evaluates between its steps, which is not this."""
-    from rlflow.config.foreign import foreign_table
+    from rlflow.config.foreign import foreign_file
     from rlflow.config.schema import EvaluationSection
 
-    foreign = args.config is not None and foreign_table(args.config) is not None
+    foreign = args.config is not None and foreign_file(args.config) is not None
     section = config.evaluation if foreign else EvaluationSection()
     options = {
         "questions": args.questions,

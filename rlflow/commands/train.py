@@ -6,7 +6,7 @@ import argparse
 import logging
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlflow.commands.arguments import (
     Commands,
@@ -17,6 +17,9 @@ from rlflow.commands.arguments import (
     option_overrides,
 )
 from rlflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlflow.config.foreign import ForeignFile
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +63,13 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
     from rlflow.config.checks import check_config
-    from rlflow.config.foreign import foreign_table
+    from rlflow.config.foreign import foreign_file
     from rlflow.run.host_memory import sized_config
     from rlflow.run.places import enter_project
 
-    table = foreign_table(args.config) if args.config else None
-    if table is not None:
-        return _translated(args, table)
+    theirs = foreign_file(args.config) if args.config else None
+    if theirs is not None:
+        return _translated(args, theirs)
     if args.out:
         raise ConfigError("--out: only for a --config of another system, for its translation.")
     overrides, here = train_overrides(args), Path.cwd()
@@ -91,16 +94,15 @@ def run(args: argparse.Namespace) -> int:
     return 128 + ended_by[0] if ended_by else 0
 
 
-def _translated(args: argparse.Namespace, table: dict[str, Any]) -> int:
+def _translated(args: argparse.Namespace, theirs: ForeignFile) -> int:
     """Translates the configuration of another system, and writes ours without --dry-run."""
     from rlflow.commands.dry_run import dry_run
     from rlflow.commands.translate import report, write
-    from rlflow.config.foreign import translate
 
     if args.preset:
         advice = "give it with the file that this command writes"
-        raise ConfigError(f"--preset: {args.config} is of {table['system']}; {advice}.")
-    translation = translate(args.config, table, option_overrides(args, "train"))
+        raise ConfigError(f"--preset: {args.config} is of {theirs.system}; {advice}.")
+    translation = theirs.translate(option_overrides(args, "train"))
     report(args.config, translation)
     if args.dry_run:
         return dry_run(translation.config)

@@ -13,10 +13,10 @@ from rlflow.loop import train
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.storage.files import read_json
-from rlflow.swarm.messages import dump
-from rlflow.swarm.shared_folder import DirectoryTransport
+from rlflow_environments.swarm.messages import dump
+from rlflow_environments.swarm.shared_folder import DirectoryTransport
 from tests.flow.letters import letters_config, write_letters_model
-from tests.unit.swarm.peers import lied, said
+from tests.unit.environments.swarm.peers import lied, said
 
 ROOT = Path(__file__).resolve().parents[2]
 

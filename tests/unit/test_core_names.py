@@ -17,7 +17,7 @@ FILES = sorted(
 
 # Parts of words count: `search_s`, `SearchAccount`, `num_retrieved`.
 PARTS = ("sandbox", "mathematics", "nethack", "search", "corpus", "corpora", "retriev", "passage", "qdrant",
-         "faiss", "guess", "encyclopedia")  # fmt: skip
+         "faiss", "guess", "encyclopedia", "swarm")  # fmt: skip
 # Systems and papers, as whole words or as parts of an identifier.
 SYSTEMS = (
     "areal",
@@ -89,10 +89,10 @@ def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
         "browser",
         "common",
         "dataset",
+        "endpoint",
         "jobs",
         "program",
         "programs",
-        "swarm",
         "tool_use",
         "wrappers",
     }

@@ -13,13 +13,12 @@ from tests.unit.test_layering import core_part, imported
 # Room -> (what it may import from the core, which other rooms of environments/). `matmul`: products whose rows do not depend on
 # the size of their batch, which scans need as rollouts do.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
-    "common": ({"errors", "http", "types", "storage", "components", "values", "endpoint"}, set()),
+    "common": ({"errors", "http", "types", "storage", "components", "values"}, set()),
     "retrieval": (
         {
             "errors",
             "http",
             "addresses",
-            "connections",
             "types",
             "storage",
             "components",
@@ -55,6 +54,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "types", "components", "report", "environment", "commands"},
         {"common"},
     ),
+    # An address at which agents ask the policy, in the vendors' interfaces.
+    "endpoint": ({"errors", "types"}, {"common"}),
     # Agents of the user's own, in processes or in this one.
     "program": (
         {
@@ -67,9 +68,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "components",
             "storage",
             "calls",
-            "endpoint",
         },
-        {"common"},
+        {"common", "endpoint"},
     ),
     # Environments of other libraries, some of which bring agents of their own.
     "adapters": (
@@ -82,13 +82,28 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "values",
             "report",
             "environment",
-            "endpoint",
         },
-        {"common", "tool_use", "program"},
+        {"common", "endpoint", "tool_use", "program"},
+    ),
+    # Filters of groups, which play what others said.
+    "swarm": (
+        {
+            "errors",
+            "types",
+            "storage",
+            "components",
+            "values",
+            "codec",
+            "places",
+            "algorithms",
+            "rollout",
+        },
+        set(),
     ),
     # What `rlflow doctor` says of the environments.
     "jobs": ({"errors", "commands"}, {"browser"}),
-    # `commands`: what its command-line options and jobs of `doctor` are registered as.
+    # `commands`: what its command-line options and jobs of `doctor` are registered as. `config`: what it makes of other systems'
+    # files.
     "search": (
         {
             "errors",
@@ -100,6 +115,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "report",
             "environment",
             "commands",
+            "config",
         },
         {"common", "retrieval"},
     ),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
 from rlflow.report.metrics import Metric
-from rlflow.swarm.shared_folder import DirectoryTransport
+from rlflow_environments.swarm.shared_folder import DirectoryTransport
 
 REFERENCE = f"{__name__}:Ciphers"
 LETTERS = "abcdefghijkl"

@@ -14,11 +14,11 @@ import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
-from rlflow.endpoint import AgentSession, Endpoint
 from rlflow.errors import ConfigError, MissingPackageError, described
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.adapters.verifiers.shared import METRICS, VerifiersError
 from rlflow_environments.adapters.verifiers.tasksets import LoadedTaskset, measured
+from rlflow_environments.endpoint import AgentSession, Endpoint
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import AgentTask
 

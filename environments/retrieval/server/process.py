@@ -26,10 +26,10 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 from uvicorn.supervisors.multiprocess import Process
 
-from rlflow.connections import ImpatientProtocol
 from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow_environments.common.commands import log_to_stderr
+from rlflow_environments.common.connections import ImpatientProtocol
 from rlflow_environments.retrieval.server.addresses import BACKLOG, allow_many_files
 from rlflow_environments.retrieval.server.app import Receive, SearchApp, Send
 from rlflow_environments.retrieval.server.index import own_threads

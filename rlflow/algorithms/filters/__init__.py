@@ -6,8 +6,5 @@ BUILT_IN = {
     "overlong_filter": "rlflow.algorithms.filters.overlong_filter:OverlongFilter",
     "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
     "replay": "rlflow.algorithms.filters.earlier_groups:Replay",
-    # Not here: it talks to others, and this package is arithmetic
-    "swarm": "rlflow.swarm.filter:Swarm",
-    "demonstrations": "rlflow.swarm.demonstrations:Demonstrations",
 }
 """Name -> `module:Name`."""

@@ -32,9 +32,9 @@ RLINF, RLINF_EVAL, ASTRAFLOW = (
 
 
 def translated(path: Path, *overrides: str) -> foreign.Translation:
-    table = foreign.foreign_table(path)
-    assert table is not None
-    return foreign.translate(path, table, overrides)
+    theirs = foreign.foreign_file(path)
+    assert theirs is not None
+    return theirs.translate(overrides)
 
 
 def told(translation: foreign.Translation, outcome: str) -> dict[str, str]:
@@ -351,14 +351,14 @@ def test_aliases_of_aliases_are_left_to_the_reader_of_our_files(tmp_path: Path) 
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
     (tmp_path / "self.yaml").write_text("a: &a {b: *a}")
     assert (
-        foreign.foreign_table(tmp_path / "bomb.yaml") is None
-        and foreign.foreign_table(tmp_path / "self.yaml") is None
+        foreign.foreign_file(tmp_path / "bomb.yaml") is None
+        and foreign.foreign_file(tmp_path / "self.yaml") is None
     )
 
 
 def test_our_own_files_are_ours() -> None:
     for path in ROOT.glob("recipes/*/config/*.yaml"):
-        assert foreign.foreign_table(path) is None
+        assert foreign.foreign_file(path) is None
 
 
 def test_the_command_writes_a_file_that_means_the_same_and_says_how_to_run_it(

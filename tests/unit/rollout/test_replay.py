@@ -12,7 +12,7 @@ from rlflow.errors import EnvironmentContractError
 from rlflow.rollout import Response, Rollout, Transcripts, transcribe
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.flow.letters import Letters
-from tests.unit.swarm.peers import WORDS, letters_rollout, said
+from tests.unit.environments.swarm.peers import WORDS, letters_rollout, said
 
 OTHER_WORDS = tuple(reversed(WORDS))
 """The same letters under other numbers."""

@@ -22,10 +22,10 @@ from rlflow.run import rollout_workers as workers
 from rlflow.run.evaluate import evaluate
 from rlflow.run.rollout_workers import RolloutWorker, WorkerRollout
 from tests.flow.letters import letters_config, write_letters_model
+from tests.unit.environments.swarm.peers import letters_rollout
 from tests.unit.rollout.buckets import Held
 from tests.unit.run import test_probe
 from tests.unit.run.test_probe import FEW
-from tests.unit.swarm.peers import letters_rollout
 
 WORKERS = (
     *FEW,

@@ -14,7 +14,7 @@ from rlflow.types import StopReason
 from rlflow_environments.adapters.verifiers import make
 from rlflow_environments.adapters.verifiers.harness import VerifiersHarness
 from rlflow_environments.adapters.verifiers.tasksets import VerifiersTaskset
-from tests.unit.endpoint.scripted import checked, play
+from tests.unit.environments.endpoint.scripted import checked, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 PACKAGES = Path(__file__).parent / "packages"

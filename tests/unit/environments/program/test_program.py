@@ -18,7 +18,7 @@ from rlflow.storage.guard import marked
 from rlflow.types import StopReason, Trajectory
 from rlflow_environments.program.program import ProgramEnvironment, verdict_of
 from rlflow_environments.program.running import ProgramError
-from tests.unit.endpoint.scripted import checked, environment, play, rows
+from tests.unit.environments.endpoint.scripted import checked, environment, play, rows
 from tests.waiting import until
 
 pytest.importorskip("starlette")

@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from rlflow import connections
 from rlflow.errors import ConfigError
+from rlflow_environments.common import connections
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
 from rlflow_environments.retrieval.server import addresses, wire
 from rlflow_environments.retrieval.server.addresses import DiscoveryFile, bind

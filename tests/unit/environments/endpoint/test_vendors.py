@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
-from tests.unit.endpoint.scripted import checked, environment, play
+from tests.unit.environments.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 pytest.importorskip("openai")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlflow.endpoint.requests import (
+from rlflow_environments.endpoint.requests import (
     ModelReply,
     ModelRequest,
     RequestRefused,

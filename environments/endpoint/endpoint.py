@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from types import ModuleType
 from typing import Any
 
-from rlflow.endpoint import anthropic_messages, chat, openai_responses
-from rlflow.endpoint.agent_session import AgentSession
-from rlflow.endpoint.requests import ModelReply, ModelRequest, RequestRefused
 from rlflow.errors import RLFlowError, install_command, needing
 from rlflow.texts import wrong_name
+from rlflow_environments.endpoint import anthropic_messages, chat, openai_responses
+from rlflow_environments.endpoint.agent_session import AgentSession
+from rlflow_environments.endpoint.requests import ModelReply, ModelRequest, RequestRefused
 
 MAX_BODY_BYTES = 64 << 20
 START_S, STOP_S = 30.0, 5.0
@@ -65,7 +65,7 @@ class Endpoint:
         """Begins to answer. Raises RLFlowError."""
         import uvicorn
 
-        from rlflow.connections import ImpatientProtocol
+        from rlflow_environments.common.connections import ImpatientProtocol
 
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)

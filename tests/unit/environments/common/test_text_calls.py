@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlflow.endpoint.text_calls import ReadResponse, TextCall, read_response
+from rlflow_environments.common.text_calls import ReadResponse, TextCall, read_response
 
 
 def test_calls_and_the_text_around_them() -> None:

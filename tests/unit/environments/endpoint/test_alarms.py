@@ -10,7 +10,7 @@ from fixtures import tiny_tokenizer
 
 from rlflow.report.findings import LASTING, Watch
 from rlflow.report.metrics import label, training_name
-from tests.unit.endpoint.scripted import checked, environment, play
+from tests.unit.environments.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 pytest.importorskip("openai")

@@ -5,6 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from rlflow.components import Kind
+
+TRANSPORT = Kind("transport", "rlflow_environments.swarm", reserved=("peer",))
+
 
 class ExperienceTransport(ABC):
     """Carries messages of at most `max_bytes` bytes to and from peers, best effort: any may be

@@ -10,14 +10,22 @@ from typing import Any
 
 import pytest
 
+from rlflow.algorithms.combinations import name_of
 from rlflow.batching import make_batch
 from rlflow.components import FILTER
 from rlflow.errors import ConfigError
 from rlflow.rollout import Response, Rollout, Transcripts
-from rlflow.swarm.filter import Swarm
-from rlflow.swarm.messages import dump, load
 from rlflow.types import Group
-from tests.unit.swarm.peers import MAILBOX, external, letters_rollout, lied, member, said
+from rlflow_environments.swarm.filter import Swarm
+from rlflow_environments.swarm.messages import dump, load
+from tests.unit.environments.swarm.peers import (
+    MAILBOX,
+    external,
+    letters_rollout,
+    lied,
+    member,
+    said,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +41,10 @@ def own(rollout: Rollout) -> list[Group]:
 
 def names(groups: list[Group]) -> list[str]:
     return sorted(group.task.id for group in groups)
+
+
+def test_an_error_calls_the_filter_as_a_configuration_does(rollout: Rollout) -> None:
+    assert name_of(member(rollout)) == "swarm"
 
 
 def test_only_groups_with_a_spread_of_scores_can_be_picked(

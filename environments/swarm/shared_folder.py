@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlflow.errors import ConfigError
 from rlflow.storage.files import replacing
-from rlflow.swarm.transport import ExperienceTransport
 from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.swarm.transport import ExperienceTransport
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.sleeping import FakeEngine
 from rlflow.environment import Environment
 from rlflow.rollout import Response, Rollout, Tokenizer, Transcripts
-from rlflow.swarm.filter import Swarm
-from rlflow.swarm.messages import dump
-from rlflow.swarm.transport import ExperienceTransport
 from rlflow.types import Group, Task
+from rlflow_environments.swarm.filter import Swarm
+from rlflow_environments.swarm.messages import dump
+from rlflow_environments.swarm.transport import ExperienceTransport
 from tests.flow.letters import DEMAND, LETTERS, SPECIAL, Letters
 
 WORDS = (*SPECIAL, *LETTERS, DEMAND, "|")
@@ -73,7 +73,7 @@ class Mailbox(ExperienceTransport):
         return come
 
 
-MAILBOX = {"name": "tests.unit.swarm.peers:Mailbox"}
+MAILBOX = {"name": "tests.unit.environments.swarm.peers:Mailbox"}
 
 
 def member(

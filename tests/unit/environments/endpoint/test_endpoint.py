@@ -13,7 +13,7 @@ from fixtures import tiny_tokenizer
 from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from tests.unit.endpoint.scripted import checked, environment, play
+from tests.unit.environments.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed
 
 pytest.importorskip("openai")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.swarm.shared_folder import DirectoryTransport
+from rlflow_environments.swarm.shared_folder import DirectoryTransport
 
 
 def names(path: Path) -> list[str]:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlflow.endpoint.chat import pieces
-from rlflow.endpoint.requests import (
+from rlflow_environments.endpoint.chat import pieces
+from rlflow_environments.endpoint.requests import (
     ModelReply,
     ModelRequest,
     RequestRefused,

@@ -1,7 +1,8 @@
 """TCP between peers that share a key: authenticated, in order, of bounded size and time.
 
-The handshake and the frames are those of `rlflow.swarm.frames`; messages go from who calls to who
-accepts only, and are not encrypted: across networks that others can read, use a tunnel."""
+The handshake and the frames are those of `rlflow_environments.swarm.frames`; messages go from who
+calls to who accepts only, and are not encrypted: across networks that others can read, use a
+tunnel."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from pathlib import Path
 from rlflow.errors import ConfigError
 from rlflow.places import Places
 from rlflow.rollout.event_loop import LoopThread
-from rlflow.swarm.frames import (
+from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.swarm.frames import (
     LEAST_KEY,
     LENGTH,
     MAC,
@@ -27,8 +29,7 @@ from rlflow.swarm.frames import (
     length_in,
     proof,
 )
-from rlflow.swarm.transport import ExperienceTransport
-from rlflow.values import PositiveFloat, PositiveInt
+from rlflow_environments.swarm.transport import ExperienceTransport
 
 logger = logging.getLogger(__name__)
 

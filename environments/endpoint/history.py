@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.endpoint.requests import ModelRequest
+from rlflow_environments.endpoint.requests import ModelRequest
 
 
 @dataclass(frozen=True)

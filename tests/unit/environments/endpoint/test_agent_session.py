@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlflow.endpoint import (
+from rlflow.environment import SaidTokens
+from rlflow.types import Episode, Task
+from rlflow_environments.endpoint import (
     AgentSession,
     Endpoint,
     ModelRequest,
@@ -18,11 +20,9 @@ from rlflow.endpoint import (
     chat,
     openai_responses,
 )
-from rlflow.endpoint.agent_session import KEPT
-from rlflow.endpoint.history import SaidHistory
-from rlflow.endpoint.requests import unsupported
-from rlflow.environment import SaidTokens
-from rlflow.types import Episode, Task
+from rlflow_environments.endpoint.agent_session import KEPT
+from rlflow_environments.endpoint.history import SaidHistory
+from rlflow_environments.endpoint.requests import unsupported
 
 USER = {"role": "user", "content": "x"}
 Scenario = Callable[[AgentSession, "asyncio.Future[None]"], Coroutine[Any, Any, None]]

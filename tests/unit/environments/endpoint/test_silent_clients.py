@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from rlflow import connections
-from rlflow.endpoint import AgentSession
-from rlflow.endpoint.endpoint import Endpoint
+from rlflow_environments.common import connections
+from rlflow_environments.endpoint import AgentSession
+from rlflow_environments.endpoint.endpoint import Endpoint
 
 
 def test_a_connection_whose_request_is_never_whole_is_closed(

@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlflow.endpoint.history import Continuation, SaidHistory
-from rlflow.endpoint.requests import (
+from rlflow.types import Episode, Observation, Step
+from rlflow_environments.common.text_calls import ReadResponse, read_response
+from rlflow_environments.endpoint.history import Continuation, SaidHistory
+from rlflow_environments.endpoint.requests import (
     CONTEXT,
     TURNS,
     ModelReply,
@@ -22,8 +24,6 @@ from rlflow.endpoint.requests import (
     assistant,
     unsupported,
 )
-from rlflow.endpoint.text_calls import ReadResponse, read_response
-from rlflow.types import Episode, Observation, Step
 
 Gone = Callable[[], Awaitable[bool]]
 """Whether who asked has hung up."""

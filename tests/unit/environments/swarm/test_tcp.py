@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.swarm.tcp import MOST_UNPROVEN, TcpTransport
+from rlflow_environments.swarm.tcp import MOST_UNPROVEN, TcpTransport
 
 KEY = b"sixteen bytes or more"
 Join = Callable[..., TcpTransport]

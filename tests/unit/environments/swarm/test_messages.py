@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlflow.rollout import Response, Transcripts
-from rlflow.swarm.messages import MessageError, digest, dump, load
 from rlflow.types import Task
-from tests.unit.swarm.peers import lied, said
+from rlflow_environments.swarm.messages import MessageError, digest, dump, load
+from tests.unit.environments.swarm.peers import lied, said
 
 PLAIN = said("train-ab", "ab", "cd")
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlflow.endpoint.chat import error as error  # of the same form
-from rlflow.endpoint.chat import pieces
-from rlflow.endpoint.requests import (
+from rlflow_environments.endpoint.chat import error as error  # of the same form
+from rlflow_environments.endpoint.chat import pieces
+from rlflow_environments.endpoint.requests import (
     ModelReply,
     ModelRequest,
     RequestRefused,

@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
 from rlflow.codec import Transcripts, transcribe
-from rlflow.components import TRANSPORT
 from rlflow.errors import ConfigError
 from rlflow.rollout.rollout import Rollout
-from rlflow.swarm.messages import PEER_NAME, MessageError, dump, load
-from rlflow.swarm.transport import ExperienceTransport
 from rlflow.types import Group, Task
 from rlflow.values import Component, NonNegativeInt, PositiveInt
+from rlflow_environments.swarm.messages import PEER_NAME, MessageError, dump, load
+from rlflow_environments.swarm.transport import TRANSPORT, ExperienceTransport
 
 logger = logging.getLogger(__name__)
 TRIES = 4  # groups that are played per group that is wanted

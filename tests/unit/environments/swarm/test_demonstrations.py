@@ -18,7 +18,7 @@ from rlflow.errors import DataError
 from rlflow.report.records import write_trajectories
 from rlflow.rollout import Rollout
 from rlflow.types import PolicyOutput
-from tests.unit.swarm.peers import letters_rollout
+from tests.unit.environments.swarm.peers import letters_rollout
 
 
 @pytest.fixture(scope="module")

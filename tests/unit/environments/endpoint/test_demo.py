@@ -22,7 +22,7 @@ from rlflow_environments.program.program import ProgramEnvironment
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.sources import world_files
 
-RECIPE = Path(__file__).resolve().parents[3] / "recipes/searchr1"
+RECIPE = Path(__file__).resolve().parents[4] / "recipes/searchr1"
 POLICY, AGENT = RECIPE / "starting_policy", RECIPE / "agent.py"
 LIMITS = {"max_turns": 4, "max_response_tokens": 40, "max_total_tokens": 1024}
 

@@ -1,0 +1,1 @@
+"""Tables of other systems' configurations, a YAML file each, and what reads files by them."""
