@@ -21,7 +21,7 @@ from rlflow.commands.arguments import (
     option,
 )
 from rlflow.commands.conversation import Columns, Conversation
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from rlflow.commands import cli
 from rlflow.commands.ask import _sort_words, typed
 from rlflow.commands.conversation import Columns, Conversation, collapsed, side_by_side
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.errors import ConfigError
 
 PLAIN = Paint("never")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.commands import cli
-from rlflow.commands.show import Paint, marked
+from rlflow.commands.paint import Paint
+from rlflow.commands.show import marked
 from rlflow.rollout import Tokenizer
 from rlflow.storage.files import write_json
 from tests.fixtures import tiny_tokenizer
