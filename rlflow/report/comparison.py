@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
+from rlflow.report.alarms import Fault
 from rlflow.report.charts import comparison_svg
-from rlflow.report.findings import Fault, findings
+from rlflow.report.findings import findings
 from rlflow.report.lines import Measurement, clock, curve, sparkline
 from rlflow.report.metrics import Metrics, label, scores
 from rlflow.report.page import filled, markup, picture, table, template

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
+from rlflow.report.alarms import Fault
 from rlflow.report.charts import has_curves, run_svg
-from rlflow.report.findings import Fault, findings
+from rlflow.report.findings import findings
 from rlflow.report.lines import (
     Records,
     clock,

@@ -15,7 +15,7 @@ from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.report.findings import Watch
+from rlflow.report.alarms import Watch
 from rlflow.report.live import LivePage
 from rlflow.report.recorder import Recorder
 from rlflow.report.sinks import read_metrics

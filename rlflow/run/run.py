@@ -13,8 +13,8 @@ from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, RolloutError
+from rlflow.report.alarms import Watch
 from rlflow.report.charts import run_png
-from rlflow.report.findings import Watch
 from rlflow.report.metrics import Metrics, leading_score
 from rlflow.report.recorder import Recorder
 from rlflow.report.records import write_trajectories

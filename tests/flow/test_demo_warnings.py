@@ -10,7 +10,8 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, Watch, findings
+from rlflow.report.alarms import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, Watch
+from rlflow.report.findings import findings
 from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Rollout
 from rlflow_environments.common.transcript import Transcript
