@@ -60,7 +60,7 @@ IMPORTED = {
     ),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.report.live", "rlflow.swarm.tcp"),
+    "peers": ("rlflow_tools.view.live", "rlflow.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

@@ -34,7 +34,8 @@ class Peers:
     """The retrieval server as a process; the page of a run and the swarm in threads of this one."""
 
     def prepare(self, folder: Path) -> None:
-        from rlflow.report.live import PageServer
+        from rlflow_tools.view.live import PageServer
+
         from rlflow.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]

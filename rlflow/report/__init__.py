@@ -1,10 +1,8 @@
-"""Reports of a run: metrics, episodes, charts, the page, the terminal, findings."""
+"""Reports of a run while it goes on: metrics, sinks, episodes, the terminal, alarms."""
 
 from __future__ import annotations
 
 BUILT_IN = {
-    "page": "rlflow.report.live:LivePage",
-    "picture": "rlflow.report.charts:Picture",
     "tensorboard": "rlflow.report.sinks:TensorBoardSink",
     "wandb": "rlflow.report.sinks:WandbSink",
 }

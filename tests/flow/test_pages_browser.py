@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view import live
+from rlflow_tools.view.live import LivePage
 
-from rlflow.report import live
-from rlflow.report.live import LivePage
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
 from rlflow.storage.files import write_json
@@ -19,7 +19,7 @@ from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.fixtures import tiny_tokenizer
 from tests.flow.chromium import browser, texts, wait
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     SEARCHED,
     attempt,
     evaluated,

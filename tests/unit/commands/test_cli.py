@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import runpy
 import signal
 import subprocess
@@ -66,6 +67,17 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.parse([*command, "--help"])
         assert ended.value.code == 0
         assert len(capsys.readouterr().out) > 200 or command == ["doctor"]
+
+
+def test_commands_stand_in_one_order_whoever_brings_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    listed = re.findall(r"^    (\w+)", capsys.readouterr().out, flags=re.M)
+    working = ["train", "eval", "env", "algorithm", "merge"]
+    looking = ["show", "view", "compare", "ask", "config", "doctor"]
+    assert listed == [*working, *looking, *sorted(listed[11:])]
 
 
 def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-
-from rlflow.report import charts
-from rlflow.report.charts import (
+from rlflow_tools.view import charts
+from rlflow_tools.view.charts import (
     CURVE_COLORS,
     PHASE_COLORS,
     Picture,
@@ -21,11 +20,12 @@ from rlflow.report.charts import (
     run_svg,
     trailing_mean,
 )
+from rlflow_tools.view.page import picture, template
+
 from rlflow.report.lines import curve, drawn_score, run_seconds
 from rlflow.report.metrics import Metric, save_registered
-from rlflow.report.page import picture, template
 from rlflow.report.sinks import MetricsLog, read_metrics
-from tests.unit.report.crafted import evaluated, trained
+from tests.unit.tools.view.crafted import evaluated, trained
 
 REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
 EVALUATION = {"eval/exact_match": 0.3, "eval/exact_match_low": 0.2, "eval/exact_match_high": 0.4}

@@ -21,8 +21,6 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.report.alarms import Fault
-from rlflow.report.charts import has_curves, run_svg
-from rlflow.report.findings import findings
 from rlflow.report.lines import (
     Records,
     clock,
@@ -36,11 +34,14 @@ from rlflow.report.lines import (
     values_of,
 )
 from rlflow.report.metrics import Metrics, label, scores
-from rlflow.report.recorded import Record, RunFiles, grouped
 from rlflow.report.records import answers_of, question_of, solved
 from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, write_text
 from rlflow.texts import printable
+
+from .charts import has_curves, run_svg
+from .findings import findings
+from .recorded import Record, RunFiles, grouped
 
 CHUNK_EPISODES = 96
 MOST_VALUES = 12
@@ -221,7 +222,7 @@ def markup(text: str) -> str:
 
 def template(name: str) -> str:
     """The text of a file that ships beside this one."""
-    path = resources.files("rlflow.report") / "templates" / name
+    path = resources.files("rlflow_tools.view") / "templates" / name
     return path.read_text(encoding="utf-8")
 
 

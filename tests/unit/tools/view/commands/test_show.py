@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rlflow_tools.view.commands.show import marked
 
 from rlflow.commands import cli
 from rlflow.commands.paint import Paint
-from rlflow.commands.show import marked
 from rlflow.rollout import Tokenizer
 from rlflow.storage.files import write_json
 from tests.fixtures import tiny_tokenizer
-from tests.unit.report.crafted import REGISTERED, evaluated, small_run, write_frame
+from tests.unit.tools.view.crafted import REGISTERED, evaluated, small_run, write_frame
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from rlflow.report.lines import (
     wrapped,
 )
 from rlflow.report.metrics import Metrics, label, leading_score, scores
-from rlflow.report.recorded import RunFiles, grouped
 from rlflow.report.records import (
     answers_of,
     question_of,
@@ -35,6 +34,8 @@ from rlflow.report.records import (
 )
 from rlflow.run.directory import RunDirectory
 from rlflow.texts import one_line, printable, printable_styled
+
+from ..recorded import RunFiles, grouped
 
 
 def add(commands: Commands) -> None:

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view import live
+from rlflow_tools.view.live import LivePage
+from rlflow_tools.view.recorded import RunFiles
 
-from rlflow.report import live
-from rlflow.report.live import LivePage
-from rlflow.report.recorded import RunFiles
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
-from tests.unit.report.crafted import evaluated, small_run, trained, write_frame
-from tests.unit.report.test_page import hostile_run
+from tests.unit.tools.view.crafted import evaluated, small_run, trained, write_frame
+from tests.unit.tools.view.test_page import hostile_run
 
 SUMMARY = {
     "status": "finished",

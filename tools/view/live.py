@@ -19,7 +19,11 @@ from typing import Any, cast
 
 from rlflow.errors import RLFlowError
 from rlflow.places import Places
-from rlflow.report.page import (
+from rlflow.report.terminal import Progress
+from rlflow.run.directory import RunDirectory
+from rlflow.storage.daemon import start_daemon
+
+from .page import (
     END,
     Content,
     Entry,
@@ -33,12 +37,9 @@ from rlflow.report.page import (
     template,
     write_page,
 )
-from rlflow.report.recorded import RunFiles
-from rlflow.report.terminal import Progress
-from rlflow.run.directory import RunDirectory
-from rlflow.storage.daemon import start_daemon
+from .recorded import RunFiles
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rlflow.view.live")  # under `rlflow`, so that a run's log has it
 
 REST = 10.0  # times what a look at the files took, until the next one: 10% of a processor at most
 WRITTEN = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.json")

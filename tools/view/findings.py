@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from rlflow.report.alarms import NEVER_STOPPING, Fault, Watch
-from rlflow.report.recorded import Record, RunFiles
 from rlflow.report.records import answers_of, text_of
+
+from .recorded import Record, RunFiles
 
 RECENT = 3  # of the training steps and of the evaluations, the last so many are read
 LEAST = 5  # episodes below which no share is worth a sentence
