@@ -9,19 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.report.lines import (
-    Measurement,
-    Records,
-    curve,
-    drawn_score,
-    headline,
-    values_of,
-)
+from rlflow.report.lines import Records, values_of
 from rlflow.report.metrics import PHASES, Metrics, label, load_registered
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import replacing
 from rlflow.texts import printable
+
+from .curves import Measurement, curve, drawn_score, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

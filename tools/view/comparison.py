@@ -13,13 +13,14 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.report.alarms import Fault
-from rlflow.report.lines import Measurement, clock, curve, sparkline
+from rlflow.report.lines import clock
 from rlflow.report.metrics import Metrics, label, scores
-from rlflow.report.records import question_of
 from rlflow.storage.files import leaves, write_text
 from rlflow.texts import printable
 
 from .charts import comparison_svg
+from .curves import Measurement, curve, sparkline
+from .episodes import question_of
 from .findings import findings
 from .page import filled, markup, picture, table, template
 from .recorded import RunFiles, grouped

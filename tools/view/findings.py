@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from rlflow.report.alarms import NEVER_STOPPING, Fault, Watch
-from rlflow.report.records import answers_of, text_of
+from rlflow.report.records import text_of
 
+from .episodes import answers_of
 from .recorded import Record, RunFiles
 
 RECENT = 3  # of the training steps and of the evaluations, the last so many are read

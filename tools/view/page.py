@@ -26,20 +26,19 @@ from rlflow.report.lines import (
     clock,
     ending,
     evaluation_line,
-    headline,
     next_commands,
     numbers,
     phase_times,
-    run_seconds,
     values_of,
 )
 from rlflow.report.metrics import Metrics, label, scores
-from rlflow.report.records import answers_of, question_of, solved
 from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, write_text
 from rlflow.texts import printable
 
 from .charts import has_curves, run_svg
+from .curves import headline, run_seconds
+from .episodes import answers_of, question_of, solved
 from .findings import findings
 from .recorded import Record, RunFiles, grouped
 

@@ -19,22 +19,15 @@ from rlflow.report.lines import (
     evaluation_line,
     evaluation_parts,
     numbers,
-    run_seconds,
-    sparkline,
     values_of,
-    wrapped,
 )
 from rlflow.report.metrics import Metrics, label, leading_score, scores
-from rlflow.report.records import (
-    answers_of,
-    question_of,
-    read_trajectories,
-    solved,
-    text_of,
-)
+from rlflow.report.records import read_trajectories, text_of
 from rlflow.run.directory import RunDirectory
 from rlflow.texts import one_line, printable, printable_styled
 
+from ..curves import run_seconds, sparkline
+from ..episodes import answers_of, question_of, solved
 from ..recorded import RunFiles, grouped
 
 
@@ -253,6 +246,16 @@ def marked(
     parts = re.split(rf"(?<!\w)({words})(?!\w)", text, flags=re.IGNORECASE)
     styles = (plain, found)
     return "".join(paint(part, *styles[place % 2]) for place, part in enumerate(parts))
+
+
+def wrapped(parts: Sequence[str], width: int, indent: str = "") -> str:
+    """The parts in as many lines as they take; broken between parts alone."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(indent) + len(lines[-1]) + 2 + len(part) > width:
+            lines.append("")
+        lines[-1] += f"  {part}" if lines[-1] else part
+    return f"\n{indent}".join(lines)
 
 
 def _answer(answer: Any) -> str:

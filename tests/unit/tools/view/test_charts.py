@@ -20,9 +20,9 @@ from rlflow_tools.view.charts import (
     run_svg,
     trailing_mean,
 )
+from rlflow_tools.view.curves import curve, drawn_score, run_seconds
 from rlflow_tools.view.page import picture, template
 
-from rlflow.report.lines import curve, drawn_score, run_seconds
 from rlflow.report.metrics import Metric, save_registered
 from rlflow.report.sinks import MetricsLog, read_metrics
 from tests.unit.tools.view.crafted import evaluated, trained

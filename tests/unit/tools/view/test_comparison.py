@@ -18,11 +18,11 @@ from rlflow_tools.view.comparison import (
     sign_test,
     write_comparison,
 )
+from rlflow_tools.view.curves import Measurement, curve
 from rlflow_tools.view.recorded import RunFiles
 
 from rlflow.commands import cli
 from rlflow.errors import ConfigError
-from rlflow.report.lines import Measurement, curve
 from rlflow.rollout import Tokenizer
 from tests.unit.tools.view.crafted import (
     SEARCHED,
