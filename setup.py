@@ -127,9 +127,9 @@ setup(
             "py.typed",
             "algorithms/presets/*.yaml",
             "commands/templates/*",
-            "report/templates/*",
         ],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
+        "rlflow_tools": ["view/templates/*"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,
@@ -178,8 +178,16 @@ setup(
             "search = rlflow_environments.search.plug_in:JOBS",
         ],
         "rlflow.commands": [
+            "ask = rlflow_tools.view.commands.ask:add",
+            "compare = rlflow_tools.view.commands.compare:add",
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",
+            "show = rlflow_tools.view.commands.show:add",
+            "view = rlflow_tools.view.commands.view:add",
+        ],
+        "rlflow.sinks": [
+            "page = rlflow_tools.view.live:LivePage",
+            "picture = rlflow_tools.view.charts:Picture",
         ],
     },
     classifiers=[

@@ -60,7 +60,7 @@ IMPORTED = {
     ),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.report.live", "rlflow_environments.swarm.tcp"),
+    "peers": ("rlflow_tools.view.live", "rlflow_environments.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

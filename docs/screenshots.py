@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
-
-from rlflow.report.page import write_page
-from rlflow.report.recorded import RunFiles
+from rlflow_tools.view.page import write_page
+from rlflow_tools.view.recorded import RunFiles
 
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

@@ -8,24 +8,12 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 
-from rlflow.commands import (
-    algorithm_parts,
-    ask,
-    compare,
-    config,
-    doctor,
-    env,
-    eval,
-    merge,
-    show,
-    train,
-    view,
-)
-from rlflow.commands.arguments import CommandParser
+from rlflow.commands import algorithm_parts, config, doctor, env, eval, merge, train
+from rlflow.commands.arguments import CommandParser, Commands
 from rlflow.config.keys import elsewhere
 from rlflow.errors import (
     CALLED_IN,
@@ -39,6 +27,31 @@ from rlflow.errors import (
 from rlflow.storage.redaction import redact_text
 from rlflow.storage.unread import end_quietly
 from rlflow.texts import printable
+
+CORE = {
+    "train": train.add,
+    "eval": eval.add,
+    "env": env.add,
+    "algorithm": algorithm_parts.add,
+    "merge": merge.add,
+    "config": config.add,
+    "doctor": doctor.add,
+}
+"""Name -> what adds the command."""
+ORDER = (
+    "train",
+    "eval",
+    "env",
+    "algorithm",
+    "merge",
+    "show",
+    "view",
+    "compare",
+    "ask",
+    "config",
+    "doctor",
+)
+"""Of the commands in `rlflow --help`, whoever brings them; those of other names follow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,25 +181,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    own = (
-        train,
-        eval,
-        env,
-        algorithm_parts,
-        merge,
-        show,
-        view,
-        compare,
-        ask,
-        config,
-        doctor,
-    )
-    for module in own:
-        module.add(commands)
-    plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
-    for entry in sorted(plug_ins, key=lambda entry: entry.name):
-        entry.load()(commands)
+    for add in _adders():
+        add(commands)
     return parser
+
+
+def _adders() -> list[Callable[[Commands], None]]:
+    """What adds each command, in the order of the help."""
+    plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
+    adders = {**{entry.name: entry.load() for entry in plug_ins}, **CORE}
+    places = {name: place for place, name in enumerate(ORDER)}
+    names = sorted(adders, key=lambda name: (places.get(name, len(ORDER)), name))
+    return [adders[name] for name in names]
 
 
 def _version() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from rlflow.checks.agents import Agent
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.environment import (
     Environment,
     answered,

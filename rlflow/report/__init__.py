@@ -1,4 +1,4 @@
-"""Reports of a run: metrics, episodes, charts, the page, the terminal, findings."""
+"""Reports of a run while it goes on: metrics, sinks, episodes, the terminal, alarms."""
 
 from __future__ import annotations
 

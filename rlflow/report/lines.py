@@ -1,8 +1,7 @@
-"""A run's metrics over its steps, and as text for terminal, log, page and `rlflow show`."""
+"""A run's metrics as text, for terminal, log, page and `rlflow show`."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -10,15 +9,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TextIO
 
 from rlflow.errors import command
-from rlflow.report.metrics import PHASES, Metric, Metrics, label, leading_score, scores, shown
+from rlflow.report.metrics import PHASES, Metric, Metrics, leading_score, scores, shown
 
 Records = Sequence[Mapping[str, float]]
-SPARKS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     "entropy {train/entropy:.2f}",
     "cut at tokens {rollout/truncated_max_tokens:.0%}",
@@ -50,55 +47,9 @@ EXPLAINED = {
 WIDTH = 80  # columns of what is no terminal
 
 
-# ---------------------------------------------------------------- over the steps
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A value at a step, after seconds of steps and trained tokens. low, high: 95% interval."""
-
-    step: int
-    seconds: float
-    tokens: float
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def text(self) -> str:
-        """The value with its interval, where there is one."""
-        return f"{self.value:.3f}{interval_text(self.low, self.high)}"
-
-
-def curve(records: Records, name: str) -> list[Measurement]:
-    """The metric over the run. Seconds are those of finished steps, evaluations left out."""
-    points, seconds, tokens = [], 0.0, 0.0
-    for record in records:
-        seconds += record.get("time/step_s", 0.0)
-        tokens += record.get("train/tokens", 0.0)
-        if name in record:
-            ends = record.get(f"{name}_low"), record.get(f"{name}_high")
-            points.append(Measurement(int(record["step"]), seconds, tokens, record[name], *ends))
-    return points
-
-
 def values_of(records: Records, name: str) -> list[float]:
     """The metric where it was measured."""
     return [record[name] for record in records if name in record]
-
-
-def drawn_score(records: Records, registered: Metrics) -> str:
-    """The name of the metric to draw: the first score that was ever measured, else the reward."""
-    return leading_score(registered, set().union(*records), "train", "eval")
-
-
-def run_seconds(records: Records) -> float:
-    """How long the run took by its own clock; without one, the seconds of steps and evaluations."""
-    steps = values_of(records, "time/step_s") + values_of(records, "time/evaluate_s")
-    return max(values_of(records, "time/run_s"), default=math.fsum(steps))
-
-
-# ---------------------------------------------------------------- as text
 
 
 def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
@@ -135,16 +86,6 @@ def fitted(parts: Sequence[str], width: int) -> str:
             break
         line = longer
     return line
-
-
-def wrapped(parts: Sequence[str], width: int, indent: str = "") -> str:
-    """The parts in as many lines as they take; broken between parts alone."""
-    lines = [""]
-    for part in parts:
-        if lines[-1] and len(indent) + len(lines[-1]) + 2 + len(part) > width:
-            lines.append("")
-        lines[-1] += f"  {part}" if lines[-1] else part
-    return f"\n{indent}".join(lines)
 
 
 def columns(stream: TextIO) -> int:
@@ -253,19 +194,6 @@ def interval_text(low: float | None, high: float | None) -> str:
     return f" [{low:.3f}, {high:.3f}]" if known else ""
 
 
-def headline(records: Records, registered: Metrics) -> str:
-    """The run's result: `exact match 89%, was 35%`; of training where none was evaluated."""
-    name = drawn_score(records, registered)
-    form = ".0%" if name in registered and registered[name].unit == "share" else ".2f"
-    evaluated = [one for one in records if f"eval/{name}" in one]
-    others = " of other tasks" if evaluated and other_tasks(evaluated[0], evaluated[-1]) else ""
-    for section, where in (("eval", ""), ("train", " in training")):
-        if values := values_of(records, f"{section}/{name}"):
-            before = f", was {values[0]:{form}}{others}" if len(values) > 1 else ""
-            return f"{label(name)} {values[-1]:{form}}{where}{before}"
-    return "nothing measured yet"
-
-
 def summary_text(summary: Mapping[str, Any], registered: Metrics, width: int | None = None) -> str:
     """The end of a run: its outcome, evaluations, files, and the next commands. width: of the
     lines about evaluations; paths and commands stay whole."""
@@ -334,19 +262,6 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         export = shlex.quote(written["export"])
         found.append((f"{rlflow} eval --model {export}", "its scores"))
     return found
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The values as block characters, scaled to their range, averaged to at most `width`."""
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 2:
-        return ""
-    count = min(width, len(finite))
-    edges = [round(index * len(finite) / count) for index in range(count + 1)]
-    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((value - low) * scale)] for value in means)
 
 
 def clock(seconds: float) -> str:

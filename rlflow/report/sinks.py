@@ -1,19 +1,26 @@
-"""Destinations of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Destinations of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases, what shows them to
+a person."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rlflow.components import SINK
-from rlflow.errors import CheckpointError, install_command, needing
+from rlflow.errors import CheckpointError, ConfigError, install_command, needing
 from rlflow.storage.files import plain, read_json_lines, write_json_lines
+
+logger = logging.getLogger(__name__)
+
+PAGE, PICTURE = "page", "picture"
+"""Names of the sinks that show a run to a person; metrics.page and metrics.picture ask for them."""
 
 
 class Sink(Protocol):
@@ -22,6 +29,25 @@ class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReportSink(Sink, Protocol):
+    """A sink that writes files for a person to look at."""
+
+    def report_files(self) -> Mapping[str, Path]:
+        """Brings them up to date; returns {name in the run's summary: file}."""
+
+
+class PageSink(ReportSink, Protocol):
+    """The sink `page`: shows a run from before there is a directory, which it is made without,
+    until its engines have ended, after the last metrics."""
+
+    def open(self, directory: Path) -> None:
+        """Shows the files of the run in this directory from now on."""
+
+    def stop(self) -> None:
+        """Ends the service."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -56,14 +82,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         for sink in self.sinks:
             sink.write(step, values)
 
+    def report_files(self) -> dict[str, Path]:
+        """The files that sinks write for a person, up to date: {name in the summary: file}."""
+        reports = [sink.report_files() for sink in self.sinks if isinstance(sink, ReportSink)]
+        return {name: path for report in reports for name, path in report.items()}
+
     def sync(self) -> None:
         """Brings the file to disk: it must survive a power cut if a checkpoint does."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with closing(self._file):
+        with ExitStack() as stack:  # each in any case, the last one first
+            stack.callback(self._file.close)
             for sink in self.sinks:
-                sink.close()
+                stack.callback(sink.close)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -152,6 +184,16 @@ def make_sinks(
         SINK.build(component, f"metrics.sinks[{place}]", **offered)
         for place, component in enumerate(components)
     ]
+
+
+def make_display(name: str, where: str, **offered: Any) -> Any:
+    """The sink PAGE or PICTURE. None, with a warning, where no installed package has it or its
+    module cannot be imported: a run need not be looked at to go on."""
+    try:
+        return SINK.build(name, where, **offered)
+    except ConfigError as error:
+        logger.warning("%s The run goes on without it.", error)
+        return None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

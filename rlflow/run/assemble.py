@@ -27,7 +27,7 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.metrics import Metrics, save_registered
-from rlflow.report.sinks import MetricsLog, make_sinks
+from rlflow.report.sinks import PICTURE, MetricsLog, PageSink, Sink, make_display, make_sinks
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
@@ -232,9 +232,13 @@ def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> 
 
 
 def make_metrics(
-    config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int
+    config: RunConfig,
+    directory: RunDirectory,
+    resumed_step: int,
+    evaluations: int,
+    page: PageSink | None,
 ) -> MetricsLog:
-    """The run's metrics.jsonl and further sinks; the caller closes it.
+    """The run's metrics.jsonl and further sinks, picture and page included; the caller closes it.
 
     resumed_step: that of the checkpoint, later records are dropped; -1 drops all. evaluations:
     number that the checkpoint knows of at its own step; others there are made again."""
@@ -245,6 +249,11 @@ def make_metrics(
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
+    picture: Sink | None = None
+    if config.metrics.picture:
+        offered = {"directory": directory.path, "run_name": config.run.name}
+        picture = make_display(PICTURE, "metrics.picture", **offered)
+    sinks += [sink for sink in (picture, page) if sink is not None]
     return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
 
 

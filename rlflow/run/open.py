@@ -15,10 +15,9 @@ from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.report.findings import Watch
-from rlflow.report.live import LivePage
+from rlflow.report.alarms import Watch
 from rlflow.report.recorder import Recorder
-from rlflow.report.sinks import read_metrics
+from rlflow.report.sinks import PAGE, PageSink, make_display, read_metrics
 from rlflow.report.terminal import Progress, RunLog
 from rlflow.report.timer import Clock, PhaseTimer
 from rlflow.rollout.rollout import Rollout
@@ -137,7 +136,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     resume(run)
     note_start(config, directory, metrics)  # only now: a refused one leaves the old ones
     evaluations = run.evaluation.made(run.saved_step)
-    log_of_run = make_metrics(config, directory, run.saved_step, evaluations)
+    log_of_run = make_metrics(config, directory, run.saved_step, evaluations, page)
     run.metrics = stack.enter_context(log_of_run)
     # No warning of earlier sessions is said again
     run.watch.recall(read_metrics(run.directory.metrics))
@@ -178,14 +177,13 @@ def _open_trainer(
 
 
 def _open_files(
-    config: RunConfig, log: RunLog, page: LivePage | None, stack: ExitStack
+    config: RunConfig, log: RunLog, page: PageSink | None, stack: ExitStack
 ) -> RunDirectory:
-    """The run's directory, with its log; at the end with the page."""
+    """The run's directory, with its log, shown on the page."""
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     if page is not None:
-        page.run = directory.path
-        stack.callback(page.write, directory.report)
+        page.open(directory.path)
     logger.info(
         "run %s: model %s, environment %s, %d steps",
         config.run.name,
@@ -210,8 +208,8 @@ def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> 
 
 def _displays(
     config: RunConfig, clock: Clock, stack: ExitStack
-) -> tuple[Progress, LivePage | None]:
-    """The run's progress, and the page where one is wanted."""
+) -> tuple[Progress, PageSink | None]:
+    """The run's progress, and the page where one is wanted and can be had."""
     checkpoint = chosen_checkpoint(config)
     progress = Progress(
         config.metrics.progress,
@@ -223,8 +221,9 @@ def _displays(
     stack.callback(progress.close)
     if not config.metrics.page:
         return progress, None
-    page = LivePage(progress)
-    stack.callback(page.close)
+    page: PageSink | None = make_display(PAGE, "metrics.page", progress=progress)
+    if page is not None:
+        stack.callback(page.stop)
     return progress, page
 
 

@@ -13,13 +13,12 @@ from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, RolloutError
-from rlflow.report.charts import run_png
-from rlflow.report.findings import Watch
+from rlflow.report.alarms import Watch
 from rlflow.report.metrics import Metrics, leading_score
 from rlflow.report.recorder import Recorder
 from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, staleness_metrics, step_shares
-from rlflow.report.sinks import MetricsLog, read_metrics
+from rlflow.report.sinks import MetricsLog
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
@@ -259,8 +258,8 @@ class Run:
         return self.evaluation.due(self.step) and not self.interrupt.requested and not last
 
     def evaluate(self, final: bool = False) -> None:
-        """Evaluates the tasks of the schedule, or those of the last evaluation; writes metrics,
-        trajectories and picture."""
+        """Evaluates the tasks of the schedule, or those of the last evaluation; writes metrics
+        and trajectories."""
         section, tasks = self.config.evaluation, self.evaluation.tasks(final)
         with self.timer.phase("evaluate"):
             result = evaluate(
@@ -281,7 +280,6 @@ class Run:
         if self.saved_step == self.step:
             self.metrics.sync()
             self.saver.update_state(self.step, self.state_dict())
-        self._draw()
 
     def checkpoint_due(self) -> bool:
         """Whether the schedule asks for a checkpoint now."""
@@ -368,10 +366,7 @@ class Run:
             written["export"] = directory.export
             if directory.adapter.is_dir():
                 written["adapter"] = directory.adapter
-        if self._draw():
-            written["picture"] = directory.picture
-        if self.config.metrics.page:
-            written["report"] = directory.report
+        written |= self.metrics.report_files()
         return {
             "status": f"interrupted by {interrupted}" if interrupted else "finished",
             "steps": self.step,
@@ -387,11 +382,3 @@ class Run:
             ),
             "written": {name: str(path) for name, path in written.items()},
         }
-
-    def _draw(self) -> bool:
-        """Draws the picture where the configuration wants one; returns whether there was anything
-        to draw."""
-        if not self.config.metrics.picture:
-            return False
-        records, title = read_metrics(self.directory.metrics), self.config.run.name
-        return run_png(records, self.directory.picture, title, self.registered)

@@ -12,12 +12,11 @@ from typing import Any
 from rlflow.config.loading import save_config
 from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import CheckpointError, ConfigError
-from rlflow.report.charts import run_png
 from rlflow.report.lines import evaluation_line, numbers
 from rlflow.report.metrics import save_registered
 from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, update_metrics
-from rlflow.report.sinks import MetricsLog, read_metrics
+from rlflow.report.sinks import PICTURE, MetricsLog, Sink, make_display
 from rlflow.report.timer import Clock
 from rlflow.rollout.rollout import Rollout
 from rlflow.run.checkpoints import TRAINER, Checkpoints, Saver
@@ -72,7 +71,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 self._resume()
             self._note_start()
             resumed_step = self.step if resumes else None
-            self._metrics = MetricsLog(path, resumed_step=resumed_step)
+            self._metrics = MetricsLog(path, self._displays(), resumed_step)
         except BaseException:
             self.directory.close()
             raise
@@ -110,7 +109,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         values = {**made.metrics, "time/run_s": self._clock.seconds}
         self._metrics.log(self.step, values)
         write_trajectories(self.directory.evaluations(self.step), made.groups)
-        self._draw()
         line = evaluation_line(values, self.rollout.environment.metrics)
         self._tell(f"evaluation after step {self.step}", line)
         return made.metrics
@@ -141,8 +139,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def close(self) -> None:
         """Draws the picture, and lets others write here again."""
         try:
-            if self._draw():
-                self._tell(f"curve: {self.directory.picture}")
+            if picture := self._metrics.report_files().get(PICTURE):
+                self._tell(f"curve: {picture}")
             self._metrics.close()
         finally:
             self.directory.close()
@@ -173,11 +171,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         save_config({"run": {"name": name}, SCRIPT: sys.argv[0]}, self.directory.config)
         save_registered(self.directory.environment_metrics, self.rollout.environment.metrics)
 
-    def _draw(self) -> bool:
-        """Draws the picture; returns whether there was anything to draw."""
-        records = read_metrics(self.directory.metrics)
-        title = self.directory.path.resolve().name
-        return run_png(records, self.directory.picture, title, self.rollout.environment.metrics)
+    def _displays(self) -> list[Sink]:
+        """The picture, where an installed package draws one."""
+        path = self.directory.path
+        offered = {"directory": path, "run_name": path.resolve().name}
+        picture = make_display(PICTURE, PICTURE, **offered)
+        return [] if picture is None else [picture]
 
     def _tell(self, *parts: str) -> None:
         self._say("  ".join(parts))

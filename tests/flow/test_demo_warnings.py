@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view.findings import findings
+from rlflow_tools.view.recorded import RunFiles
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, Watch, findings
-from rlflow.report.recorded import RunFiles
+from rlflow.report.alarms import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, Watch
 from rlflow.rollout import Rollout
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search import SearchEnvironment

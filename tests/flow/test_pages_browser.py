@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view import live
+from rlflow_tools.view.live import LivePage
 
-from rlflow.report import live
-from rlflow.report.live import LivePage
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
 from rlflow.storage.files import write_json
@@ -19,7 +19,7 @@ from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.fixtures import tiny_tokenizer
 from tests.flow.chromium import browser, texts, wait
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     SEARCHED,
     attempt,
     evaluated,
@@ -45,7 +45,7 @@ def page(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> Iterator[LivePa
     monkeypatch.setattr(live, "REST", 0.0)
     shown = LivePage(progress)
     yield shown
-    shown.close()
+    shown.stop()
 
 
 def test_the_page_follows_the_run_and_becomes_its_report(
@@ -57,7 +57,7 @@ def test_the_page_follows_the_run_and_becomes_its_report(
     wait(browser, "return document.documentElement.dataset.ready === 'true'")
     assert texts(browser, "#kinds input:not(:disabled)") == [""], "nothing but the run is there yet"
     write_frame(run, [evaluated(0, 0.35)])
-    page.run = run
+    page.open(run)
     headline = "return (document.querySelector('.headline') || {}).textContent === "
     wait(browser, f"{headline} 'exact match 35%'")
     flat = [{**trained(step), "train/advantage_zero": 1.0} for step in (1, 2, 3)]
@@ -75,8 +75,8 @@ def test_the_page_follows_the_run_and_becomes_its_report(
     assert texts(browser, "#group h2") == ["Where was Orvan born?"]
     summary = {"status": "finished", "steps": 3, "seconds": 61.0, "written": {}}
     write_json(run / "summary.json", summary)
-    page.write(run / "report.html")
     page.close()
+    page.stop()
     wait(browser, "return !document.querySelector('#lost').hidden")  # it says where the report is
     browser.get((run / "report.html").as_uri())
     wait(browser, f"{headline} 'exact match 89%, was 35%'")
@@ -99,8 +99,8 @@ def test_the_page_is_read_on_a_phone(browser: Any, page: LivePage, tmp_path: Pat
         run / "summary.json",
         {"status": "finished", "steps": 7, "seconds": 61.0, "written": written},
     )
-    page.run = run
-    page.write(run / "report.html")
+    page.open(run)
+    page.close()
     screen = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     image = "var image = document.querySelector('#run img');"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view.page import write_page
+from rlflow_tools.view.recorded import RunFiles
 
-from rlflow.report.page import write_page
-from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
 from tests.fixtures import tiny_tokenizer
 from tests.flow.chromium import browser, texts, wait
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     SEARCHED,
     attempt,
     forked_run,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlflow_tools.view.comparison import compare, comparison_text
+from rlflow_tools.view.page import write_page
+from rlflow_tools.view.recorded import RunFiles
 
 from rlflow.environment import Environment
 from rlflow.loop import train
-from rlflow.report.comparison import compare, comparison_text
 from rlflow.report.metrics import Metric
-from rlflow.report.page import write_page
-from rlflow.report.recorded import RunFiles
 from rlflow.report.tokens import read_tokens
 from rlflow.rollout import Rollout
 from rlflow.types import Episode, Step, Task

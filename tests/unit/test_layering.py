@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     # What surrounds the loop; the loop itself; the commands.
     "run": {"codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
             "environment", "models", "report", "storage", "components", "matmul", "gpu_plan", "values", *BASIS},
-    "report": {"run", "config", "rollout", "trainer", "components", "storage", "places", *BASIS},
+    "report": {"run", "rollout", "trainer", "components", "storage", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", *ALGORITHMS, "batching", "report", *BASIS},
     "commands": {"__init__", "checks", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import io
-import json
 import os
 import pty
+import re
 import runpy
 import signal
 import subprocess
@@ -38,8 +38,6 @@ from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.errors import command as called
-from rlflow.run.directory import RunDirectory
-from rlflow.storage.files import write_json, write_text
 from rlflow.texts import printable
 from rlflow.types import Episode, Step, Task
 
@@ -66,6 +64,17 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.parse([*command, "--help"])
         assert ended.value.code == 0
         assert len(capsys.readouterr().out) > 200 or command == ["doctor"]
+
+
+def test_commands_stand_in_one_order_whoever_brings_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    listed = re.findall(r"^    (\w+)", capsys.readouterr().out, flags=re.M)
+    working = ["train", "eval", "env", "algorithm", "merge"]
+    looking = ["show", "view", "compare", "ask", "config", "doctor"]
+    assert listed == [*working, *looking, *sorted(listed[11:])]
 
 
 def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -> None:
@@ -426,89 +435,8 @@ def test_tasks_are_found_by_id_before_position() -> None:
         find_task([], "0", "val")
 
 
-# ---------------------------------------------------------------- show
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    with RunDirectory.create(tmp_path / "run") as run:
-        write_text(run.config, "run: {}\n")
-        steps = [
-            f'{{"step": {step}, "train/reward": {step / 10}, "time/step_s": 30}}\n'
-            for step in range(1, 5)
-        ]
-        write_text(run.metrics, "".join(steps))
-        write_json(
-            run.summary, {"status": "finished", "steps": 4, "seconds": 130, "written": {"run": "x"}}
-        )
-        episodes = [
-            {"task_id": f"t{n}", "attempt": 0, "prompt": "Who?", "answer": ["Ann"], "reward": float(n == 1), "stop": "terminated",
-             "turns": [{"response": f"guess {n}", "observation": "<information>doc</information>"}],
-             "metrics": {"exact_match": n == 1},
-             "error": "", "prompt_tokens": 3, "response_tokens": 4, "observation_tokens": 5} for n in range(3)]  # fmt: skip
-        import json
-
-        for step in (2, 4):
-            write_text(
-                run.trajectories(step),
-                "".join(
-                    json.dumps({**one, "task_id": f"{one['task_id']}@{step}"}) + "\n"
-                    for one in episodes
-                ),
-            )
-    return tmp_path / "run"
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["show", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_show_prints_summary_and_the_last_episodes(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = shown(capsys, str(run))
-    for text in ("step 4 after 2:00", "reward 0.400", "finished after 4 steps and 2:10", "t0@4", "guess 1",
-                 "<information>doc</information>", "reward 1", "expected Ann",
-                 "tokens: 3 prompt, 4 sampled, 5 observed"):  # fmt: skip
-        assert text in out
-    assert "@2" not in out and "\033" not in out
-
-
-def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, str(run), "--step", "2", "--solved")
-    assert "t1@2" in out and "t0@2" not in out and "1 of 1 solved episodes, 3 in all" in out
-    out = shown(
-        capsys, str(run / "trajectories" / "step_000004.jsonl"), "--failed", "--trajectories", "1"
-    )
-    assert "t0@4" in out and "t2@4" not in out and "step 4 after" not in out
-
-
-def test_show_folds_attempts_that_are_the_same(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (first, *_) = (run / "trajectories" / "step_000004.jsonl").read_text().splitlines()
-    alike = [json.dumps({**json.loads(first), "attempt": attempt}) for attempt in range(4)]
-    other = json.dumps({**json.loads(first), "attempt": 4, "reward": 1.0})
-    (run / "trajectories" / "step_000004.jsonl").write_text("\n".join([*alike, other]) + "\n")
-    out = shown(capsys, str(run), "--trajectories", "2")
-    assert out.count("guess 0") == 2 and "attempts 1, 2, 3, 4, alike (x4)" in out
-    assert "attempt 5 " in out and "5 of 5 episodes, 5 in all" in out
-
-
-def test_show_colours_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "\033[36;1mguess 1\033[0m" in shown(capsys, str(run), "--color", "always")
-
-
 def test_text_of_the_policy_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2J\tü\n\x07") == "a\ufffd[2J\tü\n\ufffd"
-
-
-def test_show_says_which_steps_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", str(run), "--step", "3"]) == 2
-    assert "no episodes of step 3; there are 2, 4." in capsys.readouterr().err
-    assert cli.main(["show", str(run.parent)]) == 2
-    assert "Runs in it: run" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- doctor

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rlflow.report.reductions import (
     step_shares,
     update_metrics,
 )
-from rlflow.report.sinks import MetricsLog, make_sinks, read_metrics
+from rlflow.report.sinks import MetricsLog, make_display, make_sinks, read_metrics
 from rlflow.report.timer import PhaseTimer
 from rlflow.types import Group, StopReason, Task, Trajectory, Turn
 
@@ -339,6 +340,60 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
                 log.log(step, {"train/reward": value})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
+
+
+class Lines:
+    """A sink for a program: one line per record."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.closed = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{step} {sorted(values)}\n")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Report(Lines):
+    """A sink for a person, whose file the summary names."""
+
+    def report_files(self) -> dict[str, Path]:
+        return {"lines": self.path}
+
+
+def test_a_log_names_the_files_of_sinks_that_write_for_a_person(tmp_path: Path) -> None:
+    sinks = [Lines(tmp_path / "program"), Report(tmp_path / "person")]
+    with MetricsLog(tmp_path, sinks) as log:
+        log.log(1, {"train/loss": 0.5})
+        assert log.report_files() == {"lines": tmp_path / "person"}
+    assert {sink.path.read_text() for sink in sinks} == {"1 ['train/loss']\n"}
+
+
+def test_a_sink_that_fails_to_close_leaves_none_open(tmp_path: Path) -> None:
+    class Failing(Lines):
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    sinks = [Lines(tmp_path / "a"), Failing(tmp_path / "b"), Lines(tmp_path / "c")]
+    with pytest.raises(OSError, match="no space left"):
+        MetricsLog(tmp_path, sinks).close()
+    assert sinks[0].closed and sinks[2].closed
+
+
+@pytest.mark.parametrize("name", ["nobodys", "no.such.package:Page", "broken.py:Page"])
+def test_a_display_that_cannot_be_had_is_a_warning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    assert make_display(name, "metrics.page") is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("metrics.page: ")
+    assert record.getMessage().endswith("The run goes on without it.")
 
 
 class Wandb:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import CheckpointError
-from rlflow.report.records import question_of, read_trajectories, write_trajectories
+from rlflow.report.records import read_trajectories, write_trajectories
 from rlflow.types import Group, StopReason, Task, Trajectory, Turn
 
 
@@ -47,18 +47,3 @@ def test_named_rewards_are_written_where_there_are_some(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "t.jsonl", [Group("g", Task("t", "?"), attempts)])
     first, second = read_trajectories(tmp_path / "t.jsonl")
     assert first["rewards"] == {"style": 0.5} and first["reward"] == 1.0 and "rewards" not in second
-
-
-@pytest.mark.parametrize(
-    ("prompt", "question", "told"),
-    [
-        ("Who?\nAnswer:", "Where was she born? ", "Where was she born?"), ("Numbers.\nWhat is 2 + 2?\n\n", "", "What is 2 + 2?"),
-        ("You play NetHack.\nAction:\n", None, "train-3"), ("", None, "train-3"), (None, None, "train-3"),
-        ([{"role": "system", "content": "Help."}, {"role": "user", "content": "Now?"}], None, "Now?"),
-    ],
-)  # fmt: skip
-def test_a_group_is_titled_by_what_tells_it_from_others(
-    prompt: object, question: str | None, told: str
-) -> None:
-    metadata = None if question is None else {"question": question}
-    assert question_of({"task_id": "train-3", "prompt": prompt, "metadata": metadata}) == told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 
 import pytest
@@ -12,12 +11,10 @@ from rlflow.errors import command
 from rlflow.report.lines import (
     clock,
     evaluation_line,
-    headline,
     next_commands,
     numbers,
     phase_times,
     span,
-    sparkline,
     summary_text,
 )
 from rlflow.report.metrics import Metric
@@ -190,14 +187,6 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
     assert f"  {command()} train --config 'my runs/r'/config.yaml --resume  # goes on" in text
 
 
-def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
-    assert sparkline([0, 7], 40) == "▁█"
-    assert sparkline([0, 0, 4, 4, 8, 8], 3) == "▁▅█"
-    assert sparkline([1.0]) == "" and sparkline([math.nan, math.nan]) == ""
-    assert len(set(sparkline([2.0] * 5))) == 1
-    assert len(sparkline(list(range(1000)))) == 40
-
-
 def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_it() -> None:
     step = {
         **STEP,
@@ -233,17 +222,6 @@ def test_evaluations_of_other_tasks_do_not_stand_side_by_side_as_if_they_were_of
         summary = {**SUMMARY, "first_evaluation": few, "last_evaluation": last}
         before, after = summary_text(summary, {}).splitlines()[1:3]
         assert before == "  before  reward 0.500" and after == f"  after   reward 0.500{note}"
-    assert headline([few, all_of_them], {}) == "reward 0.50, was 0.50 of other tasks"
-    assert headline([few, lost], {}) == "reward 0.50, was 0.50"
-
-
-def test_the_headline_is_in_words() -> None:
-    evaluated = [{"step": 0, "eval/exact_match": 0.35}, {"step": 9, "eval/exact_match": 0.886}]
-    assert headline(evaluated, REGISTERED) == "exact match 89%, was 35%"
-    assert headline(evaluated[:1], REGISTERED) == "exact match 35%"
-    trained = [{"step": 1, "train/reward": -1.0}, {"step": 2, "train/reward": 2.5}]
-    assert headline(trained, {}) == "reward 2.50 in training, was -1.00"
-    assert headline([], REGISTERED) == "nothing measured yet"
 
 
 def test_times_read_as_people_write_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixtures import tiny_tokenizer
 
-from rlflow.report.findings import LASTING, Watch
+from rlflow.report.alarms import LASTING, Watch
 from rlflow.report.metrics import label, training_name
 from tests.unit.environments.endpoint.scripted import checked, environment, play
 from tests.unit.rollout.chat_templates import QWEN3, dressed

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import re
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from rlflow.errors import did_you_mean
 from rlflow.report.lines import Records, values_of
 from rlflow.report.metrics import METRICS, Metrics, label, leading_score, training_name
-from rlflow.report.recorded import Record, RunFiles
-from rlflow.report.records import answers_of, text_of
 
 LASTING = 3  # steps in a row that a sign must be seen in
 ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
@@ -25,9 +22,6 @@ GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
 """Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so
 many times what it was. Half precision explains some hundredths of a nat at the most."""
 LOST = 0.05  # share of episodes lost to infrastructure
-RECENT = 3  # of the training steps and of the evaluations, the last so many are read
-LEAST = 5  # episodes below which no share is worth a sentence
-UNPROVEN_SHARE, CUT_SHARE = 0.2, 0.5
 NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
 NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
 ROUNDED = "adapters are rounded away"
@@ -40,7 +34,6 @@ SPREAD_LEAST = 0.02
 """Of an even load: below it all tokens go to the same experts."""
 FREE_GAP = 0.02
 """Nats per token, as GAP, of a model with experts whose trainer routes tokens itself."""
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -55,9 +48,6 @@ class Fault:
     def title(self) -> str:
         """The name, with the step where there is one."""
         return self.name if self.step is None else f"{self.name} (step {self.step})"
-
-
-# ---------------------------------------------------------------- metrics of steps
 
 
 class Watch:
@@ -307,100 +297,3 @@ def _lasting(recent: Records, name: str) -> list[float]:
     """The metric in the last steps, where all of them have it; else nothing."""
     values = values_of(recent[-LASTING:], name)
     return values if len(values) == LASTING else []
-
-
-# ---------------------------------------------------------------- episodes
-
-
-def findings(run: RunFiles) -> list[Fault]:
-    """The faults that the run was warned of, and those that its last episodes show."""
-    episodes = []
-    for kind, steps in (("train", run.training), ("eval", run.evaluations)):
-        for step in sorted(steps)[-RECENT:]:
-            episodes += [one for one in run.records(kind, step) if one.get("stop") != "aborted"]
-    most = run.settings.get("rollout.max_response_tokens")
-    found = {fault.name: fault for fault in Watch(run.registered).recall(run.metrics)}
-    for fault in (stale(run), never_stopping(episodes, most), unproven(episodes)):
-        if fault is not None:
-            found.setdefault(fault.name, fault)
-    return list(found.values())
-
-
-def stale(run: RunFiles) -> Fault | None:
-    """Tokens of the run's own rollout that older weights sampled than its configuration allows.
-
-    Allowed is `max_staleness` of runs that sample ahead, and one version at the least."""
-    allowed = run.settings.get("rollout.asynchronous.max_staleness") or 0
-    lags: list[tuple[int, int]] = []
-    for step in sorted(set(run.tokens) & set(run.training))[-RECENT:]:
-        foreign = {
-            str(one.get("id"))
-            for one in run.records("train", step)
-            if one.get("source", "local") != "local"
-        }
-        for name, episode in run.tokens_of(step).items():
-            for segment in episode.segments if name not in foreign else ():
-                known = segment.versions[segment.versions >= 0]
-                if len(known):
-                    lags.append((step - 1 - int(known.min()), step))
-    behind, step = max(lags, default=(0, 0))
-    if behind <= max(1, allowed):
-        return None
-    text = (
-        f"Tokens of step {step} were sampled by weights {behind} updates behind the trainer's, "
-        "which shows in the gap too: check the weight sync."
-    )
-    return Fault("old weights", text, step)
-
-
-def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault | None:
-    """Most episodes end because a response reached the token limit."""
-    cut = [record for record in records if record.get("stop") == "max_tokens"]
-    if len(records) < LEAST or len(cut) < CUT_SHARE * len(records):
-        return None
-    full = [one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens]
-    told = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
-    if len(full) < CUT_SHARE * len(cut):
-        advice = ": raise rollout.max_total_tokens or shorten what the environment shows."
-    else:
-        advice = (
-            f", {len(full)} of them in a response of exactly rollout.max_response_tokens = "
-            f"{most_tokens}: no stop string matched. Compare the environment's stop strings with "
-            "the ends of the responses."
-        )
-    return Fault(NEVER_STOPPING, told + advice)
-
-
-def unproven(records: Sequence[Record]) -> Fault | None:
-    """Rewards above 0 without the answer in any observation, where policies are shown something:
-    what follows the last response is none of it."""
-    judged = [one for one in records if (one["reward"] or 0) > 0 and provable(one)]
-    shows = any(turn.get("observation") for record in records for turn in record["turns"][:-1])
-    without = [record for record in judged if not evidence(record)]
-    if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):
-        return None
-    text = (
-        f"{len(without)} of {len(judged)} rewarded episodes were never shown the answer in an "
-        "observation: the reward ignores the evidence, or the policy answers from memory. Look at "
-        "solved episodes without a highlight."
-    )
-    return Fault("rewarded without evidence", text)
-
-
-def provable(record: Record) -> bool:
-    """Whether the task has an answer of some length that its question does not hold itself."""
-    asked = words(text_of(record.get("prompt", "")))
-    long = [gold for gold in map(words, answers_of(record)) if len(gold.strip()) > 3]
-    return bool(long) and not any(gold in asked for gold in long)
-
-
-def evidence(record: Record) -> bool:
-    """Whether an observation of the episode holds an answer, as whole words."""
-    golds = [gold for gold in map(words, answers_of(record)) if len(gold) > 2]
-    shown = [words(text_of(turn.get("observation", ""))) for turn in record["turns"]]
-    return any(gold in text for gold in golds for text in shown)
-
-
-def words(text: str) -> str:
-    """The words of a text in lower case, a blank around each: `in` then finds whole words only."""
-    return f" {' '.join(_WORD.findall(text.lower()))} "

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.report.charts import comparison_svg
-from rlflow.report.findings import Fault, findings
-from rlflow.report.lines import Measurement, clock, curve, sparkline
+from rlflow.report.alarms import Fault
+from rlflow.report.lines import clock
 from rlflow.report.metrics import Metrics, label, scores
-from rlflow.report.page import filled, markup, picture, table, template
-from rlflow.report.recorded import RunFiles, grouped
-from rlflow.report.records import question_of
 from rlflow.storage.files import leaves, write_text
 from rlflow.texts import printable
+
+from .charts import comparison_svg
+from .curves import Measurement, curve, sparkline
+from .episodes import question_of
+from .findings import findings
+from .page import filled, markup, picture, table, template
+from .recorded import RunFiles, grouped
 
 UNCOMPARED = (
     "run.name",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rlflow.report.findings import Watch
+from rlflow.report.alarms import Watch
 from rlflow.report.metrics import Metric
 
 HEALTHY = {"train/reward": 0.4, "train/advantage_zero": 0.5, "train/entropy": 0.8, "train/logprob_gap": 1e-6,

@@ -9,21 +9,23 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-
-from rlflow.report import charts
-from rlflow.report.charts import (
+from rlflow_tools.view import charts
+from rlflow_tools.view.charts import (
     CURVE_COLORS,
     PHASE_COLORS,
+    Picture,
     comparison_svg,
     phase_shares,
     run_png,
     run_svg,
     trailing_mean,
 )
-from rlflow.report.lines import curve, drawn_score, run_seconds
-from rlflow.report.metrics import Metric
-from rlflow.report.page import picture, template
-from tests.unit.report.crafted import evaluated, trained
+from rlflow_tools.view.curves import curve, drawn_score, run_seconds
+from rlflow_tools.view.page import picture, template
+
+from rlflow.report.metrics import Metric, save_registered
+from rlflow.report.sinks import MetricsLog, read_metrics
+from tests.unit.tools.view.crafted import evaluated, trained
 
 REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
 EVALUATION = {"eval/exact_match": 0.3, "eval/exact_match_low": 0.2, "eval/exact_match_high": 0.4}
@@ -68,6 +70,23 @@ def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str,
 def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
     assert not run_png(numbered([{"train/loss": 1.0}]), tmp_path / "p.png", "Title", {})
     assert not (tmp_path / "p.png").exists()
+
+
+def test_the_picture_is_drawn_after_an_evaluation_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "progress.png"
+    save_registered(tmp_path / "environment_metrics.json", REGISTERED)
+    with MetricsLog(tmp_path, [Picture(tmp_path, "letters")]) as log:
+        assert log.report_files() == {}, "nothing was measured"
+        log.log(1, TIMED)
+        assert not path.exists()
+        log.log(1, EVALUATION)
+        evaluated = path.read_bytes()
+        log.log(2, TIMED)
+        assert path.read_bytes() == evaluated
+        assert log.report_files() == {"picture": path}
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert run_png(records, tmp_path / "expected.png", "letters", REGISTERED)
+    assert path.read_bytes() == (tmp_path / "expected.png").read_bytes() != evaluated
 
 
 def drawn(records: list[dict[str, float]]) -> list[Any]:

@@ -34,8 +34,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison, and writes the page that was asked for."""
-    from rlflow.report.comparison import compare, comparison_text, write_comparison
-    from rlflow.report.recorded import RunFiles
+    from ..comparison import compare, comparison_text, write_comparison
+    from ..recorded import RunFiles
 
     if args.out:
         check_no_folder(Path(args.out))

@@ -12,11 +12,13 @@ from typing import Any
 
 from rlflow.config.yaml_text import read_yaml
 from rlflow.report.metrics import Metrics, load_registered
-from rlflow.report.records import read_trajectories, solved
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.report.tokens import EpisodeTokens, read_tokens
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import leaves, read_json
+
+from .episodes import solved
 
 Record = dict[str, Any]
 EVALUATED = "trajectories.jsonl"

@@ -35,8 +35,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page; prints what is on it and what looks wrong with the run."""
-    from rlflow.report.page import write_page
-    from rlflow.report.recorded import RunFiles
+    from ..page import write_page
+    from ..recorded import RunFiles
 
     recorded = RunFiles.open(args.path)
     folder = recorded.path.parent if recorded.path.is_file() else recorded.path

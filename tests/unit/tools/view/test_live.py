@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view import live
+from rlflow_tools.view.live import LivePage
+from rlflow_tools.view.recorded import RunFiles
 
-from rlflow.report import live
-from rlflow.report.live import LivePage
-from rlflow.report.recorded import RunFiles
 from rlflow.report.terminal import Progress
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
-from tests.unit.report.crafted import evaluated, small_run, trained, write_frame
-from tests.unit.report.test_page import hostile_run
+from tests.unit.tools.view.crafted import evaluated, small_run, trained, write_frame
+from tests.unit.tools.view.test_page import hostile_run
 
 SUMMARY = {
     "status": "finished",
@@ -56,7 +56,7 @@ def page(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> Iterator[LivePa
     )  # a test does not wait for what a run need not hurry with
     shown = LivePage(progress)
     yield shown
-    shown.close()
+    shown.stop()
 
 
 def get(url: str, **headers: str) -> str:
@@ -80,7 +80,7 @@ def test_the_page_tells_how_the_run_goes_from_before_there_is_a_directory(
     progress.phase("loading", "the trainer")
     assert "loading the trainer" in get(page.url) and "0 of 10" in get(page.url)
     assert now(page)["index"]["groups"] == []
-    page.run = run
+    page.open(run)
     progress.phase("rollout")
     progress.step(2, trained(2))
     told = now(page)
@@ -92,7 +92,7 @@ def test_the_page_tells_how_the_run_goes_from_before_there_is_a_directory(
 def test_what_the_browser_knows_is_not_sent_again_until_the_run_has_written_more(
     page: LivePage, run: Path
 ) -> None:
-    page.run = run
+    page.open(run)
     first = now(page)
     assert now(page, first["version"]).keys() == {"status", "version"}
     flat = [{**trained(step), "train/advantage_zero": 1.0} for step in (3, 4, 5)]
@@ -106,7 +106,7 @@ def test_what_the_browser_knows_is_not_sent_again_until_the_run_has_written_more
 def test_a_second_evaluation_at_a_step_takes_the_place_of_the_first(
     page: LivePage, run: Path
 ) -> None:
-    page.run = run
+    page.open(run)
     before = [group["task"] for group in now(page)["index"]["groups"] if group["kind"] == "eval"]
     file = max(RunFiles.open(run).evaluations.values())
     lines = file.read_text().splitlines(keepends=True)
@@ -119,14 +119,14 @@ def test_a_look_at_the_files_is_followed_by_a_rest(
     page: LivePage, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "REST", 1e6)
-    page.run = run
+    page.open(run)
     first = now(page)["version"]
     RunDirectory(run).metrics.write_text(json.dumps(trained(1)) + "\n")
     assert now(page)["version"] == first
 
 
 def test_a_group_is_fetched_when_it_is_looked_at(page: LivePage, run: Path) -> None:
-    page.run = run
+    page.open(run)
     group = now(page)["index"]["groups"][3]
     packed = base64.b64decode(get(page.url + group["chunk"]))
     data = json.loads(zlib.decompress(packed))[group["place"]]
@@ -144,7 +144,7 @@ def test_only_whoever_knows_the_token_sees_it_and_no_page_of_another_name(page: 
     assert refused(page.url, Host="evil.example:80") == 404, "DNS rebinding"
     other = LivePage(Progress())
     assert other.url != page.url
-    other.close()
+    other.stop()
 
 
 class Elements(html.parser.HTMLParser):
@@ -162,7 +162,7 @@ class Elements(html.parser.HTMLParser):
 def test_nothing_from_outside_becomes_markup(
     page: LivePage, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    page.run = hostile_run(tmp_path / "<b>run", tokenizer)
+    page.open(hostile_run(tmp_path / "<b>run", tokenizer))
     told = now(page)
     for text in (get(page.url), told["findings"] + told["overview"]):
         found = Elements(text)
@@ -174,7 +174,7 @@ def test_nothing_from_outside_becomes_markup(
 
 
 def test_the_page_loads_nothing_and_allows_only_its_own_script(page: LivePage, run: Path) -> None:
-    page.run = run
+    page.open(run)
     connection = http.client.HTTPConnection(page.url.split("/")[2], timeout=10)
     connection.request("GET", "/" + page.url.split("/", 3)[3])
     answer = connection.getresponse()
@@ -188,16 +188,16 @@ def test_the_page_loads_nothing_and_allows_only_its_own_script(page: LivePage, r
 
 def test_the_report_is_the_page_as_a_file(page: LivePage, run: Path) -> None:
     write_json(run / "summary.json", SUMMARY)
-    page.run = run
-    page.write(run / "report.html")
+    page.open(run)
+    page.close()
     text = (run / "report.html").read_text()
     assert "finished after 2 steps and 1:05" in text and "rlflow show runs/a" in text
     assert "fetch(" not in text and "chunk-eval-2-0" in text
 
 
 def test_a_run_that_stores_no_episodes_has_a_report_too(page: LivePage, tmp_path: Path) -> None:
-    page.run = write_frame(tmp_path, [evaluated(0, 0.35), trained(1)])
-    page.write(tmp_path / "report.html")
+    page.open(write_frame(tmp_path, [evaluated(0, 0.35), trained(1)]))
+    page.close()
     assert "exact match 35%" in (tmp_path / "report.html").read_text()
 
 
@@ -207,7 +207,7 @@ def test_a_port_that_is_taken_is_one_line_in_the_log(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(live, "ADDRESS", taken.getsockname())
         page = LivePage(Progress())
-        page.close()
+        page.stop()
     assert page.url == ""
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "metrics.page: no page (Address already in use)" in caplog.text
@@ -217,19 +217,21 @@ def test_the_terminal_says_where_the_page_is() -> None:
     stream = io.StringIO()
     page = LivePage(Progress("plain", stream=stream))
     assert f"page: {page.url}\n" in stream.getvalue()
-    page.close()
+    page.stop()
 
 
-@pytest.mark.parametrize("damaged", [True, False], ids=["damaged episodes", "no room"])
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged episodes", "no place"])
 def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
     page: LivePage, run: Path, caplog: pytest.LogCaptureFixture, damaged: bool
 ) -> None:
     if damaged:
         RunDirectory(run).trajectories(2).write_text("[1]\n")
-    page.run = run
-    page.write(run / "report.html" if damaged else run / "metrics.jsonl" / "report.html")
+    else:
+        (run / "report.html").mkdir()
+    page.open(run)
+    page.close()
     assert len(caplog.records) == 1 and "not written" in caplog.text
-    assert not (run / "report.html").exists()
+    assert not (run / "report.html").is_file()
 
 
 # ---------------------------------------------------------------- slow and silent clients

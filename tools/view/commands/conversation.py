@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.texts import printable
 
 TAG = re.compile(r"</?([a-z_]+)>")

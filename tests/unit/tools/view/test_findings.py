@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rlflow_tools.view.findings import evidence, findings, never_stopping, provable, words
+from rlflow_tools.view.recorded import RunFiles
 
-from rlflow.report.findings import evidence, findings, never_stopping, provable, words
-from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     GUESSED,
     SEARCHED,
     attempt,

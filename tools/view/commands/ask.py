@@ -20,9 +20,10 @@ from rlflow.commands.arguments import (
     flag,
     option,
 )
-from rlflow.commands.conversation import Columns, Conversation
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.errors import ConfigError
+
+from .conversation import Columns, Conversation
 
 if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig

@@ -20,26 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.report.charts import has_curves, run_svg
-from rlflow.report.findings import Fault, findings
+from rlflow.report.alarms import Fault
 from rlflow.report.lines import (
     Records,
     clock,
     ending,
     evaluation_line,
-    headline,
     next_commands,
     numbers,
     phase_times,
-    run_seconds,
     values_of,
 )
 from rlflow.report.metrics import Metrics, label, scores
-from rlflow.report.recorded import Record, RunFiles, grouped
-from rlflow.report.records import answers_of, question_of, solved
 from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, write_text
 from rlflow.texts import printable
+
+from .charts import has_curves, run_svg
+from .curves import headline, run_seconds
+from .episodes import answers_of, question_of, solved
+from .findings import findings
+from .recorded import Record, RunFiles, grouped
 
 CHUNK_EPISODES = 96
 MOST_VALUES = 12
@@ -220,7 +221,7 @@ def markup(text: str) -> str:
 
 def template(name: str) -> str:
     """The text of a file that ships beside this one."""
-    path = resources.files("rlflow.report") / "templates" / name
+    path = resources.files("rlflow_tools.view") / "templates" / name
     return path.read_text(encoding="utf-8")
 
 

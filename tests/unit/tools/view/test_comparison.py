@@ -7,10 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from rlflow.commands import cli
-from rlflow.errors import ConfigError
-from rlflow.report.comparison import (
+from rlflow_tools.view.comparison import (
     Duel,
     common_height,
     compare,
@@ -21,10 +18,13 @@ from rlflow.report.comparison import (
     sign_test,
     write_comparison,
 )
-from rlflow.report.lines import Measurement, curve
-from rlflow.report.recorded import RunFiles
+from rlflow_tools.view.curves import Measurement, curve
+from rlflow_tools.view.recorded import RunFiles
+
+from rlflow.commands import cli
+from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     SEARCHED,
     attempt,
     evaluated,

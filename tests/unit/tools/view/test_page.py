@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlflow_tools.view.page import SCALES, write_page
+from rlflow_tools.view.recorded import RunFiles
 
 from rlflow.commands import cli
 from rlflow.errors import CheckpointError, ConfigError
-from rlflow.report.page import SCALES, write_page
-from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.types import StopReason, Trajectory
-from tests.unit.report.crafted import (
+from tests.unit.tools.view.crafted import (
     SEARCHED,
     attempt,
     forked_run,

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +19,11 @@ from typing import Any, cast
 
 from rlflow.errors import RLFlowError
 from rlflow.places import Places
-from rlflow.report.page import (
+from rlflow.report.terminal import Progress
+from rlflow.run.directory import RunDirectory
+from rlflow.storage.daemon import start_daemon
+
+from .page import (
     END,
     Content,
     Entry,
@@ -33,11 +37,9 @@ from rlflow.report.page import (
     template,
     write_page,
 )
-from rlflow.report.recorded import RunFiles
-from rlflow.report.terminal import Progress
-from rlflow.storage.daemon import start_daemon
+from .recorded import RunFiles
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rlflow.view.live")  # under `rlflow`, so that a run's log has it
 
 REST = 10.0  # times what a look at the files took, until the next one: 10% of a processor at most
 WRITTEN = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.json")
@@ -55,10 +57,11 @@ Answer = Callable[[str, str], "str | None"]
 
 
 class LivePage:
-    """Shows a run's files as they are now, at `url`; a failure is one warning, not the run's."""
+    """A sink that shows a run's files as they are now, at `url`, and writes them as a page in the
+    end; a failure is one warning, not the run's."""
 
     def __init__(self, progress: Progress) -> None:
-        self.run: Path | None = None  # once there is a directory
+        self._run: Path | None = None  # once there is a directory
         self._progress = progress
         self._lock = threading.Lock()
         self._content = Content(progress.title, opens="run")
@@ -76,16 +79,28 @@ class LivePage:
             self.url = self._server.url
             progress.message(f"page: {self.url}")
 
-    def write(self, path: Path) -> None:
+    def open(self, directory: Path) -> None:
+        """Shows the run in this directory from now on."""
+        self._run = directory
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing: whoever looks at the page makes it look at the files."""
+
+    def report_files(self) -> dict[str, Path]:
+        """The report, which is written once nothing else is."""
+        return {} if self._run is None else {"report": RunDirectory(self._run).report}
+
+    def close(self) -> None:
         """Writes the page as a file, as the run's report."""
-        if self.run is None:
+        if self._run is None:
             return
+        path = RunDirectory(self._run).report
         try:
-            write_page(RunFiles.open(self.run), path, opens="run")
+            write_page(RunFiles.open(self._run), path, opens="run")
         except (OSError, RLFlowError) as error:
             logger.warning("metrics.page: %s not written (%s); the run goes on", path, error)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Ends the service."""
         if self._server is not None:
             self._server.close()
@@ -104,9 +119,9 @@ class LivePage:
                 told |= {name: getattr(content, name) for name in names}
             return json.dumps(told)
         group = next((one for one in content.groups if one["chunk"] == path), None)
-        if group is None or self.run is None:
+        if group is None or self._run is None:
             return None
-        place, run = (group["kind"], group["step"]), RunFiles.open(self.run)
+        place, run = (group["kind"], group["step"]), RunFiles.open(self._run)
         part = parts(run, *place).get(path) if place in steps_of(run) else None
         return packed(chunk_of(run, part, *place)) if part else None
 
@@ -114,13 +129,13 @@ class LivePage:
         """The content, made anew where there is more and the last look was a while ago."""
         with self._lock:
             began = time.monotonic()
-            if self.run is None or began < self._look_at:
+            if self._run is None or began < self._look_at:
                 return self._content
-            there = [self.run / name for name in WRITTEN]
+            there = [self._run / name for name in WRITTEN]
             seen = [path.stat().st_mtime_ns for path in there if path.exists()]
             if seen == self._seen:
                 return self._content
-            run, groups = RunFiles.open(self.run), list[Entry]()
+            run, groups = RunFiles.open(self._run), list[Entry]()
             for place in steps_of(run):
                 # The last evaluation may be a second one at its step
                 version = (*place, run.file(*place).stat().st_mtime_ns)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rlflow_tools.view.commands.ask import final_model
 
 from rlflow.commands import cli
-from rlflow.commands.ask import final_model
 from rlflow.rollout import Rollout
 from rlflow.storage.files import write_json
 from rlflow.types import Task

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.commands.arguments import Commands, add_color, add_command, flag, option
+from rlflow.commands.paint import Paint
 from rlflow.errors import ConfigError
 from rlflow.report.lines import (
     clock,
@@ -19,32 +19,16 @@ from rlflow.report.lines import (
     evaluation_line,
     evaluation_parts,
     numbers,
-    run_seconds,
-    sparkline,
     values_of,
-    wrapped,
 )
 from rlflow.report.metrics import Metrics, label, leading_score, scores
-from rlflow.report.recorded import RunFiles, grouped
-from rlflow.report.records import (
-    answers_of,
-    question_of,
-    read_trajectories,
-    solved,
-    text_of,
-)
+from rlflow.report.records import read_trajectories, text_of
 from rlflow.run.directory import RunDirectory
 from rlflow.texts import one_line, printable, printable_styled
 
-_CODES = {
-    "bold": "1",
-    "dim": "2",
-    "policy": "36",
-    "good": "32",
-    "bad": "31",
-    "warn": "33",
-    "marked": "30;43",
-}
+from ..curves import run_seconds, sparkline
+from ..episodes import answers_of, question_of, solved
+from ..recorded import RunFiles, grouped
 
 
 def add(commands: Commands) -> None:
@@ -86,21 +70,6 @@ def run(args: argparse.Namespace) -> int:
     print_them = show_changed if args.changed else show
     print_them(RunFiles.open(args.path), Paint(args.color), args)
     return 0
-
-
-class Paint:
-    """Text in colour where colour is wanted: `auto` is on a terminal, unless NO_COLOR is set."""
-
-    def __init__(self, color: str) -> None:
-        terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self.on = color == "always" or (color == "auto" and terminal)
-
-    def __call__(self, text: str, *styles: str) -> str:
-        """The text with the styles around each of its lines, so that pagers keep them."""
-        if not self.on or not text:
-            return text
-        start = f"\033[{';'.join(_CODES[style] for style in styles)}m"
-        return "\n".join(f"{start}{line}\033[0m" if line else line for line in text.split("\n"))
 
 
 def show(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> None:
@@ -277,6 +246,16 @@ def marked(
     parts = re.split(rf"(?<!\w)({words})(?!\w)", text, flags=re.IGNORECASE)
     styles = (plain, found)
     return "".join(paint(part, *styles[place % 2]) for place, part in enumerate(parts))
+
+
+def wrapped(parts: Sequence[str], width: int, indent: str = "") -> str:
+    """The parts in as many lines as they take; broken between parts alone."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(indent) + len(lines[-1]) + 2 + len(part) > width:
+            lines.append("")
+        lines[-1] += f"  {part}" if lines[-1] else part
+    return f"\n{indent}".join(lines)
 
 
 def _answer(answer: Any) -> str:

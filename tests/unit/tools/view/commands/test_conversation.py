@@ -6,11 +6,11 @@ import io
 import sys
 
 import pytest
+from rlflow_tools.view.commands.ask import _sort_words, typed
+from rlflow_tools.view.commands.conversation import Columns, Conversation, collapsed, side_by_side
 
 from rlflow.commands import cli
-from rlflow.commands.ask import _sort_words, typed
-from rlflow.commands.conversation import Columns, Conversation, collapsed, side_by_side
-from rlflow.commands.show import Paint
+from rlflow.commands.paint import Paint
 from rlflow.errors import ConfigError
 
 PLAIN = Paint("never")

@@ -9,17 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.report.lines import (
-    Measurement,
-    Records,
-    curve,
-    drawn_score,
-    headline,
-    values_of,
-)
-from rlflow.report.metrics import PHASES, Metrics, label
+from rlflow.report.lines import Records, values_of
+from rlflow.report.metrics import PHASES, Metrics, label, load_registered
+from rlflow.report.sinks import read_metrics
+from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import replacing
 from rlflow.texts import printable
+
+from .curves import Measurement, curve, drawn_score, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,6 +63,30 @@ def svg(made: Figure) -> str:
 
 
 # ---------------------------------------------------------------- one run
+
+
+class Picture:
+    """A sink that draws a run's progress.png after each evaluation, and at the end."""
+
+    def __init__(self, directory: str | Path, run_name: str = "run") -> None:
+        self._run = RunDirectory(directory)
+        self._title = run_name
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Draws anew where the values are of an evaluation."""
+        if any(name.startswith("eval/") for name in values):
+            self._draw()
+
+    def report_files(self) -> dict[str, Path]:
+        """Draws anew; {} where there was nothing to draw."""
+        return {"picture": self._run.picture} if self._draw() else {}
+
+    def close(self) -> None: ...
+
+    def _draw(self) -> bool:
+        records = read_metrics(self._run.metrics)
+        registered = load_registered(self._run.environment_metrics)
+        return run_png(records, self._run.picture, self._title, registered)
 
 
 def has_curves(records: Records, registered: Metrics) -> bool:

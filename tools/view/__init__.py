@@ -1,0 +1,1 @@
+"""What a run wrote, shown to a person: pages, charts, comparisons, the terminal."""

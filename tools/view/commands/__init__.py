@@ -1,0 +1,1 @@
+"""The commands `view`, `compare`, `show` and `ask` of `rlflow`."""
