@@ -126,10 +126,10 @@ setup(
         "rlflow": [
             "py.typed",
             "algorithms/presets/*.yaml",
-            "commands/templates/*",
             "report/templates/*",
         ],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
+        "rlflow_tools": ["kit/templates/*"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,
@@ -171,7 +171,12 @@ setup(
             "environments = rlflow_environments.jobs:JOBS",
             "search = rlflow_environments.search.plug_in:JOBS",
         ],
+        "rlflow.names": [
+            "check_environment = rlflow_tools.kit.checks.environments:check_environment",
+        ],
         "rlflow.commands": [
+            "algorithm = rlflow_tools.kit.algorithm_parts:add",
+            "env = rlflow_tools.kit.env:add",
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",
         ],

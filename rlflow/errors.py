@@ -241,7 +241,21 @@ CALLED_IN = "RLFLOW_CALLED_IN"
 rlflow."""
 COMMAND_PLUG_INS = "rlflow.commands"
 """Entry-point group of commands beside those of the core."""
-_COMMANDS = "train|serve|eval|env|algorithm|merge|show|view|compare|ask|config|doctor"
+COMMANDS = (
+    "train",
+    "serve",
+    "eval",
+    "env",
+    "algorithm",
+    "merge",
+    "show",
+    "view",
+    "compare",
+    "ask",
+    "config",
+    "doctor",
+)
+"""In the order of `rlflow --help`, the core's own and those of tools; others follow by name."""
 
 
 def command(name: str = "rlflow") -> str:
@@ -271,7 +285,7 @@ def as_called(text: str) -> str:
 @functools.cache
 def _printed_command() -> re.Pattern[str]:
     names = "|".join(
-        [_COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))]
+        [*COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))]
     )
     return re.compile(
         rf"(?<![\w/.'-])(?:pip(?= install )|python(?= -[cm] )|rlflow(?= (?:{names})\b))"

@@ -13,12 +13,10 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 
 from rlflow.commands import (
-    algorithm_parts,
     ask,
     compare,
     config,
     doctor,
-    env,
     eval,
     merge,
     show,
@@ -30,6 +28,7 @@ from rlflow.config.keys import elsewhere
 from rlflow.errors import (
     CALLED_IN,
     COMMAND_PLUG_INS,
+    COMMANDS,
     RLFlowError,
     as_called,
     command,
@@ -168,25 +167,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    own = (
-        train,
-        eval,
-        env,
-        algorithm_parts,
-        merge,
-        show,
-        view,
-        compare,
-        ask,
-        config,
-        doctor,
-    )
-    for module in own:
-        module.add(commands)
+    own = {
+        "train": train.add,
+        "eval": eval.add,
+        "merge": merge.add,
+        "show": show.add,
+        "view": view.add,
+        "compare": compare.add,
+        "ask": ask.add,
+        "config": config.add,
+        "doctor": doctor.add,
+    }
     plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
-    for entry in sorted(plug_ins, key=lambda entry: entry.name):
-        entry.load()(commands)
+    registered = [(entry.name, entry.load()) for entry in plug_ins]
+    for _, add in sorted([*own.items(), *registered], key=lambda named: _place(named[0])):
+        add(commands)
     return parser
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Where a command stands in the help: those that are known in their order, others by name."""
+    return (COMMANDS.index(name) if name in COMMANDS else len(COMMANDS), name)
 
 
 def _version() -> str:

@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
+from rlflow_tools.kit.play import find_task, play, read_response
+from rlflow_tools.kit.scaffold import LEARNING, write_environment
 
-from rlflow.checks.environments import check_environment
 from rlflow.commands import cli
 from rlflow.commands.arguments import option_overrides
 from rlflow.commands.doctor import (
@@ -31,8 +33,6 @@ from rlflow.commands.doctor import (
     verdict,
     versions_tested,
 )
-from rlflow.commands.play import find_task, play, read_response
-from rlflow.commands.scaffold import LEARNING, write_environment
 from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy
 import pytest
+from rlflow_tools.kit.checks import environments
+from rlflow_tools.kit.checks.environments import check_environment
+from rlflow_tools.kit.play import play
 
 from rlflow import Environment, Episode, Metric, Step, Task
-from rlflow.checks import environments
-from rlflow.checks.environments import check_environment
 from rlflow.commands.cli import main
-from rlflow.commands.play import play
 from rlflow.environment import check_form
 from rlflow.errors import ConfigError
 

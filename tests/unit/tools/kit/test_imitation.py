@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-
-from rlflow import Rollout, make_batch
-from rlflow.algorithms.imitation import (
+from rlflow_tools.kit.imitation import (
     Lessons,
     demonstrate,
     make_policy,
     row_weights,
     to_trajectory,
 )
+
+from rlflow import Rollout, make_batch
 from rlflow.commands.cli import main
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, StorageError
@@ -142,6 +142,6 @@ def test_a_scaffold_with_a_policy_that_fails_leaves_nothing(
     def fails(*_: Any, **__: Any) -> float:
         raise ConfigError("no")
 
-    monkeypatch.setattr("rlflow.algorithms.imitation.make_policy", fails)
+    monkeypatch.setattr("rlflow_tools.kit.imitation.make_policy", fails)
     assert main(["env", "new", "game", "--policy", "--directory", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == [] and "ConfigError: no" in capsys.readouterr().err

@@ -24,17 +24,18 @@ from rlflow.algorithms.trial.sample_step import (
     sample_output,
     sample_views,
 )
-from rlflow.checks.expectations import (
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
+from rlflow.storage.states import put_back, take_out
+from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
+
+from .expectations import (
     TOLERANCE,
     expect_same,
     expect_tensor,
     expect_unchanged,
     expecting,
 )
-from rlflow.checks.report import ContractReport
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
-from rlflow.storage.states import put_back, take_out
-from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
+from .report import ContractReport
 
 EXTREME = 1e4  # a log-ratio that exp cannot take
 CHANGED = (

@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rlflow_tools.kit.play import play
+from rlflow_tools.kit.scaffold import forms, write_environment
 
 from rlflow.commands import cli
-from rlflow.commands.play import play
-from rlflow.commands.scaffold import forms, write_environment
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.report.sinks import read_metrics
 from rlflow.run.assemble import make_environment
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NAME = "first_try"
 KINDS = {"agent": "program", "dataset": "dataset"}
 """Of the forms without a class: the environment that their configuration names."""

@@ -15,16 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.calls import THREADS, CallThreads, call
-from rlflow.checks.agents import (
-    Agent,
-    answering_agent,
-    player_agent,
-    random_agent,
-    scripted_agent,
-)
-from rlflow.checks.answers import answer_problem, timed_method
-from rlflow.checks.plays import Play, describe, describe_player
-from rlflow.checks.report import ContractReport
 from rlflow.environment import (
     Environment,
     last_step,
@@ -40,6 +30,17 @@ from rlflow.report.metrics import Metric
 from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.types import Episode, Task
+
+from .agents import (
+    Agent,
+    answering_agent,
+    player_agent,
+    random_agent,
+    scripted_agent,
+)
+from .answers import answer_problem, timed_method
+from .plays import Play, describe, describe_player
+from .report import ContractReport
 
 logger = logging.getLogger(__name__)
 

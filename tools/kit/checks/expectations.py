@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.trial.first_call import raised
-from rlflow.checks.report import ContractReport
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
+
+from .report import ContractReport
 
 KEPT = ("tokens", "loss_mask", "logprobs", "lengths", "temperatures", "advantages")
 TOLERANCE = 1e-5
