@@ -17,12 +17,9 @@ from rlflow.algorithms.base import Curator
 from rlflow.algorithms.trial.first_call import call_part, sign_problem
 from rlflow.algorithms.trial.sample_step import (
     FIELDS,
-    disturbed,
-    map_output,
     sample_batch,
     sample_groups,
     sample_output,
-    sample_views,
 )
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
 from rlflow.storage.states import put_back, take_out
@@ -36,6 +33,7 @@ from .expectations import (
     expecting,
 )
 from .report import ContractReport
+from .views import disturbed, map_output, sample_views
 
 EXTREME = 1e4  # a log-ratio that exp cannot take
 CHANGED = (
