@@ -22,6 +22,7 @@ from rlflow.commands.cli import main
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, StorageError
 from rlflow.types import Episode, Step, Task
+from tests.reference import ORACLE
 
 
 class Echo(Environment):
@@ -113,7 +114,7 @@ def test_a_player_that_fails_is_one_line_and_closes_its_episode(wrong: Any, word
 def test_a_policy_learns_what_the_player_says_and_can_be_rolled_out(tmp_path: Path) -> None:
     """Forty lessons teach the form: two tokens of the game and the stop string, not yet which letter."""
     environment, losses = Echo(), list[float]()
-    lessons = Lessons(steps=40, rows=16, lr=1e-2, turns=2, clumsy=1.0, backend="reference")
+    lessons = Lessons(steps=40, rows=16, lr=1e-2, turns=2, clumsy=1.0, backend=ORACLE)
     reward = make_policy(
         environment,
         player,
