@@ -241,21 +241,7 @@ CALLED_IN = "RLFLOW_CALLED_IN"
 rlflow."""
 COMMAND_PLUG_INS = "rlflow.commands"
 """Entry-point group of commands beside those of the core."""
-COMMANDS = (
-    "train",
-    "serve",
-    "eval",
-    "env",
-    "algorithm",
-    "merge",
-    "show",
-    "view",
-    "compare",
-    "ask",
-    "config",
-    "doctor",
-)
-"""In the order of `rlflow --help`, the core's own and those of tools; others follow by name."""
+_COMMANDS = "train|serve|eval|merge|show|view|compare|ask|config|doctor"
 
 
 def command(name: str = "rlflow") -> str:
@@ -285,7 +271,7 @@ def as_called(text: str) -> str:
 @functools.cache
 def _printed_command() -> re.Pattern[str]:
     names = "|".join(
-        [*COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))]
+        [_COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))]
     )
     return re.compile(
         rf"(?<![\w/.'-])(?:pip(?= install )|python(?= -[cm] )|rlflow(?= (?:{names})\b))"

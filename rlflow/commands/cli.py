@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 
@@ -23,12 +23,11 @@ from rlflow.commands import (
     train,
     view,
 )
-from rlflow.commands.arguments import CommandParser
+from rlflow.commands.arguments import CommandParser, Commands
 from rlflow.config.keys import elsewhere
 from rlflow.errors import (
     CALLED_IN,
     COMMAND_PLUG_INS,
-    COMMANDS,
     RLFlowError,
     as_called,
     command,
@@ -38,6 +37,33 @@ from rlflow.errors import (
 from rlflow.storage.redaction import redact_text
 from rlflow.storage.unread import end_quietly
 from rlflow.texts import printable
+
+CORE = {
+    "train": train.add,
+    "eval": eval.add,
+    "merge": merge.add,
+    "show": show.add,
+    "view": view.add,
+    "compare": compare.add,
+    "ask": ask.add,
+    "config": config.add,
+    "doctor": doctor.add,
+}
+"""Name -> what adds the command."""
+ORDER = (
+    "train",
+    "eval",
+    "env",
+    "algorithm",
+    "merge",
+    "show",
+    "view",
+    "compare",
+    "ask",
+    "config",
+    "doctor",
+)
+"""Of the commands in `rlflow --help`, whoever brings them; those of other names follow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,27 +193,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    own = {
-        "train": train.add,
-        "eval": eval.add,
-        "merge": merge.add,
-        "show": show.add,
-        "view": view.add,
-        "compare": compare.add,
-        "ask": ask.add,
-        "config": config.add,
-        "doctor": doctor.add,
-    }
-    plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
-    registered = [(entry.name, entry.load()) for entry in plug_ins]
-    for _, add in sorted([*own.items(), *registered], key=lambda named: _place(named[0])):
+    for add in _adders():
         add(commands)
     return parser
 
 
-def _place(name: str) -> tuple[int, str]:
-    """Where a command stands in the help: those that are known in their order, others by name."""
-    return (COMMANDS.index(name) if name in COMMANDS else len(COMMANDS), name)
+def _adders() -> list[Callable[[Commands], None]]:
+    """What adds each command, in the order of the help."""
+    plug_ins = metadata.entry_points(group=COMMAND_PLUG_INS)
+    adders = {**{entry.name: entry.load() for entry in plug_ins}, **CORE}
+    places = {name: place for place, name in enumerate(ORDER)}
+    names = sorted(adders, key=lambda name: (places.get(name, len(ORDER)), name))
+    return [adders[name] for name in names]
 
 
 def _version() -> str:
