@@ -26,6 +26,7 @@ from rlflow.commands.arguments import (
 from rlflow.errors import ConfigError, as_called, described, raised_at
 from rlflow.texts import printable
 
+from . import OURS
 from .scaffold import ENVIRONMENT, Scaffold, forms, write_environment
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _watched(player: Callable[..., str]) -> Agent:
         try:
             return agent(task, shown, said)
         except Exception as error:
-            where = raised_at(error)
+            where = raised_at(error, OURS)
             told = described(error) + (f" ({where})" if where else "")
             raise ConfigError(f"--player: expected a response, it raised {told}.") from error
 

@@ -31,6 +31,7 @@ from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.types import Episode, Task
 
+from .. import OURS
 from .agents import (
     Agent,
     answering_agent,
@@ -109,7 +110,7 @@ class _Audit:
         try:
             await self.check_all()
         except Exception as error:  # noqa: BLE001 -- others' objects, compared or copied
-            place = raised_at(error) or "in rlflow"
+            place = raised_at(error, OURS) or "in rlflow"
             self.breach("check", f"the check cannot go on: {described(error)} ({place})")
         return self.report
 
@@ -152,7 +153,7 @@ class _Audit:
             raised = f"{what} raised {described(error)}"
             text = str(error) if isinstance(error, RolloutError) else raised
             response = f"the response was {arguments[1]!r:.80}" if what == "step" else ""
-            details = "; ".join(filter(None, [raised_at(error), response]))
+            details = "; ".join(filter(None, [raised_at(error, OURS), response]))
             self.breach(f"{what} {type(error).__name__}", f"{text} ({details})")
             return False, None
         finally:
@@ -303,7 +304,7 @@ class _Audit:
             except Exception as error:  # noqa: BLE001 -- a scripted player is others' code too
                 self.breach(
                     "player",
-                    f"the player raised {described(error)} ({raised_at(error)})",
+                    f"the player raised {described(error)} ({raised_at(error, OURS)})",
                 )
                 play.failed = True
                 break
