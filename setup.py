@@ -126,10 +126,9 @@ setup(
         "rlflow": [
             "py.typed",
             "algorithms/presets/*.yaml",
-            "commands/templates/*",
         ],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
-        "rlflow_tools": ["view/templates/*"],
+        "rlflow_tools": ["kit/templates/*", "view/templates/*"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,
@@ -177,9 +176,14 @@ setup(
             "environments = rlflow_environments.jobs:JOBS",
             "search = rlflow_environments.search.plug_in:JOBS",
         ],
+        "rlflow.names": [
+            "check_environment = rlflow_tools.kit.checks.environments:check_environment",
+        ],
         "rlflow.commands": [
+            "algorithm = rlflow_tools.kit.algorithm_parts:add",
             "ask = rlflow_tools.view.commands.ask:add",
             "compare = rlflow_tools.view.commands.compare:add",
+            "env = rlflow_tools.kit.env:add",
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",
             "show = rlflow_tools.view.commands.show:add",

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlflow_tools.kit.imitation import TextPart, row_weights, to_trajectory
+
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
-from rlflow.algorithms.imitation import TextPart, row_weights, to_trajectory
 from rlflow.models.weight_files import write_model
 from rlflow.rollout import Tokenizer
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.batching import make_batch
-    from rlflow.checks.environments import check_environment
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.errors import PolicyError
@@ -40,7 +39,6 @@ _HOMES = {
     "RunConfig": "rlflow.config.schema",
     "RunFolder": "rlflow.run.script",
     "Trainer": "rlflow.trainer.base",
-    "check_environment": "rlflow.checks.environments",
     "evaluate": "rlflow.run.evaluate",
     "export_policy": "rlflow.run.export",
     "load_config": "rlflow.config.schema",
@@ -61,6 +59,9 @@ _HOMES = {
         "rlflow.types",
     ),
 }
+
+_NAMES = "rlflow.names"
+"""Entry-point group of the public names that are defined outside the core."""
 
 __all__ = [
     "Batch",
@@ -90,11 +91,23 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The public name from its module (PEP 562), so that `import rlflow` stays light."""
-    if name not in _HOMES:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in __all__:
+        value = _registered(name)
+    else:
         raise AttributeError(f"module 'rlflow' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _registered(name: str) -> Any:
+    """A public name that a tool around the core defines. Raises AttributeError where none does."""
+    from importlib import metadata
+
+    for entry in metadata.entry_points(group=_NAMES, name=name):
+        return entry.load()
+    raise AttributeError(f"module 'rlflow' has no attribute '{name}': install rlflow again")
 
 
 def __dir__() -> list[str]:

@@ -241,7 +241,7 @@ CALLED_IN = "RLFLOW_CALLED_IN"
 rlflow."""
 COMMAND_PLUG_INS = "rlflow.commands"
 """Entry-point group of commands beside those of the core."""
-_COMMANDS = "train|serve|eval|env|algorithm|merge|config|doctor"
+_COMMANDS = "train|serve|eval|merge|config|doctor"
 
 
 def command(name: str = "rlflow") -> str:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from rlflow.rollout.embedded.sampling import uniforms
 from rlflow.trainer.base import Loss
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
+from tests.reference.trainer import ReferenceTrainer
 
 MOVED = 2.0**-20
 """By which share weights are moved (standard deviation): far above the rounding of float64, and small enough to be linear."""

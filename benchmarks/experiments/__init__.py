@@ -10,7 +10,9 @@ from pathlib import Path
 from experiments.base import Experiment
 from rlflow.errors import ConfigError, did_you_mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of the repository, for `recipes`
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # of the repository, for `recipes` and `tests`
 
 NAMES: tuple[str, ...] = (
     "areal", "astraflow", "sparsity", "llamarl",

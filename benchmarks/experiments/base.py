@@ -16,7 +16,7 @@ Verdict = tuple[bool, str]
 
 TRAINING = (
     "rlflow.loop",
-    "rlflow.trainer.reference",
+    "tests.reference.trainer",
     "rlflow.rollout.embedded.embedded_engine",
     "transformers.models.qwen2.modeling_qwen2",
     "tokenizers",

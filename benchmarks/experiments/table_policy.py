@@ -3,8 +3,8 @@
 A task is a letter of 4; the answer is 3 letters of 8, one of them right in each place, and the reward the share of right ones:
 1/8 by chance, 1 at the optimum, which a table can express. There is a logit for each letter, task and place.
 
-Real are the training step, `make_batch`, advantage, aggregate, transforms and losses of a configuration, and of the reference
-trainer `score` and `update` with AdamW, clipping of the gradient and the refusal of what is not finite. Not real is the model,
+Real are the training step, `make_batch`, advantage, aggregate, transforms and losses of a configuration, and of the tests'
+reference trainer `score` and `update` with AdamW, clipping of the gradient and the refusal of what is not finite. Not real is the model,
 so nothing here is about what tasks share; and samples are drawn from the table, not by an engine.
 """
 
@@ -25,8 +25,8 @@ from rlflow.config.schema import load_config
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
 from rlflow.trainer.options import TrainerOptions
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
+from tests.reference.trainer import ReferenceTrainer
 
 TASKS, PLACES, LETTERS, ATTEMPTS = 4, 3, 8, 8
 CHANCE = 1 / LETTERS

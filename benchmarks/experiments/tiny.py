@@ -39,6 +39,7 @@ from rlflow.rollout import Rollout
 from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Group, Step, Task
+from tests.reference import ORACLE
 
 LETTERS = "abcdefghijkl"
 WORDS = ("<pad>", "<end>", *LETTERS, "?")
@@ -139,7 +140,7 @@ def tiny(
         usual = [
             f"run.seed={seed}", f"model.path={path}", f"environment={json.dumps(environment or {'name': SPELLING})}",
             "rollout.prompts_per_step=12", "rollout.samples_per_prompt=8", "rollout.max_turns=1",
-            "rollout.max_response_tokens=1", "rollout.max_total_tokens=16", "trainer.backend=reference", "trainer.lr=3e-3",
+            "rollout.max_response_tokens=1", "rollout.max_total_tokens=16", f"trainer.backend={ORACLE}", "trainer.lr=3e-3",
             "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}",
         ]  # fmt: skip
         config = load_config(None, [*usual, *section, *overrides], preset)

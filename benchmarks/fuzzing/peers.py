@@ -34,8 +34,9 @@ class Peers:
     """The retrieval server as a process; the page of a run and the swarm in threads of this one."""
 
     def prepare(self, folder: Path) -> None:
-        from rlflow_environments.swarm.tcp import TcpTransport
         from rlflow_tools.view.live import PageServer
+
+        from rlflow_environments.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]
         self._key = folder / "key"

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import SHAPES, write_random_model
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # for `tests`
 GB = 1e9
 MODELS = {**SHAPES, "3B, one layer": dataclasses.replace(SHAPES["3B"], layers=1)}
 

@@ -11,6 +11,8 @@ from typing import Any
 from machine import SHAPES, Report, Skipped, model_path, need, on_the_cpu
 from train_step import make_batch, policy_gradient
 
+from tests.reference import ORACLE
+
 LENGTHS = (48, 16, 30, 60, 7, 90, 20, 33)
 TOKENS = 200  # of a micro-batch: several for the batch
 LIMITS = {
@@ -98,7 +100,7 @@ def parity(
     torch.backends.cuda.matmul.allow_tf32 = False
     path = model_path(report, "tiny", "float32")
     kind = {name: options[name] for name in ("lora", "values") if name in options}
-    expected = measured(path, "float32", {**kind, "backend": "reference", "device": "cpu"})
+    expected = measured(path, "float32", {**kind, "backend": ORACLE, "device": "cpu"})
     for dtype in dtypes:
         compare(report, dtype, measured(path, dtype, options), expected)
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.commands.scaffold import TRAIN, Form
+from rlflow_tools.kit.scaffold import TRAIN, Form
 
 LETTERS = "abcdefgh"
 VALIDATED = 16

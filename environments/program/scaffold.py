@@ -8,7 +8,8 @@ import json
 import random
 from pathlib import Path
 
-from rlflow.commands.scaffold import TRAIN, Form
+from rlflow_tools.kit.scaffold import TRAIN, Form
+
 from rlflow.errors import install_command, needing
 
 HIGHEST = 9

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 
-from rlflow.commands import algorithm_parts, config, doctor, env, eval, merge, train
+from rlflow.commands import config, doctor, eval, merge, train
 from rlflow.commands.arguments import CommandParser, Commands
 from rlflow.config.keys import elsewhere
 from rlflow.errors import (
@@ -31,8 +31,6 @@ from rlflow.texts import printable
 CORE = {
     "train": train.add,
     "eval": eval.add,
-    "env": env.add,
-    "algorithm": algorithm_parts.add,
     "merge": merge.add,
     "config": config.add,
     "doctor": doctor.add,

@@ -1,12 +1,8 @@
-"""Trainers: the interface, the Megatron trainer, and the reference trainer that tests hold it
-against."""
+"""Trainers: the interface and the Megatron trainer."""
 
 from rlflow.trainer.base import LossFunction, Trainer
 
 __all__ = ["LossFunction", "Trainer"]
 
-BUILT_IN = {
-    "megatron": "rlflow.trainer.megatron:MegatronTrainer",
-    "reference": "rlflow.trainer.reference:ReferenceTrainer",
-}
+BUILT_IN = {"megatron": "rlflow.trainer.megatron:MegatronTrainer"}
 """Backends: name -> `module:Name`."""

@@ -43,10 +43,10 @@ class Trainer(ABC):
         critic: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Trainer:
-        """A trainer over the weights of a HuggingFace directory. backend: megatron, reference (one
-        device, plain torch), one of an installed package, `package.module:Name` or `file.py:Name`.
-        options: those of `TrainerOptions`, dtype, seed, trust_remote_code. critic: `CriticOptions`
-        of a critic beside it (`ActorCritic`). Raises ConfigError."""
+        """A trainer over the weights of a HuggingFace directory. backend: megatron, one of an
+        installed package, `package.module:Name` or `file.py:Name`. options: those of
+        `TrainerOptions`, dtype, seed, trust_remote_code. critic: `CriticOptions` of a critic beside
+        it (`ActorCritic`). Raises ConfigError."""
         make = TRAINER.resolve(backend, "trainer.backend")
         if critic is None:
             return make(path, **options)

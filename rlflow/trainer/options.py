@@ -104,7 +104,7 @@ class TrainerOptions:
     """What can be said about a trainer. The default backend does all of it; another one says what
     it cannot do (`Trainer.check_options`)."""
 
-    backend: str = "megatron"  # megatron | reference | package.module:Name
+    backend: str = "megatron"  # megatron | package.module:Name
     tensor_parallel: PositiveInt = 1  # ranks that split each layer
     pipeline_parallel: PositiveInt = 1  # ranks that split the stack of layers
     context_parallel: PositiveInt = 1  # every row's tokens split over these ranks

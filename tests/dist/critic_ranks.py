@@ -11,6 +11,7 @@ import torch
 from rlflow.algorithms import SumLoss, ValueLoss
 from rlflow.types import Batch
 from tests.dist.megatron_ranks import OPTIONS, UPDATES, PolicyGradientWithEntropy, make_batch
+from tests.reference import ORACLE
 
 VOCAB = 301  # odd, so that every split pads it
 LOSS = SumLoss((PolicyGradientWithEntropy(), ValueLoss(clip=0.3)))
@@ -76,7 +77,7 @@ def train_alone(directory: Path, model: str) -> dict[str, Any]:
     """The reference trainer, and as `alone` a Megatron process, which leaves the checkpoint that the ranks load."""
     batch = make_targets(VOCAB)
     alone = train(directory / model, batch, {}, save_to=directory / f"critic-{model}")
-    return {**train(directory / model, batch, {"backend": "reference"}), "alone": alone}
+    return {**train(directory / model, batch, {"backend": ORACLE}), "alone": alone}
 
 
 def check(job: dict[str, Any], expected: dict[str, Any]) -> None:

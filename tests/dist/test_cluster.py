@@ -27,10 +27,11 @@ from rlflow.gpu_buckets import GpuSharing
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import TrainerOptions
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
 from tests import gpu_memory, rounding
 from tests.fixtures import tiny_model
+from tests.reference import ORACLE
+from tests.reference.trainer import ReferenceTrainer
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
 needs_ray = pytest.mark.skipif(
@@ -301,7 +302,7 @@ def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_
         {**OPTIONS, "critic": {"lr": 1e-2}},
         SumLoss((PPOClipLoss(), ValueLoss(clip=None))),
     )
-    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    oracle = Trainer.from_pretrained(model_path, ORACLE, **options)
     ranks = RayTrainer(model_path, ranks=2, **options)
     try:
         for _ in range(3):
@@ -333,7 +334,7 @@ def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_
 def test_adapters_train_in_ray_actors_as_in_one_process(model_path, batch):
     """Both streams of them too: merged into the weights, and alone."""
     options, loss = {**OPTIONS, "lora": {"rank": 4}, "seed": 3}, PPOClipLoss()
-    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    oracle = Trainer.from_pretrained(model_path, ORACLE, **options)
     ranks = RayTrainer(model_path, ranks=2, tensor_parallel=2, **options)
     try:
         for _ in range(3):
@@ -422,7 +423,7 @@ import sys, time
 import ray
 from rlflow.cluster.trainer import RayTrainer
 if __name__ == "__main__":
-    trainer = RayTrainer(sys.argv[1], ranks=1, backend="reference")
+    trainer = RayTrainer(sys.argv[1], ranks=1, backend=sys.argv[2])
     print("ready", flush=True)
     time.sleep(120)
 """
@@ -442,7 +443,7 @@ def test_a_driver_that_imported_ray_listens_on_the_loopback_and_leaves_no_proces
     model_path, number
 ):
     """Ray reads its settings when it is imported; it listened on all addresses then."""
-    command = [sys.executable, "-c", DRIVER, str(model_path)]
+    command = [sys.executable, "-c", DRIVER, str(model_path), ORACLE]
     root = Path(__file__).resolve().parents[2]
     environment = {
         **os.environ,
@@ -486,7 +487,7 @@ def config_of(**changes: object) -> RunConfig:
             6,
             "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8",
         ),
-        ({"backend": "reference"}, 2, "runs on one device"),
+        ({"backend": ORACLE}, 2, "runs on one device"),
         ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),
     ],
 )
@@ -501,7 +502,7 @@ def test_ranks_that_do_not_fit_fail_before_anything_starts(trainer, ranks, messa
 def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(model_path):
     config = config_of(
         model=ModelSection(path=str(model_path)),
-        trainer=TrainerOptions(backend="reference", schedule={"name": "cosine"}, lr=0.5),
+        trainer=TrainerOptions(backend=ORACLE, schedule={"name": "cosine"}, lr=0.5),
     )
     config.run.steps, config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step = (
         7,
@@ -518,10 +519,10 @@ def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(mo
 def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[ray\]'"):
-        RayTrainer(model_path, ranks=1, backend="reference")
+        RayTrainer(model_path, ranks=1, backend=ORACLE)
 
 
 @needs_ray
 def test_an_address_where_nothing_listens_is_a_config_error_at_once(model_path):
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
-        RayTrainer(model_path, ranks=1, backend="reference", address="127.0.0.1:1")
+        RayTrainer(model_path, ranks=1, backend=ORACLE, address="127.0.0.1:1")

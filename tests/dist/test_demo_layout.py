@@ -24,9 +24,10 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
 from rlflow_environments.search import SearchEnvironment
+from tests.reference import ORACLE
+from tests.reference.trainer import ReferenceTrainer
 
 pytestmark = [
     pytest.mark.dist,
@@ -152,7 +153,7 @@ def smallest_gradients(demo: Demo) -> dict[str, Tensor]:
             }
         )
 
-    trained(demo, observe, backend="reference", packing=False)
+    trained(demo, observe, backend=ORACLE, packing=False)
     return {name: torch.stack([update[name] for update in updates]).amin(0) for name in updates[0]}
 
 

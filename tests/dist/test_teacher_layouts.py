@@ -15,6 +15,7 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tests import rounding
 from tests.dist.megatron_ranks import OPTIONS, Ranks, make_batch
+from tests.reference import ORACLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,7 +92,7 @@ def test_every_layout_gives_what_one_process_gives(found: dict[str, Any], case: 
         assert many["metrics"][name] == pytest.approx(one["metrics"][name], rel=2e-5), name
     reference = {key: value for key, value in OPTIONS.items() if key != "tokens_per_microbatch"}
     exact = rounding.Updates(
-        lambda: Trainer.from_pretrained(found["policy"], "reference", **reference),
+        lambda: Trainer.from_pretrained(found["policy"], ORACLE, **reference),
         one["batch"],
         LOSS,
         1,

@@ -16,6 +16,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.rollout_workers import WorkerRollout
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
 pytestmark = [
@@ -38,7 +39,7 @@ def test_a_worker_with_vllm_passes_the_probe_after_every_update_and_old_weights_
     }
     model = write_letters_model(tmp_path / "model", **sizes)
     options = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8", "evaluation.questions=4",
-               "evaluation.final_questions=4", "evaluation.every_steps=0", "trainer.backend=reference", "trainer.lr=0.05",
+               "evaluation.final_questions=4", "evaluation.every_steps=0", f"trainer.backend={ORACLE}", "trainer.lr=0.05",
                "rollout.engine={name: vllm, max_concurrency: 16}", "cluster.rollout_workers=1")  # fmt: skip
     passed: list[int] = []
     compare = WorkerPool._pass

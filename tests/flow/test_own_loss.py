@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlflow.commands.cli import main
 from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.reference import ORACLE
 
 SOURCE = """
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def test_a_loss_in_a_file_is_what_is_trained_with(
     (tmp_path / "my_loss.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     model = write_letters_model(tmp_path / "model")
-    values = ("run.steps=1", "run.deterministic=true", "trainer.backend=reference", "evaluation.questions=2",
+    values = ("run.steps=1", "run.deterministic=true", f"trainer.backend={ORACLE}", "evaluation.questions=2",
               "evaluation.final_questions=2", "metrics.picture=false")  # fmt: skip
     config = write_config(letters_config(model, tmp_path, *values), tmp_path / "run.yaml")
 

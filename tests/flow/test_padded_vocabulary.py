@@ -22,11 +22,12 @@ from rlflow.run.export import check_export
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 from tests.fixtures import tiny_model
+from tests.reference import ORACLE
 
 ROWS = 512
 PROMPT = list(range(3, 12))
 TEMPERATURE = 0.7
-BACKENDS = ("megatron", "reference")
+BACKENDS = ("megatron", ORACLE)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_no_id_beyond_the_tokenizer_is_sampled(
     torch.testing.assert_close(said[said != 0], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, ids=("megatron", "reference"))
 def test_the_trainer_s_distribution_is_the_engine_s(
     padded: Path, known: int, sampled: list[Completion], backend: str
 ) -> None:
@@ -114,7 +115,7 @@ def test_the_trainer_s_distribution_is_the_engine_s(
     trainer.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, ids=("megatron", "reference"))
 def test_ids_beyond_the_tokenizer_are_refused(padded: Path, known: int, backend: str) -> None:
     trainer = Trainer.from_pretrained(padded, backend)
     with pytest.raises(DataError, match=f"must be 0 to {known - 1} "):

@@ -15,6 +15,7 @@ from rlflow.rollout import Rollout
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
 from tests import rounding
+from tests.reference import ORACLE
 
 
 class Echo(Environment):
@@ -40,7 +41,7 @@ def test_engine_and_trainer_agree_on_every_sampled_token_also_after_new_weights(
         path, environment, temperature=temperature, max_response_tokens=30
     ) as rollout:
         for version, directory in enumerate((path, other)):
-            trainer = Trainer.from_pretrained(directory, backend="reference")
+            trainer = Trainer.from_pretrained(directory, backend=ORACLE)
             rollout.load_weights(trainer.weights(), version)
             groups = rollout.collect(environment.tasks("train"), step=version)
             batch = make_batch([trajectory for group in groups for trajectory in group.usable])

@@ -11,9 +11,10 @@ from rlflow.loop import train
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from tests.flow.letters import letters_config
+from tests.reference import ORACLE
 
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.every_steps=0", "evaluation.at_start=false",
-        "evaluation.questions=4", "evaluation.final_questions=4", "metrics.picture=false", "trainer.backend=reference",
+        "evaluation.questions=4", "evaluation.final_questions=4", "metrics.picture=false", f"trainer.backend={ORACLE}",
         "checkpoint.export=false", "run.deterministic=true", "metrics.trajectories_per_step=40")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from rlflow.storage.files import read_json
 from rlflow_environments.swarm.messages import dump
 from rlflow_environments.swarm.shared_folder import DirectoryTransport
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 from tests.unit.environments.swarm.peers import lied, said
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def test_a_run_in_a_swarm_learns_from_what_is_there_and_goes_on_without(tmp_path
     )
     swarm = f"[{{name: swarm, peer: me, external: 2, transport: {{name: directory, path: '{shared}'}}}}]"
     values = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.at_start=false",
-              "evaluation.questions=4", "evaluation.final_questions=4", "metrics.picture=false", "trainer.backend=reference",
+              "evaluation.questions=4", "evaluation.final_questions=4", "metrics.picture=false", f"trainer.backend={ORACLE}",
               "checkpoint.export=false", "metrics.trajectories_per_step=40", f"algorithm.filters={swarm}",
               "algorithm.losses=[{name: ppo_clip, anchor: proximal}]")  # fmt: skip
     train(letters_config(model, tmp_path, *values))

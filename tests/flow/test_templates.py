@@ -16,6 +16,7 @@ from rlflow.run.assemble import make_rollout
 from rlflow.run.directory import RunDirectory
 from rlflow.trainer.base import Trainer
 from tests.flow.thinking import TURNS, thinking_config, write_thinking_model
+from tests.reference import ORACLE
 
 TOLERANCE = 1e-5
 KEPT = "metrics.trajectories_per_step=96"  # all of them
@@ -80,7 +81,7 @@ def test_forks_and_the_exact_history_sample_what_the_trainer_computes(
         with make_rollout(
             thinking_config(model, tmp_path, f"rollout.history={history}")
         ) as rollout:
-            trainer = Trainer.from_pretrained(model, backend="reference")
+            trainer = Trainer.from_pretrained(model, backend=ORACLE)
             rollout.load_weights(trainer.weights(), 0)
             groups = rollout.collect(rollout.environment.tasks("train")[:24])
             found = [one for group in groups for one in group.usable]

@@ -28,6 +28,7 @@ from rlflow.storage.files import read_json
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
 from tests.flow.letters import LEARNING, Letters, letters_config
+from tests.reference import ORACLE
 
 STEPS = 50
 TOLERANCE = 1e-5
@@ -179,12 +180,14 @@ def test_the_export_is_the_policy_that_was_evaluated(solved: Finished) -> None:
 def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
     """Equal seeds sample equal episodes as long as the weights agree, so the curves can be compared step by step."""
     runs = {}
-    for backend in ("megatron", "reference"):
+    for backend in ("megatron", ORACLE):
         options = [f"trainer.backend={backend}", "run.steps=4", "evaluation.every_steps=2", "run.deterministic=true",
                    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}, {name: entropy, coefficient: 0.01}]",
                    "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.optimizer.eps=1e-4",
                    "trainer.schedule=cosine", "trainer.optimizer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
-        runs[backend] = Finished.of(letters_config(model, tmp_path / backend, *options)).records
+        runs[backend] = Finished.of(
+            letters_config(model, tmp_path / str(len(runs)), *options)
+        ).records
     for step, (one, other) in enumerate(zip(*runs.values(), strict=True)):
         names = {name for name in one if not name.startswith(("time", "speed", "memory"))}
         # The backends agree but for the figure that only one of them can know.
@@ -229,7 +232,7 @@ def recorded(model: Path, tmp_path: Path) -> Iterator[tuple[RunConfig, Recording
     """One training step through the reference trainer, every row of it: (config, trainer, groups, rollout)."""
     losses = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # rows without advantage learn too
     config = letters_config(model, tmp_path, "algorithm.minibatches_per_step=2", losses)
-    trainer = Recording(Trainer.from_pretrained(model, backend="reference", lr=1e-3))
+    trainer = Recording(Trainer.from_pretrained(model, backend=ORACLE, lr=1e-3))
     with make_rollout(config) as rollout:
         tasks = rollout.environment.tasks("train")[:12]
         groups = rollout.collect(tasks)
@@ -281,7 +284,7 @@ def test_what_the_environment_wrote_has_no_gradient(
     algorithm = Algorithm.from_config(config, response_budget=1)
     results = []
     for one in (batch, spoiled):
-        fresh = Trainer.from_pretrained(config.model.path, backend="reference", lr=1e-3)
+        fresh = Trainer.from_pretrained(config.model.path, backend=ORACLE, lr=1e-3)
         weighed = one.replace(weights=token_weights(one))
         results.append((fresh.update(weighed, algorithm.loss), dict(fresh.weights())))
     assert results[0][0] == results[1][0]
@@ -313,7 +316,7 @@ def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
 ) -> None:
     few = (
         "run.steps=2",
-        "trainer.backend=reference",
+        f"trainer.backend={ORACLE}",
         "evaluation.every_steps=0",
         "evaluation.at_start=false",
         "evaluation.final_questions=4",

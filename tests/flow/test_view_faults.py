@@ -18,9 +18,10 @@ from rlflow.report.tokens import read_tokens
 from rlflow.rollout import Rollout
 from rlflow.types import Episode, Step, Task
 from tests.flow.letters import DEMAND, LETTERS, letters_config
+from tests.reference import ORACLE
 
 SMALL = ("run.steps=5", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "metrics.trajectories_per_step=16",
-         "evaluation.every_steps=0", "checkpoint.export=false", "trainer.backend=reference", "metrics.picture=false",
+         "evaluation.every_steps=0", "checkpoint.export=false", f"trainer.backend={ORACLE}", "metrics.picture=false",
          "checkpoint.every_steps=0")  # fmt: skip
 ANSWER = "fade"
 

@@ -49,9 +49,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
     # A game of nle, in processes of its own.
     "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
-    # Prompts and a reward function of the user's own. `commands`: what `env new` writes of it.
+    # Prompts and a reward function of the user's own.
     "dataset": (
-        {"errors", "types", "components", "report", "environment", "commands"},
+        {"errors", "types", "components", "report", "environment"},
         {"common"},
     ),
     # An address at which agents ask the policy, in the vendors' interfaces.
@@ -59,7 +59,6 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # Agents of the user's own, in processes or in this one.
     "program": (
         {
-            "commands",
             "errors",
             "types",
             "values",
@@ -163,6 +162,16 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
         if name.startswith("rlflow_environments") and ".".join(name.split(".")[:2]) not in others
     ]
     assert not wrong, f"{room} may import {sorted(below) or 'no other room'}:\n" + "\n".join(wrong)
+
+
+def test_of_the_tools_environments_know_the_forms_of_env_new() -> None:
+    known = {
+        (path.name, name.rpartition(".")[0])
+        for room in ALLOWED
+        for path, _, name in names(room)
+        if name.startswith("rlflow_tools")
+    }
+    assert known == {("scaffold.py", "rlflow_tools.kit.scaffold")}
 
 
 def test_the_environment_asks_the_world_through_one_function() -> None:

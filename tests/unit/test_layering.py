@@ -15,8 +15,8 @@ from tests.unit.sources import files as sources
 # What each part of the core may import from the core. A part is a module or a folder directly under
 # rlflow/, or what is named by its whole path.
 BASIS = {"types", "errors", "texts"}
-ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/early_scores", "algorithms/imitation",
-              "algorithms/teachers", "algorithms/trial"}  # fmt: skip
+ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/early_scores", "algorithms/teachers",
+              "algorithms/trial"}  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "texts": set(),
     "errors": {"texts"},
@@ -37,7 +37,6 @@ ALLOWED: dict[str, set[str]] = {
     "codec": {"storage", *BASIS},
     "algorithms": {"codec", "components", "values", *BASIS},
     "algorithms/teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
-    "algorithms/imitation": {"algorithms", "rollout", "trainer", "batching", "models", "environment", *BASIS},
     "algorithms/early_scores": {"batching", *BASIS},
     "algorithms/trial": {"algorithms", "batching", "components", *BASIS},
     "algorithms/algorithm": {"algorithms", "algorithms/early_scores", "algorithms/teachers", "config",
@@ -48,18 +47,16 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"calls", "rollout", "trainer", "report", "components", "matmul", "storage", "gpu_plan", "gpu_buckets",
                 *BASIS},
-    "checks": {"calls", "algorithms", "algorithms/trial", "rollout", "environment", "batching", "report", "storage",
-               "components", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
     "run": {"codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
             "environment", "models", "report", "storage", "components", "matmul", "gpu_plan", "values", *BASIS},
     "report": {"run", "rollout", "trainer", "components", "storage", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", *ALGORITHMS, "batching", "report", *BASIS},
-    "commands": {"__init__", "checks", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
+    "commands": {"__init__", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
-    "__init__": {"loop", "checks", "report", "run", "config", "rollout", "trainer", "environment", "batching", *BASIS},
+    "__init__": {"loop", "report", "run", "config", "rollout", "trainer", "environment", "batching", *BASIS},
 }  # fmt: skip
 
 # Heavy or optional packages, and the only places that may import them.

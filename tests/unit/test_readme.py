@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rlflow_tools.kit.scaffold import LEARNING, write_environment
 
 from rlflow.commands import cli
-from rlflow.commands.scaffold import LEARNING, write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -168,9 +168,9 @@ def sign_problem(loss: Loss) -> tuple[str, bool]:
     return f"of {wrong} of {len(turns)} tokens: {LOWERED}", False
 
 
-def raised(error: BaseException) -> str:
-    """`raised TypeError: text (file:line in function)`."""
-    place = raised_at(error)
+def raised(error: BaseException, *besides: str) -> str:
+    """`raised TypeError: text (file:line in function)`; besides: as for `raised_at`."""
+    place = raised_at(error, *besides)
     return f"raised {described(error)}{f' ({place})' if place else ''}"
 
 

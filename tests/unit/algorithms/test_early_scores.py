@@ -15,6 +15,7 @@ from rlflow.algorithms.early_scores import EarlyScores
 from rlflow.batching import make_batch
 from rlflow.trainer import Trainer
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
+from tests.reference import ORACLE
 
 
 def group(name: str, lengths: Sequence[Sequence[int]], first: int = 3) -> Group:
@@ -135,9 +136,7 @@ def test_a_trainer_says_the_same_of_rows_early_and_at_the_end(
 ) -> None:
     """Bit for bit where a row is computed alone either way; to rounding where other rows stand beside it."""
     path = tiny_model(tmp_path / "qwen2", "qwen2")
-    trainer = Trainer.from_pretrained(
-        path, "reference", tokens_per_microbatch=tokens_per_microbatch
-    )
+    trainer = Trainer.from_pretrained(path, ORACLE, tokens_per_microbatch=tokens_per_microbatch)
     trainer.snapshot("reference")
 
     def scored(batch: Batch, tasks: Sequence[Task] = ()) -> Batch:

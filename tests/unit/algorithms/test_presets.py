@@ -38,6 +38,7 @@ from rlflow.types import (
     stamp,
 )
 from tests.flow.letters import asked_of_the_user, write_letters_model
+from tests.reference import ORACLE
 from tests.unit.algorithms.batches import Said, Tried, batch_of
 
 NAMES = list(presets())
@@ -200,7 +201,7 @@ def groups_of(trainer: Trainer) -> list[Group]:
 def test_a_preset_makes_the_updates_of_a_step(
     name: str, model: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    options = (f"model.path={model}", "trainer.backend=reference", "trainer.lr=1e-3", "rollout.prompts_per_step=4",
+    options = (f"model.path={model}", f"trainer.backend={ORACLE}", "trainer.lr=1e-3", "rollout.prompts_per_step=4",
                "rollout.samples_per_prompt=4")  # fmt: skip
     config, algorithm = algorithm_of(name, tmp_path, *options, teacher=teacher)
     trainer = make_trainer(config)
@@ -227,7 +228,7 @@ def test_a_preset_makes_the_updates_of_a_step(
 def test_a_stored_success_is_trained_on_with_what_else_the_preset_corrects(
     name: str, model: Path, tmp_path: Path
 ) -> None:
-    options = (f"model.path={model}", "trainer.backend=reference", "trainer.lr=1e-3")
+    options = (f"model.path={model}", f"trainer.backend={ORACLE}", "trainer.lr=1e-3")
     config, algorithm = algorithm_of(name, tmp_path, *options)
     trainer = make_trainer(config)
     if "reference" in algorithm.needs:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda import fake_cuda
+from tests.reference import ORACLE
 from tests.unit.sources import ROOT
 from tests.unit.trainer.on_gpu import varlen
 
@@ -109,7 +110,7 @@ def test_the_gpus_side_is_compared_on_a_gpu_that_is_not_there(
     report = machine.Report(name, "cpu", True, tmp_path, tmp_path, tmp_path / "lines.jsonl")
     path, measured = machine.model_path(report, "tiny", "float32"), parity.measured
     expected = measured(
-        path, "float32", {"backend": "reference", "device": "cpu"}
+        path, "float32", {"backend": ORACLE, "device": "cpu"}
     )  # the fake has no "meta"
 
     def known(path: Path, dtype: str, options: dict[str, Any]) -> dict[str, Any]:

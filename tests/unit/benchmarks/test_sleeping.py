@@ -14,6 +14,7 @@ from rlflow.errors import CheckpointError, ConfigError
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.trainer import Trainer
 from rlflow.trainer.options import TrainerOptions
+from tests.reference import ORACLE
 
 
 @pytest.fixture(scope="module")
@@ -68,4 +69,4 @@ def test_what_it_cannot_do_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="expected 0, found 2"):
         TrainerOptions.of({"backend": BACKEND, "optimizer": SLEEP}).check(ranks=2)
     with pytest.raises(ConfigError, match=r"the trainers have adamw, found '.*Sleep'"):
-        TrainerOptions.of({"backend": "reference", "optimizer": SLEEP}).check()
+        TrainerOptions.of({"backend": ORACLE, "optimizer": SLEEP}).check()

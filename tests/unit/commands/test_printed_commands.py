@@ -167,7 +167,8 @@ def test_what_env_policy_prints_trains_what_was_imitated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from rlflow.commands.scaffold import LEARNING, write_environment
+    from rlflow_tools.kit.scaffold import LEARNING, write_environment
+
     from rlflow.commands.train import train_overrides
     from rlflow.config.schema import load_config
 

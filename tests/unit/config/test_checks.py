@@ -14,6 +14,7 @@ from rlflow.config.checks import check_config
 from rlflow.config.loading import config_keys
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
+from tests.reference import ORACLE
 
 
 def test_the_defaults_fit_together() -> None:
@@ -96,17 +97,17 @@ def test_advantages_that_compare_no_attempts_do_with_one(advantage: str) -> None
             ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2", "cluster.ranks=6"],
             "2 x 2 x 1 = 4, found 6",
         ),
-        (["trainer.backend=reference", "cluster.ranks=2"], "'reference' runs on one device"),
+        ([f"trainer.backend={ORACLE}", "cluster.ranks=2"], "'reference' runs on one device"),
         (
-            ["trainer.backend=reference", "trainer.packing=true"],
+            [f"trainer.backend={ORACLE}", "trainer.packing=true"],
             "trainer.packing: 'reference' pads",
         ),
         (
-            ["trainer.backend=reference", "trainer.distributed_optimizer=true"],
+            [f"trainer.backend={ORACLE}", "trainer.distributed_optimizer=true"],
             "trainer.distributed_optimizer: 'reference'",
         ),
         (
-            ["trainer.backend=reference", "trainer.recompute=full"],
+            [f"trainer.backend={ORACLE}", "trainer.recompute=full"],
             "trainer.recompute: 'reference' keeps all activations",
         ),
         (
@@ -140,7 +141,7 @@ def test_advantages_that_compare_no_attempts_do_with_one(advantage: str) -> None
         ),
         (["trainer.schedule.warm_up_steps=3"], "Did you mean 'warmup_steps'?"),
         (
-            ["trainer.backend=reference", "trainer.optimizer.offload=true"],
+            [f"trainer.backend={ORACLE}", "trainer.optimizer.offload=true"],
             "trainer.optimizer.offload: 'reference'",
         ),
         (

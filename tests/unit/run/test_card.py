@@ -12,13 +12,14 @@ from rlflow_tools.ckpt_convert.verify import verify_export
 from rlflow import train
 from rlflow.run.export import base_name
 from tests.flow.letters import Letters, letters_config, write_letters_model
+from tests.reference import ORACLE
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     few = ("run.steps=2", "evaluation.every_steps=0", "metrics.picture=false",
-           "trainer.backend=reference", "evaluation.final_questions=4", "rollout.max_response_tokens=8",
+           f"trainer.backend={ORACLE}", "evaluation.final_questions=4", "rollout.max_response_tokens=8",
            "rollout.max_total_tokens=32")  # fmt: skip
     train(letters_config(write_letters_model(folder / "start"), folder, *few))
     return folder / "letters" / "export"

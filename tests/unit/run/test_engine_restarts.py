@@ -21,6 +21,7 @@ from rlflow.run.run import MOST_RESTARTS, Run
 from rlflow.storage.files import read_json
 from rlflow.types import Trajectory
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
 FAKE = Path(__file__).parents[1] / "rollout" / "vllm" / "fake_server.py"
@@ -31,7 +32,7 @@ SIZES = {
     "num_key_value_heads": 1,
 }
 OPTIONS = ("run.steps=3", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
-           "evaluation.final_questions=4", "evaluation.every_steps=0", "trainer.backend=reference", "checkpoint.export=false",
+           "evaluation.final_questions=4", "evaluation.every_steps=0", f"trainer.backend={ORACLE}", "checkpoint.export=false",
            "checkpoint.every_steps=0", "metrics.picture=false", "rollout.engine={name: vllm, max_concurrency: 4}")  # fmt: skip
 Make = Callable[..., RunConfig]
 

@@ -19,6 +19,7 @@ from rlflow.run.resume import finished_summary
 from rlflow.storage.files import write_json
 from tests import fixtures
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> RunConfig:
-    return letters_config(model, tmp_path, "trainer.backend=reference")
+    return letters_config(model, tmp_path, f"trainer.backend={ORACLE}")
 
 
 class FailingSink:

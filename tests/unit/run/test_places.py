@@ -15,6 +15,7 @@ from rlflow.report.sinks import read_metrics
 from rlflow.run.places import enter_project, project_folder
 from rlflow.storage.files import read_json
 from tests.flow.letters import REFERENCE, write_letters_model
+from tests.reference import ORACLE
 
 CONFIG = """run: {{folder: {folder}, directory: "{directory}", name: first}}
 model: {{path: model}}
@@ -112,7 +113,7 @@ def test_train_and_eval_find_everything_from_any_folder_and_after_a_move(
     options = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "metrics.picture=false",
                "evaluation.questions=4", "evaluation.final_questions=4", "metrics.progress=none",
                "rollout.max_turns=2", "rollout.max_response_tokens=1", "rollout.max_total_tokens=16",
-               "trainer.backend=reference"]  # fmt: skip
+               f"trainer.backend={ORACLE}"]  # fmt: skip
     start = ["train", "--model", "model", "--env", "game.py:Game", *options]
     assert main([*start, "run.steps=1"]) == 0
 

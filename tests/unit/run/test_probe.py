@@ -15,10 +15,11 @@ from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.probe_rule import spacing
 from rlflow.run.open import open_run
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 
 FEW = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
        "evaluation.final_questions=4", "evaluation.at_start=false", "metrics.picture=false", "checkpoint.export=false",
-       "trainer.backend=reference", "trainer.lr=0.1")  # fmt: skip
+       f"trainer.backend={ORACLE}", "trainer.lr=0.1")  # fmt: skip
 
 
 class Unhashed(EmbeddedEngine):

@@ -36,10 +36,11 @@ from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
 from tests import gpu_memory
 from tests.flow.letters import letters_config, write_letters_model
+from tests.reference import ORACLE
 
 EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4", "metrics.picture=false",
-        "trainer.backend=reference", "evaluation.final_questions=4", "checkpoint.export=false")  # fmt: skip
+        f"trainer.backend={ORACLE}", "evaluation.final_questions=4", "checkpoint.export=false")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

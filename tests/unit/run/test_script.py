@@ -17,6 +17,7 @@ from rlflow.matmul import PRODUCTS, Library
 from rlflow.models.huggingface import iterate_weights
 from rlflow.report.sinks import read_metrics
 from tests.fixtures import tiny_model
+from tests.reference import ORACLE
 
 
 class Lengths(Environment):
@@ -48,7 +49,7 @@ def loop(
     its end."""
     environment = Lengths()
     tasks = environment.tasks("train")
-    trainer = Trainer.from_pretrained(model, "reference", lr=1e-3)
+    trainer = Trainer.from_pretrained(model, ORACLE, lr=1e-3)
     rollout = Rollout.from_pretrained(
         model,
         environment,
@@ -141,7 +142,7 @@ def test_without_a_checkpoint_it_begins_anew_and_others_folders_are_refused(
 
 
 def test_two_loops_in_one_folder_are_refused(model: Path, tmp_path: Path) -> None:
-    trainer = Trainer.from_pretrained(model, "reference")
+    trainer = Trainer.from_pretrained(model, ORACLE)
     rollout = Rollout.from_pretrained(model, Lengths())
     with (
         RunFolder(tmp_path / "run", trainer, rollout, say=lambda line: None),

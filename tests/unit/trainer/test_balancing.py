@@ -15,6 +15,7 @@ from rlflow.algorithms import PPOClipLoss
 from rlflow.batching import ROUTES
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import digest, iterate_weights
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import make_batch, policy_gradient
 from tests.unit.trainer.test_experts import SIZES, gradients
 
@@ -234,7 +235,7 @@ def test_the_model_s_loss_counts_where_transformers_would_add_it(
         ({"balance": {"bias_rate": 0.1}}, "routers of model family 'qwen3_moe' have no bias"),
         ({"balance": {"aux": 0.1}}, r"trainer\.balance: unknown keyword 'aux'"),
         (
-            {"balance": {"aux_loss": 0.1}, "backend": "reference"},
+            {"balance": {"aux_loss": 0.1}, "backend": ORACLE},
             "'reference' adds no loss of the load of experts",
         ),
     ],

@@ -15,6 +15,7 @@ from rlflow.errors import CheckpointError, ConfigError, RLFlowError
 from rlflow.models.huggingface import digest
 from rlflow.trainer.base import ActorCritic, Trainer
 from rlflow.types import Batch
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB, make_batch
 
 CRITIC = {"lr": 1e-2}
@@ -53,7 +54,7 @@ def test_values_and_updates_are_those_of_a_plain_torch_model(make: Any, untied: 
     """Padded, packed, and a row at a time, of a model with an output layer of its own (a tied one: tests/dist). The head starts
     as 0, so the later updates are those that show the gradient of the trunk."""
     batch = make_targets()
-    expected = make(untied, backend="reference")
+    expected = make(untied, backend=ORACLE)
     assert not bool(values_of(expected, batch).any())
     metrics = [expected.update(batch, LOSS) for _ in range(3)]
     for layout in ({}, {"packing": True}, {"tokens_per_microbatch": 20}):
@@ -70,7 +71,7 @@ def test_values_and_updates_are_those_of_a_plain_torch_model(make: Any, untied: 
 
 
 def test_a_value_is_of_what_stands_before_the_token(make: Any) -> None:
-    trainer, batch = make(backend="reference"), make_targets()
+    trainer, batch = make(backend=ORACLE), make_targets()
     for _ in range(2):
         trainer.update(batch, LOSS)
     before = values_of(trainer, batch)
@@ -113,12 +114,10 @@ def test_warm_up_is_the_critics_alone(make: Any) -> None:
 def test_each_model_has_its_own_schedule_norm_and_clipping(make: Any) -> None:
     """The gradient of a far return is clipped; the policy's is not touched by it."""
     schedule = {"name": "linear", "decay_steps": 4}
-    trainer = make(
-        backend="reference", critic={"lr": 1e-2, "schedule": schedule}, max_gradient_norm=1.0
-    )
+    trainer = make(backend=ORACLE, critic={"lr": 1e-2, "schedule": schedule}, max_gradient_norm=1.0)
     batch = make_targets()
     far = batch.replace(returns=1000 * batch.returns)
-    alone = make(backend="reference", critic=None, max_gradient_norm=1.0)
+    alone = make(backend=ORACLE, critic=None, max_gradient_norm=1.0)
     for rate in (0.01, 0.0075, 0.005):
         metrics = trainer.update(far, LOSS)
         assert metrics["critic_lr"] == pytest.approx(rate) and metrics["lr"] == 1e-3
@@ -136,7 +135,7 @@ def test_each_model_has_its_own_schedule_norm_and_clipping(make: Any) -> None:
             "release_gradients": True,
             "packing": True,
         },
-        {"backend": "reference"},
+        {"backend": ORACLE},
     ],
 )
 def test_a_checkpoint_holds_the_critic_and_its_warm_up(
@@ -158,7 +157,7 @@ def test_a_checkpoint_holds_the_critic_and_its_warm_up(
 def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_loads_without(
     make: Any, tmp_path: Path
 ) -> None:
-    plain, trainer = make(backend="reference", critic=None), make(backend="reference")
+    plain, trainer = make(backend=ORACLE, critic=None), make(backend=ORACLE)
     plain.save(tmp_path / "plain", 1)
     trainer.save(tmp_path / "both", 2)
     with pytest.raises(
@@ -170,7 +169,7 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_loads_without(
 
 def test_no_critic_is_one_clear_error(make: Any) -> None:
     batch = make_targets()
-    for backend in ("megatron", "reference"):
+    for backend in ("megatron", ORACLE):
         trainer = make(backend=backend, critic=None)
         with pytest.raises(
             ConfigError, match=r"values come from a critic, found none; set algorithm\.critic"
@@ -189,7 +188,7 @@ def test_options_of_the_critic_are_checked(model: Path) -> None:
         ({"schedule": "cosin"}, r"unknown name 'cosin'\. Did you mean 'cosine'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Trainer.from_pretrained(model, "reference", critic=critic)
+            Trainer.from_pretrained(model, ORACLE, critic=critic)
 
 
 def test_a_loss_in_log_probs_finds_none_at_the_critic(make: Any) -> None:
@@ -198,7 +197,7 @@ def test_a_loss_in_log_probs_finds_none_at_the_critic(make: Any) -> None:
             loss, metrics = super().__call__(output, batch)
             return loss + output.logprobs, metrics
 
-    trainer = make(backend="reference")
+    trainer = make(backend=ORACLE)
     assert isinstance(trainer, ActorCritic)
     with pytest.raises(RLFlowError, match="the loss is nan"):
         trainer.update(make_targets(), Mixed())

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlflow.batching import ROUTED, ROUTES
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import digest, iterate_weights
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
@@ -239,7 +240,7 @@ def test_the_reference_trainer_names_experts_as_files_do(
     make: Any, family: str, tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path, family, tokenizer=False, **SIZES)
-    assert digest(make(path, backend="reference").weights()) == digest(iterate_weights(path))
+    assert digest(make(path, backend=ORACLE).weights()) == digest(iterate_weights(path))
 
 
 def test_experts_get_no_adapters(make: Any) -> None:

@@ -17,6 +17,8 @@ from rlflow.errors import ConfigError, RLFlowError
 from rlflow.models.huggingface import digest
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch
 from tests import rounding
+from tests.reference import ORACLE
+from tests.unit.trainer.backends import BACKENDS
 from tests.unit.trainer.batches import VOCAB, make_batch
 
 K = 5
@@ -42,9 +44,7 @@ def taught(batch: Batch, scores: dict[str, Tensor]) -> Batch:
     return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
 
 
-@pytest.mark.parametrize(
-    ("backend", "tokens_per_microbatch"), [("reference", 4096), ("megatron", 20)]
-)
+@pytest.mark.parametrize(("backend", "tokens_per_microbatch"), [(ORACLE, 4096), ("megatron", 20)])
 def test_scores_are_transformers_at_the_rows_temperature(
     make: Any, teacher: Path, backend: str, tokens_per_microbatch: int
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_teacher_stays_while_the_policy_moves_and_is_not_in_the_checkpoint(
         other.score(batch, "teacher")
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_snapshot_of_a_frozen_models_name_is_refused(
     make: Any, teacher: Path, backend: str
 ) -> None:
@@ -110,14 +110,14 @@ def test_the_forward_kl_moves_megatron_as_it_moves_the_reference_trainer(
         SumLoss((TeacherKLLoss(), SFTLoss())),
         {"optimizer": {"name": "adamw", "eps": 1e-3}},
     )
-    reference = make(backend="reference", **options)
+    reference = make(backend=ORACLE, **options)
     reference.load_frozen("teacher", teacher)
     batch = taught(make_batch(), reference.score(make_batch(), "teacher", top_k=K))
     trainer = make(tokens_per_microbatch=tokens_per_microbatch, logits_chunk_mib=0.01, **options)
     expected, found = reference.update(batch, loss), trainer.update(batch, loss)
     for name in ("loss", "teacher_kl", "teacher_mass", "nll", "gradient_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
-    exact = rounding.Updates(lambda: make(backend="reference", **options), batch, loss, 1)
+    exact = rounding.Updates(lambda: make(backend=ORACLE, **options), batch, loss, 1)
     theirs = dict(reference.weights())
     for name, ours in trainer.weights():
         assert ((ours - theirs[name]).abs() <= exact.most_apart(name, ours)).all(), name

@@ -17,6 +17,7 @@ from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.model import FP8_GRANULES, LAYERS, layers_name, uses_transformer_engine
 from tests.fixtures import tiny_model
+from tests.unit.trainer.backends import BACKENDS
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="what is claimed is the CPU's side"
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fp8_is_refused_without_transformer_engine(model: Path, backend: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.fp8: "):
         Trainer.from_pretrained(model, backend=backend, fp8="delayed")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlflow.trainer.megatron.model import LAYERS
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import make_batch, policy_gradient
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def test_updates_on_a_gpu_are_those_of_the_plain_trainer_on_the_cpu(
 ) -> None:
     batch = make_batch()
     kind = {name: value for name, value in options.items() if name == "lora"}
-    ours, plain = make(**options), make(backend="reference", device="cpu", **kind)
+    ours, plain = make(**options), make(backend=ORACLE, device="cpu", **kind)
     for trainer in (ours, plain):
         trainer.snapshot("reference")
     before = plain.score(batch)["logprobs"]

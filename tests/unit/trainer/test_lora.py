@@ -27,6 +27,8 @@ from tests.dist.lora_ranks import (
     train_plainly,
 )
 from tests.dist.megatron_ranks import make_batch
+from tests.reference import ORACLE
+from tests.unit.trainer.backends import BACKENDS
 from tests.unit.trainer.batches import VOCAB
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -71,7 +73,7 @@ def test_gradients_and_updates_are_those_of_plain_torch(
 
 
 def test_the_reference_backend_computes_it_too(make: Any, model: Path) -> None:
-    batch, trainer = make_batch(VOCAB), make(backend="reference")
+    batch, trainer = make_batch(VOCAB), make(backend=ORACLE)
     plain = train_plainly(model, batch, dict(trainer.adapter_weights()))
     for wanted in plain["metrics"]:
         got = trainer.update(batch, LOSS)
@@ -81,7 +83,7 @@ def test_the_reference_backend_computes_it_too(make: Any, model: Path) -> None:
             torch.testing.assert_close(value, plain[kind][name], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_starts_as_the_base_and_as_peft_draws_it(make: Any, model: Path, backend: str) -> None:
     trainer = make(backend=backend)
     assert digest(trainer.weights()) == digest(iterate_weights(model))
@@ -97,7 +99,7 @@ def test_it_starts_as_the_base_and_as_peft_draws_it(make: Any, model: Path, back
     assert not torch.equal(*(found[f"model.layers.{i}.mlp.up_proj.lora_A.weight"] for i in (0, 1)))
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_stream_is_the_base_with_the_adapters_added_and_the_base_stays(
     make: Any, model: Path, backend: str
 ) -> None:
@@ -130,7 +132,7 @@ def added(trainer: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_of_bfloat16_most_of_the_first_updates_is_lost_and_of_float32_nothing(
     make: Any, untied: Path, backend: str
 ) -> None:
@@ -200,7 +202,7 @@ def test_the_frozen_base_has_neither_gradients_nor_moments(
     )
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(
     make: Any, backend: str
 ) -> None:
@@ -215,7 +217,7 @@ def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(
     assert torch.equal(trainer.score(batch, "proximal")["logprobs"], proximal)
     assert not torch.equal(trainer.score(batch)["logprobs"], proximal)
     adapters = sum(value.numel() for _, value in trainer.adapter_weights())
-    snapshots = trainer.snapshots if backend == "reference" else trainer._snapshots
+    snapshots = trainer.snapshots if backend == ORACLE else trainer._snapshots
     assert [sum(value.numel() for value in held.values()) for held in snapshots.values()] == [
         adapters,
         adapters,
@@ -258,7 +260,7 @@ def tensors_of(checkpoint: Path) -> list[str]:
     "options",
     [
         {},
-        {"backend": "reference"},
+        {"backend": ORACLE},
         {
             "dtype": "bfloat16",
             "distributed_optimizer": True,
@@ -287,7 +289,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(
     assert digest(resumed.weights()) == digest(trainer.weights())
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_of_other_adapters_or_another_base_is_refused(
     make: Any, model: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -360,7 +362,7 @@ def test_a_critic_learns_adapters_and_its_head(make: Any, untied: Path) -> None:
     returns = torch.randn(batch.tokens.shape, generator=draw) * batch.loss_mask
     batch = batch.replace(values=torch.zeros_like(returns), returns=returns)
     found, expected = (
-        make(untied, backend=backend, critic={"lr": 1e-2}) for backend in ("megatron", "reference")
+        make(untied, backend=backend, critic={"lr": 1e-2}) for backend in ("megatron", ORACLE)
     )
     for _ in range(3):
         got, wanted = found.update(batch, loss), expected.update(batch, loss)

@@ -23,6 +23,8 @@ from rlflow.trainer.base import Trainer
 from rlflow.trainer.schedule import cosine
 from rlflow.types import Batch, PolicyOutput
 from tests import rounding
+from tests.reference import ORACLE
+from tests.unit.trainer.backends import BACKENDS
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
@@ -108,7 +110,7 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
     results = []
     adamw = {"name": "adamw", "eps": 1e-5}
     exact = rounding.Updates(
-        lambda: make(backend="reference", optimizer=adamw), batch, policy_gradient, updates=1
+        lambda: make(backend=ORACLE, optimizer=adamw), batch, policy_gradient, updates=1
     )
     for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
         trainer = make(tokens_per_microbatch=limit, optimizer=adamw)
@@ -123,7 +125,7 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
             assert ((other[name] - tensor).abs() <= exact.most_apart(name, tensor)).all(), name
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_metrics_are_means_whatever_the_weights_sum_to(make: Any, backend: str) -> None:
     """Dr.GRPO's constant weights sum to the used share of the token budget; an entropy in nats stays one."""
     batch = make_batch()
@@ -133,13 +135,13 @@ def test_metrics_are_means_whatever_the_weights_sum_to(make: Any, backend: str) 
     assert third["loss"] == pytest.approx(whole["loss"] / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_is_one_clear_error(make: Any, backend: str) -> None:
     with pytest.raises(RLFlowError, match="the batch has no rows"):
         make(backend=backend).update(make_batch().select([]), policy_gradient)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_own_loop_that_forgets_the_weights_is_told_so(make: Any, backend: str) -> None:
     """A training step's batch may come without any: a transform took them all."""
     batch = make_batch()
@@ -175,7 +177,7 @@ def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(ma
     assert digest(first.weights()) == digest(second.weights())
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_update_describes_trained_tokens_only_and_a_score_all(
     make: Any, model: Path, backend: str
 ) -> None:
@@ -284,7 +286,7 @@ def test_non_finite_gradients_stop_before_the_weights_change(
     assert digest(trainer.weights()) == digest(iterate_weights(model))
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(
     make: Any, backend: str
 ) -> None:
@@ -298,7 +300,7 @@ def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(
     assert digest(trainer.weights()) == before
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_update_without_gradient_moves_nothing_not_even_by_momentum(
     make: Any, backend: str
 ) -> None:

@@ -20,6 +20,7 @@ from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.huggingface import digest
 from rlflow.storage.integrity import fingerprint, read_fingerprints, read_sealed, write_manifest
 from tests.unit.tools.spoiled import Payload
+from tests.unit.trainer.backends import BACKENDS
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
@@ -65,7 +66,7 @@ def test_optimizer_options_are_those_of_the_resumed_run(make: Any, tmp_path: Pat
     assert [group["weight_decay"] for group in resumed._optimizer.param_groups] == [0.2, 0.0]
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_any_damage_to_any_file_is_one_clear_error(make: Any, backend: str, tmp_path: Path) -> None:
     """A flipped byte at the start, in the middle and at the end, a lost tail, lost content, a lost file."""
     trainer, place = make(backend=backend), tmp_path / "checkpoint"
@@ -140,7 +141,7 @@ def test_objects_between_tensors_cannot_run_code(
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(
     make: Any, backend: str, tmp_path: Path
 ) -> None:

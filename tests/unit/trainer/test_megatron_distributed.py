@@ -15,6 +15,7 @@ from rlflow.trainer.megatron.cpu import adapted
 from rlflow.trainer.megatron.optimizer import step, zero_gradients
 from tests import rounding
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB
 
 
@@ -71,7 +72,7 @@ def test_split_adam_trains_as_whole_adam_does_up_to_rounding(make: Any) -> None:
     """The two keep parameters in other places in memory, and BLAS rounds gradients by that; Adam divides by their size."""
     batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
     split, whole = make(), make(distributed_optimizer=False)
-    reference = functools.partial(make, backend="reference", distributed_optimizer=False)
+    reference = functools.partial(make, backend=ORACLE, distributed_optimizer=False)
     exact = rounding.Updates(reference, batch, loss, updates=3)
     for number in range(3):
         expected = whole.update(batch, loss)["gradient_norm"]
@@ -128,7 +129,7 @@ def test_checkpoints_of_split_and_whole_adam_load_into_each_other(
             distance, size = (tensor.float() - other.float()).norm(), tensor.float().norm()
             assert distance <= torch.finfo(torch.bfloat16).eps * size, name
         return
-    reference = functools.partial(make, backend="reference", distributed_optimizer=False)
+    reference = functools.partial(make, backend=ORACLE, distributed_optimizer=False)
     exact = rounding.Updates(reference, batch, loss, updates=4)
     for (name, tensor), (_, other) in pairs:
         assert ((tensor - other).abs() <= exact.most_apart(name, tensor)).all(), name
@@ -138,4 +139,4 @@ def test_the_reference_backend_has_no_split_adam(make: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"trainer\.distributed_optimizer: 'reference' runs on one device"
     ):
-        make(backend="reference")
+        make(backend=ORACLE)

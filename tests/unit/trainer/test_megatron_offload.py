@@ -18,6 +18,7 @@ from rlflow.trainer.megatron.optimizer import make_optimizer
 from rlflow.trainer.optimizers import AdamW
 from rlflow.types import Batch, PolicyOutput
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -155,4 +156,4 @@ def test_the_reference_backend_refuses_by_name(make: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"trainer\.release_gradients: 'reference' runs on one device"
     ):
-        make(backend="reference", release_gradients=True)
+        make(backend=ORACLE, release_gradients=True)

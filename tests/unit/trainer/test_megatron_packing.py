@@ -17,6 +17,7 @@ from rlflow.trainer.megatron.layers import _attend
 from rlflow.trainer.megatron.packing import Share, pack, pad
 from rlflow.types import Batch, Loss, PolicyOutput
 from tests import rounding
+from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB
 
 LENGTHS = [20, 3, 1, 7, 20, 5, 2, 11]
@@ -154,7 +155,7 @@ def test_chunks_attend_as_the_whole_row_does(ranks: int) -> None:
 def test_packed_equals_padded(make: Any, limit: int) -> None:
     batch, loss = make_batch(), RowRatioWithEntropy()
     padded, packed = make(), make(packing=True, tokens_per_microbatch=limit)
-    exact = rounding.Updates(lambda: make(backend="reference"), batch, loss, updates=3)
+    exact = rounding.Updates(lambda: make(backend=ORACLE), batch, loss, updates=3)
     want = ("logprobs", "entropy")
     expected, found = padded.score(batch, want=want), packed.score(batch, want=want)
     for name in want:
@@ -211,7 +212,7 @@ def test_an_observation_token_after_the_last_trained_one_changes_no_gradient(
 
 def test_the_reference_backend_refuses_to_pack(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.packing: 'reference' pads"):
-        Trainer.from_pretrained(model, backend="reference", packing=True)
+        Trainer.from_pretrained(model, backend=ORACLE, packing=True)
 
 
 @pytest.mark.parametrize("feeding", [pad, pack])

@@ -13,10 +13,11 @@ from rlflow.algorithms import EntropyLoss, KLLoss, PPOClipLoss, SFTLoss, SumLoss
 from rlflow.batching import make_batch, rows_with_advantage
 from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Segment, StopReason, Trajectory
 from tests import rounding
 from tests.fixtures import tiny_model
+from tests.reference import ORACLE
+from tests.reference.trainer import ReferenceTrainer
 
 PLAIN = {"name": "adamw", "eps": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
 """eps 1 and no averages: a step nearly proportional to the gradient."""
@@ -61,7 +62,7 @@ def test_the_padding_token_learns_where_it_was_sampled(model_path):
     batch = make_batch([Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED)])
     batch = batch.replace(weights=token_weights(batch))
     changed = {}
-    for backend in ("reference", "megatron"):
+    for backend in (ORACLE, "megatron"):
         trainer = Trainer.from_pretrained(model_path, backend, lr=1.0, optimizer=PLAIN)
         before = dict(huggingface(model_path).named_parameters())[
             "model.embed_tokens.weight"
@@ -69,8 +70,8 @@ def test_the_padding_token_learns_where_it_was_sampled(model_path):
         trainer.update(batch, SFTLoss())
         changed[backend] = dict(trainer.weights())["model.embed_tokens.weight"] - before
         trainer.close()
-    assert float(changed["reference"][0].norm()) > 1e-3
-    assert torch.allclose(changed["reference"], changed["megatron"], atol=1e-6)
+    assert float(changed[ORACLE][0].norm()) > 1e-3
+    assert torch.allclose(changed[ORACLE], changed["megatron"], atol=1e-6)
 
 
 def huggingface(path: Path) -> torch.nn.Module:
@@ -342,7 +343,7 @@ def test_zero_gradient_norm_limit_clips_nothing(model_path, batch):
 )
 def test_wrong_options_fail_before_the_model_loads(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        Trainer.from_pretrained(tmp_path, backend="reference", **options)
+        Trainer.from_pretrained(tmp_path, backend=ORACLE, **options)
 
 
 def test_an_unknown_model_or_want_is_a_config_error(model_path, batch):

@@ -13,7 +13,6 @@ from rlflow.algorithms.teachers.prompt import PromptTemplate
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.rollout import Tokenizer
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
@@ -24,6 +23,7 @@ from rlflow.types import (
     Trajectory,
 )
 from tests.fixtures import tiny_model
+from tests.reference.trainer import ReferenceTrainer
 
 HINT = "Vasmere is right.\n{prompt}"
 

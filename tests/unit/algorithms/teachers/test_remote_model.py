@@ -16,9 +16,9 @@ from rlflow.algorithms.teachers.remote_model import ServerTeacher
 from rlflow.batching import token_batch
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.rollout import Tokenizer
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
 from tests.fixtures import tiny_model
+from tests.reference.trainer import ReferenceTrainer
 from tests.unit.algorithms.teachers.completion_server import serve
 
 

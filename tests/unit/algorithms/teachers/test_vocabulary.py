@@ -14,8 +14,8 @@ from rlflow.algorithms.teachers.frozen_model import ModelTeacher
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError, ConfigError, ModelError
 from rlflow.rollout import Tokenizer
-from rlflow.trainer.reference import ReferenceTrainer
 from tests.fixtures import tiny_model, tiny_tokenizer
+from tests.reference.trainer import ReferenceTrainer
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from rlflow_environments.adapters.actions import action_of
 from rlflow_environments.adapters.verifiers import _own_signal_handlers
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config
+from tests.reference import ORACLE
 
 HERE = Path(__file__).parent
 
@@ -35,7 +36,7 @@ def one_step(tmp_path: Path, environment: str, *values: str) -> float:
     model = tiny_model(tmp_path / "model")
     values = ("rollout.max_total_tokens=900", "rollout.max_response_tokens=4", "rollout.prompts_per_step=2",
               "rollout.samples_per_prompt=2",
-              "run.steps=1", "trainer.backend=reference", "evaluation.questions=2", "evaluation.final_questions=2",
+              "run.steps=1", f"trainer.backend={ORACLE}", "evaluation.questions=2", "evaluation.final_questions=2",
               "checkpoint.export=false", "metrics.picture=false", "data.max_prompt_tokens=800", *values)  # fmt: skip
     train(letters_config(model, tmp_path, f"environment={environment}", *values))
     return read_metrics(tmp_path / "letters" / "metrics.jsonl")[-1]["rollout/episodes"]

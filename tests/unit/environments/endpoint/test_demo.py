@@ -16,11 +16,11 @@ from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout import Rollout
-from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Trajectory
 from rlflow_environments.program.program import ProgramEnvironment
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.sources import world_files
+from tests.reference.trainer import ReferenceTrainer
 
 RECIPE = Path(__file__).resolve().parents[4] / "recipes/searchr1"
 POLICY, AGENT = RECIPE / "starting_policy", RECIPE / "agent.py"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlflow_tools.kit.imitation import to_trajectory
 
-from rlflow.algorithms.imitation import to_trajectory
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.models.tiny import write_random_model, write_tokenizer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rlflow.checks.environments import check_environment
+from rlflow_tools.kit.checks.environments import check_environment
+
 from rlflow_environments.wrappers.improve import ImprovePrompts, improved
 from tests.unit.environments.wrappers.small import Rooms, played
 

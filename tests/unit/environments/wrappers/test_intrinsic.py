@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
 
-from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.report.reductions import reduced
 from rlflow_environments.wrappers import annotator as annotating

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
 
-from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow_environments.common import judge as judging
 from rlflow_environments.common.judge import JudgeError

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
 
-from rlflow.checks.environments import check_environment
 from rlflow.environment import check_step
 from rlflow.errors import ConfigError
 from rlflow.types import Episode, Step, Task

@@ -6,9 +6,9 @@ import asyncio
 import re
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
 
 from rlflow import Environment, Metric, Step, Task
-from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError
 from rlflow_environments.common import judge as judging
 from rlflow_environments.common.endpoint import UnreadableReply

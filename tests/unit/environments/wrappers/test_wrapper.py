@@ -6,9 +6,9 @@ import asyncio
 import threading
 
 import pytest
+from rlflow_tools.kit.checks.environments import check_environment
 
 from rlflow import Step
-from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, PolicyError
 from rlflow_environments.wrappers.rubric import RubricRewards
 from rlflow_environments.wrappers.stages import StageRewards

@@ -31,9 +31,9 @@ from rlflow.rollout.vllm.device_buckets import (
 from rlflow.rollout.vllm.engines import make_vllm_engines
 from rlflow.rollout.vllm.server import VLLMServer
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine
-from rlflow.trainer.reference import ReferenceTrainer
 from tests import gpu_memory
 from tests.fixtures import tiny_model
+from tests.reference.trainer import ReferenceTrainer
 from tests.unit.rollout.engine_contract import Pairs, run
 from tests.unit.rollout.vllm.fake_server import FakeServed
 from tests.unit.rollout.vllm.real import NEEDS_VLLM

@@ -17,16 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rlflow_tools.kit.play import play
+from rlflow_tools.kit.scaffold import forms, write_environment
 
 from rlflow.commands import cli
-from rlflow.commands.play import play
-from rlflow.commands.scaffold import forms, write_environment
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.report.sinks import read_metrics
 from rlflow.run.assemble import make_environment
+from tests.reference import ORACLE
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NAME = "first_try"
 KINDS = {"agent": "program", "dataset": "dataset"}
 """Of the forms without a class: the environment that their configuration names."""
@@ -141,7 +142,7 @@ def test_a_tiny_policy_is_made_from_the_files_and_trained_a_step(
     small = (
         "run.steps=1 rollout.prompts_per_step=2 rollout.samples_per_prompt=2 evaluation.questions=2"
     )
-    quick = "evaluation.final_questions=2 trainer.backend=reference metrics.picture=false metrics.page=false"
+    quick = f"evaluation.final_questions=2 trainer.backend={ORACLE} metrics.picture=false metrics.page=false"
     assert cli.main(["train", "--config", yaml, *small.split(), *quick.split()]) == 0
     (before, after) = read_metrics(f"runs/{NAME}/metrics.jsonl")
     assert "eval/score" in before and "train/loss" in after

@@ -15,16 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.calls import THREADS, CallThreads, call
-from rlflow.checks.agents import (
-    Agent,
-    answering_agent,
-    player_agent,
-    random_agent,
-    scripted_agent,
-)
-from rlflow.checks.answers import answer_problem, timed_method
-from rlflow.checks.plays import Play, describe, describe_player
-from rlflow.checks.report import ContractReport
 from rlflow.environment import (
     Environment,
     last_step,
@@ -41,7 +31,19 @@ from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.types import Episode, Task
 
-logger = logging.getLogger(__name__)
+from .. import OURS
+from .agents import (
+    Agent,
+    answering_agent,
+    player_agent,
+    random_agent,
+    scripted_agent,
+)
+from .answers import answer_problem, timed_method
+from .plays import Play, describe, describe_player
+from .report import ContractReport
+
+logger = logging.getLogger("rlflow.kit.checks")  # under `rlflow`, which the command line shows
 
 WORD_S, LIMIT_S = 10, 60
 """Seconds without the end of a call after which the check says so, and after which it ends."""
@@ -108,7 +110,7 @@ class _Audit:
         try:
             await self.check_all()
         except Exception as error:  # noqa: BLE001 -- others' objects, compared or copied
-            place = raised_at(error) or "in rlflow"
+            place = raised_at(error, OURS) or "in rlflow"
             self.breach("check", f"the check cannot go on: {described(error)} ({place})")
         return self.report
 
@@ -151,7 +153,7 @@ class _Audit:
             raised = f"{what} raised {described(error)}"
             text = str(error) if isinstance(error, RolloutError) else raised
             response = f"the response was {arguments[1]!r:.80}" if what == "step" else ""
-            details = "; ".join(filter(None, [raised_at(error), response]))
+            details = "; ".join(filter(None, [raised_at(error, OURS), response]))
             self.breach(f"{what} {type(error).__name__}", f"{text} ({details})")
             return False, None
         finally:
@@ -302,7 +304,7 @@ class _Audit:
             except Exception as error:  # noqa: BLE001 -- a scripted player is others' code too
                 self.breach(
                     "player",
-                    f"the player raised {described(error)} ({raised_at(error)})",
+                    f"the player raised {described(error)} ({raised_at(error, OURS)})",
                 )
                 play.failed = True
                 break

@@ -71,7 +71,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
-    from rlflow.checks.parts import check_algorithm
+    from .checks.parts import check_algorithm
 
     keywords = dict(map(read_assignment, args.set))
     report = check_algorithm(args.name, args.kind, **keywords)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rlflow_tools.kit.checks.parts import check_algorithm, kind_of
 
 from rlflow.algorithms.algorithm import config_needs
 from rlflow.algorithms.base import Advantage, Curator, Part, as_part
 from rlflow.algorithms.trial.first_call import LOWERED, check_first_call, sign_problem
-from rlflow.checks.parts import check_algorithm, kind_of
 from rlflow.commands.cli import main
 from rlflow.components import LOSS, PARTS
 from rlflow.config.schema import load_config
@@ -337,7 +337,7 @@ def test_the_list_names_every_part_with_its_keywords(capsys: pytest.CaptureFixtu
 def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "write_an_algorithm.md").read_text(
+    page = (Path(__file__).parents[5] / "docs" / "write_an_algorithm.md").read_text(
         encoding="utf-8"
     )
     examples = re.findall(r"```python\n(.*?)```", page, flags=re.S)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.checks.report import ContractReport
 from rlflow.environment import Environment, metrics_problem
 from rlflow.errors import did_you_mean
 from rlflow.report.metrics import Metrics, scores
 from rlflow.types import Task
+
+from .report import ContractReport
 
 
 @dataclass

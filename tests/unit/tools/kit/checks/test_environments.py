@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy
 import pytest
+from rlflow_tools.kit.checks import environments
+from rlflow_tools.kit.checks.environments import check_environment
+from rlflow_tools.kit.play import play
 
 from rlflow import Environment, Episode, Metric, Step, Task
-from rlflow.checks import environments
-from rlflow.checks.environments import check_environment
 from rlflow.commands.cli import main
-from rlflow.commands.play import play
 from rlflow.environment import check_form
 from rlflow.errors import ConfigError
 
@@ -418,7 +418,8 @@ def test_what_hangs_is_told_of_and_ends_the_check(
         environment.places.acquire()
     report = check_environment(environment, episodes=1)
     assert any(expected in problem for problem in report.problems), str(report)
-    assert "waiting for" in caplog.text
+    shown = [line.message for line in caplog.records if line.name.startswith("rlflow.")]
+    assert any("waiting for" in message for message in shown)
 
 
 def test_a_prompt_of_text_without_a_stop_string_is_a_note() -> None:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.trial.first_call import raised
-from rlflow.checks.report import ContractReport
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
+
+from .. import OURS
+from .report import ContractReport
 
 KEPT = ("tokens", "loss_mask", "logprobs", "lengths", "temperatures", "advantages")
 TOLERANCE = 1e-5
@@ -25,7 +27,7 @@ def expecting(report: ContractReport, what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 -- others' code: whatever it raises is reported
-        report.breach(f"{what} {raised(error)}")
+        report.breach(f"{what} {raised(error, OURS)}")
 
 
 def expect_tensor(report: ContractReport, name: str, value: Tensor, shape: torch.Size) -> None:

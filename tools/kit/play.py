@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from rlflow.checks.agents import Agent
 from rlflow.commands.paint import Paint
 from rlflow.environment import (
     Environment,
@@ -23,6 +22,8 @@ from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.texts import one_line, printable
 from rlflow.types import Observation, Task
+
+from .checks.agents import Agent
 
 
 def play(

@@ -17,24 +17,23 @@ from rlflow.algorithms.base import Curator
 from rlflow.algorithms.trial.first_call import call_part, sign_problem
 from rlflow.algorithms.trial.sample_step import (
     FIELDS,
-    disturbed,
-    map_output,
     sample_batch,
     sample_groups,
     sample_output,
-    sample_views,
 )
-from rlflow.checks.expectations import (
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
+from rlflow.storage.states import put_back, take_out
+from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
+
+from .expectations import (
     TOLERANCE,
     expect_same,
     expect_tensor,
     expect_unchanged,
     expecting,
 )
-from rlflow.checks.report import ContractReport
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
-from rlflow.storage.states import put_back, take_out
-from rlflow.types import Batch, Group, Loss, PolicyOutput, Task
+from .report import ContractReport
+from .views import disturbed, map_output, sample_views
 
 EXTREME = 1e4  # a log-ratio that exp cannot take
 CHANGED = (

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-
-from rlflow import Rollout, make_batch
-from rlflow.algorithms.imitation import (
+from rlflow_tools.kit.imitation import (
     Lessons,
     demonstrate,
     make_policy,
     row_weights,
     to_trajectory,
 )
+
+from rlflow import Rollout, make_batch
 from rlflow.commands.cli import main
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, StorageError
 from rlflow.types import Episode, Step, Task
+from tests.reference import ORACLE
 
 
 class Echo(Environment):
@@ -113,7 +114,7 @@ def test_a_player_that_fails_is_one_line_and_closes_its_episode(wrong: Any, word
 def test_a_policy_learns_what_the_player_says_and_can_be_rolled_out(tmp_path: Path) -> None:
     """Forty lessons teach the form: two tokens of the game and the stop string, not yet which letter."""
     environment, losses = Echo(), list[float]()
-    lessons = Lessons(steps=40, rows=16, lr=1e-2, turns=2, clumsy=1.0, backend="reference")
+    lessons = Lessons(steps=40, rows=16, lr=1e-2, turns=2, clumsy=1.0, backend=ORACLE)
     reward = make_policy(
         environment,
         player,
@@ -142,6 +143,6 @@ def test_a_scaffold_with_a_policy_that_fails_leaves_nothing(
     def fails(*_: Any, **__: Any) -> float:
         raise ConfigError("no")
 
-    monkeypatch.setattr("rlflow.algorithms.imitation.make_policy", fails)
+    monkeypatch.setattr("rlflow_tools.kit.imitation.make_policy", fails)
     assert main(["env", "new", "game", "--policy", "--directory", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == [] and "ConfigError: no" in capsys.readouterr().err

@@ -23,15 +23,18 @@ from rlflow.commands.arguments import (
     option,
     quoted,
 )
-from rlflow.commands.scaffold import ENVIRONMENT, Scaffold, forms, write_environment
 from rlflow.errors import ConfigError, as_called, described, raised_at
 from rlflow.texts import printable
 
+from . import OURS
+from .scaffold import ENVIRONMENT, Scaffold, forms, write_environment
+
 if TYPE_CHECKING:
-    from rlflow.algorithms.imitation import Lessons
-    from rlflow.checks.agents import Agent, Said
     from rlflow.environment import Environment
     from rlflow.types import Task
+
+    from .checks.agents import Agent, Said
+    from .imitation import Lessons
 
 TURNS, LESSONS = 6, 300  # of a demonstration; optimizer steps of the imitation
 LEARNING = (
@@ -184,7 +187,7 @@ def _remove_with_bytecode(path: Path) -> None:
 
 def _teach(made: Scaffold) -> None:
     """Makes the policy of a new project in its environment."""
-    from rlflow.algorithms.imitation import Lessons
+    from .imitation import Lessons
 
     wanted = {"steps": LESSONS, "turns": TURNS, **(made.form.lessons or {})}
     if made.configuration in made.files:
@@ -197,7 +200,7 @@ def _teach(made: Scaffold) -> None:
 
 def run_policy(args: argparse.Namespace) -> int:
     """Makes a tiny policy by imitation of a scripted player."""
-    from rlflow.algorithms.imitation import Lessons
+    from .imitation import Lessons
 
     check_least(args, steps=1, turns=1, episodes=1)
     lessons = Lessons(
@@ -226,9 +229,10 @@ def run_policy(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
-    from rlflow.checks.environments import LIMIT_S, check_environment
     from rlflow.components import Kind
     from rlflow.run.interrupt import InterpreterWatch
+
+    from .checks.environments import LIMIT_S, check_environment
 
     check_least(args, episodes=1, turns=1)
     player = Kind("player").resolve(args.player) if args.player else None
@@ -248,8 +252,9 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_play(args: argparse.Namespace) -> None:
     """Lets a person be the policy, or shows how a scripted player is."""
-    from rlflow.commands.play import play
     from rlflow.components import Kind
+
+    from .play import play
 
     check_least(args, turns=1)
     agent = _watched(Kind("player").resolve(args.player)) if args.player else None
@@ -260,7 +265,7 @@ def run_play(args: argparse.Namespace) -> None:
 
 def _watched(player: Callable[..., str]) -> Agent:
     """The player at its best; what it raises is one line. Raises ConfigError."""
-    from rlflow.checks.agents import player_agent
+    from .checks.agents import player_agent
 
     agent = player_agent(player, seed=0)
 
@@ -268,7 +273,7 @@ def _watched(player: Callable[..., str]) -> Agent:
         try:
             return agent(task, shown, said)
         except Exception as error:
-            where = raised_at(error)
+            where = raised_at(error, OURS)
             told = described(error) + (f" ({where})" if where else "")
             raise ConfigError(f"--player: expected a response, it raised {told}.") from error
 
@@ -303,8 +308,9 @@ def _make_policy(
     overwrite: bool = False,
 ) -> None:
     """Imitates the player, with a line every 50 steps."""
-    from rlflow.algorithms.imitation import make_policy
     from rlflow.components import Kind
+
+    from .imitation import make_policy
 
     began = time.monotonic()
     turns_clumsy = math.ceil(lessons.clumsy * lessons.steps)

@@ -9,9 +9,6 @@ from typing import Any
 from rlflow.algorithms.base import Advantage, Curator, Filter, Transform
 from rlflow.algorithms.trial.first_call import make_part
 from rlflow.algorithms.trial.sample_step import sample_tasks
-from rlflow.checks.expectations import expecting
-from rlflow.checks.part_kinds import CHECKS
-from rlflow.checks.report import ContractReport
 from rlflow.components import (
     ADVANTAGE,
     AGGREGATE,
@@ -24,6 +21,10 @@ from rlflow.components import (
 )
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
+
+from .expectations import expecting
+from .part_kinds import CHECKS
+from .report import ContractReport
 
 _CLASSES = {
     Advantage: ADVANTAGE,

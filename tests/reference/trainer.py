@@ -45,7 +45,6 @@ from rlflow.trainer.reducing import (
     reduce_tokens,
     skipped,
 )
-from rlflow.trainer.reference_model import Critic, at_tokens, load_model, policy_output
 from rlflow.trainer.scoring import (
     check_new_name,
     check_tokens,
@@ -54,6 +53,8 @@ from rlflow.trainer.scoring import (
     unknown_model,
 )
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
+from tests.reference.adapters import attach, named_factors
+from tests.reference.model import Critic, at_tokens, load_model, policy_output
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
 CANNOT = {
@@ -103,7 +104,7 @@ class ReferenceTrainer(Trainer):
         self.vocab = known_vocab(path, _rows(policy))
         self.model = (Critic(policy) if values else policy).to(self.device)
         self.lora = given.lora
-        self.adapters = {} if self.lora is None else lora.attach(self.model, self.lora, seed)
+        self.adapters = {} if self.lora is None else attach(self.model, self.lora, seed)
         self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
         parameters = list(self._trained().values())
         matrices = [value for value in parameters if value.dim() > 1]
@@ -242,7 +243,7 @@ class ReferenceTrainer(Trainer):
         return lora.arrived(torch.stack([one.arrival for one in self.adapters.values()]).sum(0))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in lora.named_factors(self.adapters):
+        for name, value in named_factors(self.adapters):
             yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
 
     def save(self, path: str | Path, step: int) -> None:
