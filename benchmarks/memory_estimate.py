@@ -113,18 +113,15 @@ def estimated_mib(case: Case, path: Path) -> list[float]:
     """Of each process that is measured."""
     from rlflow.models.architecture import architecture
     from rlflow.models.huggingface import read_config
-    from rlflow.run.estimates import engine_parts, rank_parts, update_parts, vllm_memory
+    from rlflow.preflight.estimates import rank_parts, run_sizes, server_memory, update_parts
 
-    config, model = configuration(case, path), architecture(read_config(path))
+    sizes = run_sizes(configuration(case, path), architecture(read_config(path)))
     if case.part == "rollout":
-        return [sum(engine_parts(config, model).values()) / MIB]
+        return [sum(sizes.engine.memory(sizes.engine_load).values()) / MIB]
     if case.part == "vllm":
-        return [vllm_memory(config, model)[0].total / MIB]
-    stages = config.trainer.pipeline_parallel
-    parts = [
-        {**rank_parts(config, model, stage), **update_parts(config, model, stage)}
-        for stage in range(stages)
-    ]
+        return [server_memory(sizes)[0].total / MIB]
+    stages = sizes.trainer.pipeline_parallel
+    parts = [{**rank_parts(sizes, stage), **update_parts(sizes, stage)} for stage in range(stages)]
     return [sum(part.values()) / MIB for part in parts for _ in range(max(case.ranks, 1) // stages)]
 
 

@@ -29,6 +29,7 @@ from rlflow.matmul import PRODUCTS
 from rlflow.report.metrics import Metrics, save_registered
 from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
@@ -38,7 +39,6 @@ from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import engine_dtype
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
@@ -105,10 +105,12 @@ def make_engine(
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
     check_secrets({"rollout": {"engine": section.engine}})
+    adapters = config.trainer.lora is not None
+    engine_dtype = engine_facts(section.engine).dtype(config.model.dtype, adapters)
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
-        "dtype": engine_dtype(config),
+        "dtype": engine_dtype,
         "max_tokens": section.max_total_tokens,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,

@@ -15,6 +15,9 @@ from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
+from rlflow.preflight.estimates import run_sizes
+from rlflow.preflight.gpu_memory import gpu_table
+from rlflow.preflight.start import check_start, policy_architecture
 from rlflow.report.findings import Watch
 from rlflow.report.live import LivePage
 from rlflow.report.recorder import Recorder
@@ -36,10 +39,9 @@ from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import RunDirectory, explain_unwritable, run_path
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.export import check_own_family
-from rlflow.run.gpus import gpu_table, make_placement
+from rlflow.run.gpus import make_placement
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.origin import fetch_models
-from rlflow.run.preflight import check_start, policy_architecture
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.rollout_workers import make_run_rollout
 from rlflow.run.run import Run
@@ -202,7 +204,8 @@ def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> 
     placement = make_placement(config)
     if placement is not None:
         stack.callback(placement.close)
-    for line in gpu_table(config, policy_architecture(config), placement):
+    sizes = run_sizes(config, policy_architecture(config))
+    for line in gpu_table(sizes, placement):
         logger.info("%s", line)
         progress.message(line)
     return placement

@@ -35,11 +35,11 @@ from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.engine import PauseMode, Sent
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import reported
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopWatch
 from rlflow.rollout.players import Begun, Ended, Player, RemotePlayer
-from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.rollout.weight_sync import SyncReport
 from rlflow.rollout.weights import WeightPublisher, WeightReader
 from rlflow.rollout.workers import (
@@ -55,7 +55,6 @@ from rlflow.run.assemble import (
     rollout_options,
     trainable,
 )
-from rlflow.run.estimates import is_vllm
 from rlflow.run.gpus import engine_gpus, gpu_demand, store_bytes
 from rlflow.types import Trajectory
 
@@ -287,7 +286,8 @@ def make_run_rollout(config: RunConfig, placement: Placement | None = None) -> R
     closes it."""
     if config.cluster.rollout_workers:
         return make_worker_rollout(config, placement)
-    return make_rollout(config, engine_gpus(config, placement))
+    engine = engine_facts(config.rollout.engine)
+    return make_rollout(config, engine_gpus(config.cluster, engine, placement))
 
 
 def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -> WorkerRollout:
@@ -295,7 +295,8 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
     placement where they share those of the ranks; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, demand = config.cluster, gpu_demand(config)
+    section = config.cluster
+    demand = gpu_demand(section, engine_facts(config.rollout.engine))
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
     environment = make_environment(config, **({"network_host": host} if here else {}))
@@ -338,8 +339,8 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
 
 def pool_limits(config: RunConfig) -> PoolLimits:
     """By when workers of the run are given up: to start, each may take longer than its engine."""
-    faults, default_s = config.rollout.faults, VLLMOptions.start_s if is_vllm(config) else 0.0
-    start_s = float(config.rollout.engine.get("start_s", default_s)) + BESIDE_ENGINE_S
+    faults = config.rollout.faults
+    start_s = engine_facts(config.rollout.engine).start_limit_s() + BESIDE_ENGINE_S
     return PoolLimits(
         answer_s=min(ANSWER_S, faults.call_s),
         start_s=max(PoolLimits.start_s, start_s),

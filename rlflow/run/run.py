@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
@@ -24,11 +26,11 @@ from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.rollout.engine import Sent
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.groups import Groups
 from rlflow.rollout.weight_sync import sharing_of
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
-from rlflow.run.estimates import engine_dtype
 from rlflow.run.evaluate import EvaluationSchedule, evaluate
 from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
@@ -187,9 +189,7 @@ class Run:
                     "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
                 )
             try:
-                # Adapters are rounded once, to what the engines keep
-                adapted = self.config.trainer.lora is not None
-                merged = [torch_dtype(engine_dtype(self.config))] if adapted else []
+                merged = self._merged_dtypes()
                 if (sharing := sharing_of(self.rollout.engines)) is None:
                     weights: Iterator[Sent] = self.trainer.weights(
                         self.rollout.weights_device, *merged
@@ -200,6 +200,14 @@ class Run:
             except RolloutError:
                 if not self.rollout.failure:
                     raise
+
+    def _merged_dtypes(self) -> list[torch.dtype]:
+        """What adapters are merged in, for the engines: rounded once, to what these keep."""
+        model, trainer = self.config.model, self.config.trainer
+        if trainer.lora is None:
+            return []
+        engine = engine_facts(self.config.rollout.engine)
+        return [torch_dtype(engine.dtype(model.dtype, adapters=True))]
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step, takes the snapshots anew that are due, and writes its metrics and some

@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 ASKING = re.compile(r"cuda(?!_manual_seed|_rng|_state)")
 SAID = {
     "trainer/reference.py": "the oracle of the tests: its device is an argument",
-    "run/preflight.py": "counts GPUs",
+    "preflight/start.py": "counts GPUs",
     "trainer/megatron/checkpoint.py": "Megatron's name for its generators, which `cpu.py` provides",
 }
 """Files that ask and do the same whatever the answer."""

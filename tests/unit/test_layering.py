@@ -54,11 +54,13 @@ ALLOWED: dict[str, set[str]] = {
     "checks": {"calls", "algorithms", "algorithms/trial", "rollout", "environment", "batching", "report", "storage",
                "components", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
-    "run": {"codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
+    "preflight": {"run", "addresses", "cluster", "config", "rollout", "trainer", *ALGORITHMS, "environment", "models",
+                  "storage", "components", "gpu_plan", *BASIS},
+    "run": {"preflight", "codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
             "environment", "models", "report", "storage", "components", "matmul", "gpu_plan", "values", *BASIS},
     "report": {"run", "config", "rollout", "trainer", "components", "storage", "places", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", *ALGORITHMS, "batching", "report", *BASIS},
-    "commands": {"__init__", "checks", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
+    "commands": {"__init__", "checks", "loop", "run", "preflight", "cluster", "config", "rollout", "environment", *ALGORITHMS,
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING

@@ -12,9 +12,9 @@ import pytest
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, ModelError, RolloutError, StorageError
 from rlflow.models import tables
+from rlflow.preflight.start import _check_router_replay
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
-from rlflow.run.preflight import _check_router_replay
 from rlflow.run.resume import finished_summary
 from rlflow.storage.files import write_json
 from tests import fixtures

@@ -1,21 +1,20 @@
 """Checks that a training run can start, before anything is built or written: `check_start` stops at
-the first problem that files and installed packages show. `rlflow.run.examine` opens everything."""
+the first problem that files and installed packages show. `rlflow.preflight.examine` opens everything."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-
-import torch
+from typing import Any
 
 from rlflow.algorithms.algorithm import check_parts
 from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import check_secrets, config_checks
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import ClusterSection, RunConfig
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
@@ -24,12 +23,10 @@ from rlflow.errors import (
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
-from rlflow.rollout.embedded.embedded_engine import device_of
-from rlflow.rollout.vllm.devices import check_engine_devices
-from rlflow.rollout.vllm.launch import check_python, find_python
+from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import is_embedded, is_vllm
 from rlflow.run.gpus import check_gpus
+from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.routing import balance_of
 
 
@@ -57,10 +54,12 @@ def start_checks(
             yield lambda: _check_weights(config)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
-    yield lambda: check_gpus(config)
+    engine = engine_facts(config.rollout.engine)
+    yield lambda: check_gpus(config.cluster, engine)
     yield lambda: _check_router_replay(config, model)
-    for check in (_check_offload, _check_engine_device, _check_workers, _check_vllm):
-        yield partial(check, config)
+    yield lambda: _check_offload(config.trainer, config.cluster)
+    yield lambda: _check_workers(config.cluster, config.rollout.engine)
+    yield lambda: _check_engine(config, engine)
     yield lambda: _check_directory(config)
 
 
@@ -107,27 +106,15 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
                 )
 
 
-def _check_offload(config: RunConfig) -> None:
+def _check_offload(trainer: TrainerOptions, cluster: ClusterSection) -> None:
     """What the trainer would spare of a GPU that it has not. Ranks see the GPUs that Ray gives
     them."""
-    section = config.cluster
-    if config.trainer.backend == "megatron" and not (
-        section.gpus_per_rank if section.ranks else torch.cuda.is_available()
-    ):
-        config.trainer.check_without_gpu()
+    if trainer.backend == "megatron" and not cluster.on_gpus:
+        trainer.check_without_gpu()
 
 
-def _check_engine_device(config: RunConfig) -> None:
-    if not config.cluster.rollout_workers and is_embedded(config):
-        device_of(
-            config.rollout.engine.get("device"),
-            config.rollout.engine.get("cuda_graphs"),
-        )
-
-
-def _check_workers(config: RunConfig) -> None:
+def _check_workers(section: ClusterSection, options: Mapping[str, Any]) -> None:
     """What no rollout worker could be made with, or would share with another one."""
-    section, options = config.cluster, config.rollout.engine
     if not section.rollout_workers:
         return
     made = options.get("engines", 1)
@@ -151,17 +138,14 @@ def _check_workers(config: RunConfig) -> None:
         )
 
 
-def _check_vllm(config: RunConfig) -> None:
-    """Whether vLLM is there for the run's engines and those of workers. Raises RLFlowError."""
+def _check_engine(config: RunConfig, engine: EngineFacts) -> None:
+    """Whether the engine's program and devices are there, for the run's own engines and those of
+    workers on this machine. Raises RLFlowError."""
     section = config.cluster
-    if is_vllm(config) and not (
-        section.rollout_workers and section.address
-    ):  # workers elsewhere have interpreters of their own
-        options = config.rollout.engine
-        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
-        check_python(find_python(options.get("python")), triton=named)
-        if not section.rollout_workers:  # theirs have GPUs that Ray gives them
-            check_engine_devices(options, section.ranks, section.gpus_per_rank)
+    if not (section.rollout_workers and section.address):  # elsewhere they have their own programs
+        engine.check_installed(routes=config.trainer.router_replay == "rollout")
+    if not section.rollout_workers:  # theirs have GPUs that Ray gives them
+        engine.check_devices(section.ranks, section.gpus_per_rank)
 
 
 def _check_directory(config: RunConfig) -> None:

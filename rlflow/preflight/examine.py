@@ -27,6 +27,11 @@ from rlflow.errors import (
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import read_config
+from rlflow.preflight.estimates import RunSizes, checkpoint_bytes, run_sizes
+from rlflow.preflight.gpu_memory import check_gpu_memory
+from rlflow.preflight.host_memory import check_host_memory
+from rlflow.preflight.start import policy_architecture, start_checks
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import shut_down, tasks_of
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
@@ -37,10 +42,6 @@ from rlflow.run.assemble import (
     rollout_over,
 )
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import checkpoint_bytes, engine_dtype
-from rlflow.run.gpus import check_gpu_memory
-from rlflow.run.host_memory import check_host_memory
-from rlflow.run.preflight import policy_architecture, start_checks
 from rlflow.run.resume import check_continuation
 
 PROMPTS_READ = 1000  # of each split
@@ -56,6 +57,7 @@ class Readiness:
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
     model: Architecture | None = None
+    sizes: RunSizes | None = None
     fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
 
 
@@ -92,10 +94,12 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
         found.problems.attempt(check_continuation, config)
     found.notes += _adapter_notes(config)
     if found.model is not None:
-        found.problems.attempt(_check_disk, config, found.model)
-        found.problems.attempt(check_gpu_memory, config, found.model)
+        found.sizes = found.problems.attempt(run_sizes, config, found.model)
+    if found.sizes is not None:
+        found.problems.attempt(_check_disk, config, found.sizes)
+        found.problems.attempt(check_gpu_memory, found.sizes)
         if found.fits:
-            found.problems.attempt(check_host_memory, config, found.model)
+            found.problems.attempt(check_host_memory, found.sizes)
     return found
 
 
@@ -103,7 +107,8 @@ def _adapter_notes(config: RunConfig) -> list[str]:
     """What the engine's precision does to adapters over bfloat16 weights."""
     if config.trainer.lora is None or config.model.dtype != "bfloat16":
         return []
-    if engine_dtype(config) == "float32":
+    engine = engine_facts(config.rollout.engine)
+    if engine.dtype(config.model.dtype, adapters=True) == "float32":
         return [
             "rollout.engine keeps float32, at twice the memory of bfloat16, in which most of what "
             "adapters learn would be lost for many updates (rollout.engine.dtype)"
@@ -342,13 +347,13 @@ def check_address(key: str, host: str, port: int) -> None:
         )
 
 
-def _check_disk(config: RunConfig, model: Architecture) -> None:
+def _check_disk(config: RunConfig, sizes: RunSizes) -> None:
     """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
     and the export, in place of the checkpoints that a run replaces."""
     path = run_path(config)
     ground = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
-    each, export = size
+    each, export = checkpoint_bytes(sizes)
+    free = shutil.disk_usage(ground).free
     needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
     if config.run.resume or config.run.overwrite:
         saved = RunDirectory(path).saved
