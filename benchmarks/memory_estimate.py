@@ -229,11 +229,11 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
 def _update(case: Case, config: Any) -> None:
     import dataclasses
 
-    from rlflow.algorithms.algorithm import config_needs
+    from rlflow.algorithms.algorithm import algorithm_needs
     from rlflow.trainer.base import Trainer
 
     options: dict[str, Any] = {**dataclasses.asdict(config.trainer), "dtype": config.model.dtype}
-    needs = config_needs(config)
+    needs = algorithm_needs(config.algorithm)
     if config.algorithm.critic is not None:
         options["critic"] = dataclasses.asdict(config.algorithm.critic)
     trainer = Trainer.from_pretrained(config.model.path, **options)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlflow.algorithms.algorithm import config_needs
+from rlflow.algorithms.algorithm import algorithm_needs
 from rlflow.config.schema import AlgorithmSection, ClusterSection, RunConfig
 from rlflow.models.architecture import Architecture, architecture, padded_vocab
 from rlflow.models.huggingface import read_config
@@ -95,7 +95,7 @@ def run_sizes(config: RunConfig, model: Architecture) -> RunSizes:
     on_gpus = config.cluster.on_gpus
     engine_dtype = engine.dtype(config.model.dtype, config.trainer.lora is not None)
     episodes = rollout.prompts_per_step * rollout.samples_per_prompt
-    needs = config_needs(config)
+    needs = algorithm_needs(config.algorithm)
     # Engines of rollout workers, and those that sample while the trainer works, go on
     taking_turns = not (config.cluster.rollout_workers or rollout.asynchronous.overlap)
     return RunSizes(

@@ -14,7 +14,7 @@ from rlflow.algorithms.algorithm import check_parts
 from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import check_secrets, config_checks
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import ClusterSection, RunConfig
+from rlflow.config.schema import ClusterSection, RunConfig, RunSection
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
@@ -49,9 +49,9 @@ def start_checks(
     yield lambda: check_secrets(to_dict(config))
     yield lambda: check_parts(config)
     if model:
-        yield lambda: config.trainer.layout.check_model(policy_architecture(config))
+        yield lambda: config.trainer.layout.check_model(policy_architecture(config.model.path))
         if weights:
-            yield lambda: _check_weights(config)
+            yield lambda: _check_weights(config.model.path)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
     engine = engine_facts(config.rollout.engine)
@@ -59,36 +59,39 @@ def start_checks(
     yield lambda: _check_router_replay(config, model)
     yield lambda: _check_offload(config.trainer, config.cluster)
     yield lambda: _check_workers(config.cluster, config.rollout.engine)
-    yield lambda: _check_engine(config, engine)
-    yield lambda: _check_directory(config)
+    yield lambda: _check_engine(
+        engine, config.cluster, routes=config.trainer.router_replay == "rollout"
+    )
+    yield lambda: _check_directory(config.run)
 
 
-def policy_architecture(config: RunConfig) -> Architecture:
+def policy_architecture(path: str) -> Architecture:
     """The architecture of `model.path`. Raises ConfigError without one, ModelError for a directory
     that holds no such model."""
-    if not config.model.path:
+    if not path:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give "
             "--model PATH."
         )
-    return architecture(read_config(config.model.path))
+    return architecture(read_config(path))
 
 
-def _check_weights(config: RunConfig) -> None:
-    policy_architecture(
-        config
-    )  # the families of its error are those that can be trained; more can be read
-    check_loadable(config.model.path)
+def _check_weights(path: str) -> None:
+    # The families that can be trained are fewer than those that can be read
+    policy_architecture(path)
+    check_loadable(path)
 
 
 def _check_router_replay(config: RunConfig, model: bool) -> None:
     """Whether there are routers that do what is asked, and an engine that says what they chose.
     Raises ConfigError."""
     asked, engine = config.trainer.router_replay, config.rollout.engine
-    if asked != "off" and model and policy_architecture(config).experts is None:
+    if asked != "off" and model and policy_architecture(config.model.path).experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
     if model and config.model.path:
-        balance_of(config.trainer, read_config(config.model.path), policy_architecture(config))
+        balance_of(
+            config.trainer, read_config(config.model.path), policy_architecture(config.model.path)
+        )
     if asked == "rollout":
         target = ENGINE.resolve(engine["name"], "rollout.engine")
         if "routes" not in inspect.signature(target).parameters:
@@ -138,21 +141,19 @@ def _check_workers(section: ClusterSection, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_engine(config: RunConfig, engine: EngineFacts) -> None:
+def _check_engine(engine: EngineFacts, section: ClusterSection, routes: bool) -> None:
     """Whether the engine's program and devices are there, for the run's own engines and those of
     workers on this machine. Raises RLFlowError."""
-    section = config.cluster
     if not (section.rollout_workers and section.address):  # elsewhere they have their own programs
-        engine.check_installed(routes=config.trainer.router_replay == "rollout")
+        engine.check_installed(routes)
     if not section.rollout_workers:  # theirs have GPUs that Ray gives them
         engine.check_devices(section.ranks, section.gpus_per_rank)
 
 
-def _check_directory(config: RunConfig) -> None:
-    run = config.run
+def _check_directory(run: RunSection) -> None:
     if run.resume_step is not None and not run.resume:
         raise ConfigError(f"run.resume_step: {run.resume_step} needs run.resume (--resume).")
-    RunDirectory.check(run_path(config), resume=run.resume, overwrite=run.overwrite)
+    RunDirectory.check(run_path(run), resume=run.resume, overwrite=run.overwrite)
 
 
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlflow.config.checks import (
     environment_name,
 )
 from rlflow.config.loading import save_config, to_dict
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RolloutSection, RunConfig, RunSection
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
@@ -54,7 +54,7 @@ def make_rollout(config: RunConfig, gpus: list[list[str]] | None = None) -> Roll
         PRODUCTS.fix()
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, config.model.trust_remote_code)
-    environment = make_environment(config)
+    environment = make_environment(config.environment)
     rollout = rollout_over(make_engine(config, tokenizer, gpus), environment, tokenizer, config)
     if environment.max_turns is not None:
         logger.info(
@@ -78,12 +78,11 @@ def rollout_over(
     config: RunConfig,
 ) -> Rollout:
     """The rollout of a configuration over these. Raises ConfigError, ModelError."""
-    return Rollout(engines, environment, tokenizer, **rollout_options(config))
+    return Rollout(engines, environment, tokenizer, **rollout_options(config.rollout, config.run))
 
 
-def rollout_options(config: RunConfig) -> dict[str, Any]:
+def rollout_options(section: RolloutSection, run: RunSection) -> dict[str, Any]:
     """The keywords of `Rollout` that a configuration names."""
-    section = config.rollout
     return {
         "samples_per_prompt": section.samples_per_prompt,
         "max_turns": section.max_turns,
@@ -94,8 +93,8 @@ def rollout_options(config: RunConfig) -> dict[str, Any]:
         **dataclasses.asdict(section.faults),
         "chat_template": section.chat_template,
         "history": section.history,
-        "seed": config.run.seed,
-        "deterministic": config.run.deterministic,
+        "seed": run.seed,
+        "deterministic": run.deterministic,
     }
 
 
@@ -122,13 +121,13 @@ def make_engine(
     return engine
 
 
-def make_environment(config: RunConfig, **offered: Any) -> Environment:
-    """The environment of a configuration. offered: keywords that its constructor may have. Raises
+def make_environment(section: Mapping[str, Any], **offered: Any) -> Environment:
+    """The environment that the section `environment` names. offered: keywords that its constructor may have. Raises
     ConfigError for what is no environment."""
-    name = environment_name(config)
-    check_secrets({"environment": config.environment})
-    environment_class(config)
-    environment = ENVIRONMENT.build(config.environment, **offered)
+    name = environment_name(section)
+    check_secrets({"environment": section})
+    environment_class(section)
+    environment = ENVIRONMENT.build(section, **offered)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
         expected = "expected a function that makes an Environment"
@@ -137,13 +136,13 @@ def make_environment(config: RunConfig, **offered: Any) -> Environment:
 
 
 def environment_class(
-    config: RunConfig,
+    section: Mapping[str, Any],
 ) -> tuple[type[Environment] | None, dict[str, Any]]:
     """(the environment's class, None where a function makes it; its keywords). Raises ConfigError
     for what is no environment."""
-    name = environment_name(config)
-    check_environment_keywords(config)
-    target, options = ENVIRONMENT.check(config.environment)
+    name = environment_name(section)
+    check_environment_keywords(section)
+    target, options = ENVIRONMENT.check(section)
     if not isinstance(target, type):
         return None, options
     missing = sorted(getattr(target, "__abstractmethods__", ()))
@@ -156,11 +155,11 @@ def environment_class(
 
 
 def fitting_tasks(
-    rollout: Rollout, split: str, config: RunConfig, first: int | None = None
+    rollout: Rollout, split: str, max_prompt_tokens: int, first: int | None = None
 ) -> tuple[list[Task], int]:
     """(the tasks whose prompts fit, number of the others) of the split's first ones or of all.
     Raises DataError where none is left."""
-    limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
+    limit = min(max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
@@ -209,12 +208,12 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
 
 
 @contextmanager
-def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
+def open_directory(section: RunSection) -> Iterator[RunDirectory]:
     """The directory of a run, open for writing; a failed start leaves none.
 
     Raises ConfigError as `RunDirectory.create` does."""
-    modes = {"resume": config.run.resume, "overwrite": config.run.overwrite}
-    with RunDirectory.create(run_path(config), **modes) as directory:
+    modes = {"resume": section.resume, "overwrite": section.overwrite}
+    with RunDirectory.create(run_path(section), **modes) as directory:
         try:
             yield directory
         except BaseException:
@@ -251,17 +250,17 @@ def make_metrics(
 
 
 def make_groups(
-    config: RunConfig,
+    section: RolloutSection,
+    steps: int,
     rollout: Rollout,
     source: TaskSource,
     tasks: Sequence[Task],
     max_rounds: int,
 ) -> Groups:
-    """The groups of a run's steps, of tasks from the source; the caller closes it. tasks: all that
+    """The groups of a run's `steps`, of tasks from the source; the caller closes it. tasks: all that
     the source may name."""
-    asynchrony = config.asynchrony
-    section = config.rollout
-    faults = config.rollout.faults
+    asynchrony = section.asynchronous
+    faults = section.faults
     ages = (asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
     pacing = Pacing(section.prompts_per_step, *ages)
     terms = Terms(
@@ -270,7 +269,7 @@ def make_groups(
         lease_s=faults.episode_s + faults.call_s,
         max_rounds=max_rounds,
         group_s=asynchrony.group_s,
-        steps=config.run.steps,
+        steps=steps,
     )
     return rollout.groups(source.take, pacing, terms, tasks=tasks)
 

@@ -13,7 +13,7 @@ from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.base import Classroom
 from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RolloutSection, RunConfig, RunSection
 from rlflow.errors import RLFlowError
 from rlflow.preflight.estimates import run_sizes
 from rlflow.preflight.gpu_memory import gpu_table
@@ -97,19 +97,22 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     rollout = trainable(stack.enter_context(make_run_rollout(config, placement)))
     metrics = progress.registered = rollout.environment.metrics
     rollout.on_episode = progress.episode
-    train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
-    val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
+    data = config.data
+    train_tasks, dropped = fitting_tasks(rollout, data.train_split, data.max_prompt_tokens)
+    val_tasks, _ = fitting_tasks(rollout, data.val_split, data.max_prompt_tokens)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
     evaluation = EvaluationSchedule(val_tasks, config.evaluation)
     progress.tasks_after = partial(evaluation.tasks_after, steps=config.run.steps)
-    progress.message(_plan(config, len(train_tasks), len(evaluation.tasks())))
+    progress.message(_plan(config.run, config.rollout, len(train_tasks), len(evaluation.tasks())))
     samples = config.rollout.samples_per_prompt
     offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
     source = CURATOR.build(config.data.curator, "data.curator", **offered)
-    groups = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
+    groups = make_groups(
+        config.rollout, config.run.steps, rollout, source, train_tasks, algorithm.max_rounds
+    )
     upcoming = stack.enter_context(closing(groups))
     probe = make_probe(rollout, trainer, train_tasks, config.model.dtype)
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
@@ -146,13 +149,12 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     return run
 
 
-def _plan(config: RunConfig, tasks: int, asked: int) -> str:
+def _plan(run: RunSection, section: RolloutSection, tasks: int, asked: int) -> str:
     """What the run is about to do, and where it writes. asked: tasks of an evaluation."""
-    section = config.rollout
     each = f"{section.prompts_per_step} tasks x {section.samples_per_prompt} attempts"
     return (
-        f"{config.run.steps:,} steps of {each}, from {tasks:,} tasks; evaluated on {asked:,}\n"
-        f"all numbers, episodes and checkpoints: {run_path(config)}"
+        f"{run.steps:,} steps of {each}, from {tasks:,} tasks; evaluated on {asked:,}\n"
+        f"all numbers, episodes and checkpoints: {run_path(run)}"
     )
 
 
@@ -183,7 +185,7 @@ def _open_files(
     config: RunConfig, log: RunLog, page: LivePage | None, stack: ExitStack
 ) -> RunDirectory:
     """The run's directory, with its log; at the end with the page."""
-    directory = stack.enter_context(open_directory(config))
+    directory = stack.enter_context(open_directory(config.run))
     log.write_to(directory.log)
     if page is not None:
         page.run = directory.path
@@ -204,7 +206,7 @@ def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> 
     placement = make_placement(config)
     if placement is not None:
         stack.callback(placement.close)
-    sizes = run_sizes(config, policy_architecture(config))
+    sizes = run_sizes(config, policy_architecture(config.model.path))
     for line in gpu_table(sizes, placement):
         logger.info("%s", line)
         progress.message(line)
@@ -215,7 +217,7 @@ def _displays(
     config: RunConfig, clock: Clock, stack: ExitStack
 ) -> tuple[Progress, LivePage | None]:
     """The run's progress, and the page where one is wanted."""
-    checkpoint = chosen_checkpoint(config)
+    checkpoint = chosen_checkpoint(config.run)
     progress = Progress(
         config.metrics.progress,
         steps=config.run.steps,

@@ -28,7 +28,7 @@ from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.worker_actors import RayWorkers
 from rlflow.codec import from_bytes, to_bytes
 from rlflow.components import WEIGHT_TRANSFER
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RolloutSection, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
@@ -299,7 +299,7 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
     demand = gpu_demand(section, engine_facts(config.rollout.engine))
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
-    environment = make_environment(config, **({"network_host": host} if here else {}))
+    environment = make_environment(config.environment, **({"network_host": host} if here else {}))
     tokenizer = Tokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
@@ -314,7 +314,7 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
         ),
         section.rollout_workers,
         read=_read,
-        limits=pool_limits(config),
+        limits=pool_limits(config.rollout),
         address=section.address,
         threads=section.threads_per_rank,
         gpus=section.gpus_per_rank,
@@ -330,17 +330,17 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
             environment,
             tokenizer,
             workers.close,
-            **rollout_options(config),
+            **rollout_options(config.rollout, config.run),
         )
     except BaseException:
         workers.close()
         raise
 
 
-def pool_limits(config: RunConfig) -> PoolLimits:
+def pool_limits(section: RolloutSection) -> PoolLimits:
     """By when workers of the run are given up: to start, each may take longer than its engine."""
-    faults = config.rollout.faults
-    start_s = engine_facts(config.rollout.engine).start_limit_s() + BESIDE_ENGINE_S
+    faults = section.faults
+    start_s = engine_facts(section.engine).start_limit_s() + BESIDE_ENGINE_S
     return PoolLimits(
         answer_s=min(ANSWER_S, faults.call_s),
         start_s=max(PoolLimits.start_s, start_s),

@@ -19,9 +19,10 @@ from rlflow import errors
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, StorageError
+from rlflow.preflight import examine, start
 from rlflow.preflight.estimates import checkpoint_bytes, run_sizes
 from rlflow.preflight.start import check_start
-from rlflow.preflight import examine, start
+from rlflow.trainer.layout import ParallelLayout
 from tests.fixtures import tiny_model
 from tests.unit.rollout.chat_templates import QWEN3
 
@@ -520,7 +521,7 @@ def test_checkpoints_that_a_run_replaces_are_room_for_it(
     usage = shutil.disk_usage(tmp_path)
     options = [f"run.directory={tmp_path}", "checkpoint.keep=2", "checkpoint.export=false"]
     config = load_config(place.config, options)
-    sizes = run_sizes(config, start.policy_architecture(config))
+    sizes = run_sizes(config, start.policy_architecture(config.model.path))
     each, _ = checkpoint_bytes(sizes)
     for step in (1, 2):
         path = tmp_path / "checkpoints" / f"step_{step:06d}"
@@ -529,14 +530,16 @@ def test_checkpoints_that_a_run_replaces_are_room_for_it(
             file.truncate(each)
     monkeypatch.setattr(examine.shutil, "disk_usage", lambda path: usage._replace(free=each))
     for flag in ("run.resume=true", "run.overwrite=true"):
-        examine._check_disk(load_config(place.config, [*options, flag]), sizes)
+        examine._check_disk(
+            load_config(place.config, [*options, flag]).run, config.checkpoint, sizes
+        )
     with pytest.raises(StorageError, match="GiB are free"):
-        examine._check_disk(config, sizes)
+        examine._check_disk(config.run, config.checkpoint, sizes)
 
 
 def test_a_dense_teacher_may_stand_beside_a_policy_with_experts() -> None:
-    teacher = f"algorithm.teacher={{name: model, path: '{POLICY}'}}"
-    examine._check_teacher(load_config(None, [teacher, "trainer.expert_parallel=2"]), None)
+    layout = ParallelLayout(expert_parallel=2)
+    examine._check_teacher({"name": "model", "path": str(POLICY)}, layout, None)
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(
         run.save()
         write_json(run.directory.summary, {"status": "finished", "steps": 1})
     config.run.resume = True
-    assert finished_summary(config) is not None
+    assert finished_summary(config.run) is not None
     with open_run(config):
         pass
-    assert finished_summary(config) is None
+    assert finished_summary(config.run) is None
 
 
 def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:
