@@ -39,9 +39,11 @@ from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
+from rlflow.run.engine_keeper import EngineKeeper
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import torch_dtype
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -221,15 +223,15 @@ def open_directory(section: RunSection) -> Iterator[RunDirectory]:
             raise
 
 
-def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
-    """Writes what a run begins, or goes on, with: its configuration, without the step that this
-    start alone went back to, with the folder of its paths, and the environment's metrics. A summary
-    of before is no longer true."""
+def write_resolved_config(config: RunConfig, directory: RunDirectory, registered: Metrics) -> None:
+    """Writes the resolved configuration, with the folder that its paths start from and without the
+    step that this start alone went back to, and the environment's registered metrics. Removes the
+    summary of an earlier start, which is no longer true."""
     directory.summary.unlink(missing_ok=True)
     lasting = dataclasses.replace(config.run, resume_step=None, folder=os.getcwd())
     save_config(dataclasses.replace(config, run=lasting), directory.config)
     mark_own(directory.config)
-    save_registered(directory.environment_metrics, metrics)
+    save_registered(directory.environment_metrics, registered)
 
 
 def make_metrics(
@@ -277,22 +279,40 @@ def make_groups(
 PROMPTS, PROBED = 4, 32
 """Prompts and tokens of a probe in float32; four times the prompts, and more tokens, below it."""
 TEMPERATURE = 0.7
-"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by
-another one, would not show."""
+"""Not 1, as in most runs: an engine that ignores the temperature fails the probe."""
 TOLERANCE = 1e-3
 """Nats, in float32."""
 
 
-def trainable(rollout: Rollout) -> Rollout:
-    """The same rollout. Raises ConfigError where an engine takes no weights."""
-    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
-    if fixed is not None:
-        raise ConfigError(
-            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not "
-            "training. For vllm_server name a folder that rlflow and the server see, in "
-            "rollout.engine.weights_folder."
-        )
-    return rollout
+def require_trainable(rollout: Rollout) -> None:
+    """Raises ConfigError where an engine takes no weights."""
+    for engine in rollout.engines:
+        if not engine.takes_weights:
+            raise ConfigError(
+                f"rollout.engine: {type(engine).__name__} takes no weights: it serves evaluation, "
+                "not training. For vllm_server name a folder that rlflow and the server see, in "
+                "rollout.engine.weights_folder."
+            )
+
+
+def make_engine_keeper(
+    config: RunConfig, rollout: Rollout, trainer: Trainer, tasks: Sequence[Task]
+) -> EngineKeeper:
+    """What keeps the engines of a run in step with its trainer. tasks: the prompts of some are
+    those of a probe."""
+    asynchrony, model_dtype = config.rollout.asynchronous, config.model.dtype
+    merged_dtype = None
+    if config.trainer.lora is not None:  # rounded once, to what the engines keep
+        engine = engine_facts(config.rollout.engine)
+        merged_dtype = torch_dtype(engine.dtype(model_dtype, adapters=True))
+    return EngineKeeper(
+        rollout,
+        trainer,
+        make_probe(rollout, trainer, tasks, model_dtype),
+        on_update=asynchrony.on_update,
+        overlap=asynchrony.overlap,
+        merged_dtype=merged_dtype,
+    )
 
 
 def make_probe(

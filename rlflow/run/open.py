@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.base import Curator
 from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.base import Classroom
 from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
-from rlflow.config.schema import RolloutSection, RunConfig, RunSection
+from rlflow.config.schema import DataSection, RolloutSection, RunConfig, RunSection
 from rlflow.errors import RLFlowError
 from rlflow.preflight.estimates import run_sizes
 from rlflow.preflight.gpu_memory import gpu_table
@@ -24,16 +26,17 @@ from rlflow.report.recorder import Recorder
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress, RunLog
 from rlflow.report.timer import Clock, PhaseTimer
+from rlflow.rollout.groups import Groups
 from rlflow.rollout.rollout import Rollout
 from rlflow.run.assemble import (
     fitting_tasks,
+    make_engine_keeper,
     make_groups,
     make_metrics,
-    make_probe,
     make_trainer,
-    note_start,
     open_directory,
-    trainable,
+    require_trainable,
+    write_resolved_config,
 )
 from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import RunDirectory, explain_unwritable, run_path
@@ -45,7 +48,9 @@ from rlflow.run.origin import fetch_models
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.rollout_workers import make_run_rollout
 from rlflow.run.run import Run
+from rlflow.run.step_log import StepLog
 from rlflow.trainer.base import Trainer
+from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -82,43 +87,34 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 
 def _start(config: RunConfig, stack: ExitStack) -> Run:
+    """Builds a run, what is cheap and fails first; `stack` closes it."""
     clock, timer = Clock(), PhaseTimer()
     fetch_models(config)
     check_start(config)
     # First, to end ranks that are starting too
     interrupt = stack.enter_context(Interrupt())
-    log = stack.enter_context(RunLog())
+    log_file = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
     progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase
-    progress.phase("preparing", "environment and engine")
+
     placement = _open_placement(config, progress, stack)
-    rollout = trainable(stack.enter_context(make_run_rollout(config, placement)))
-    metrics = progress.registered = rollout.environment.metrics
-    rollout.on_episode = progress.episode
-    data = config.data
-    train_tasks, dropped = fitting_tasks(rollout, data.train_split, data.max_prompt_tokens)
-    val_tasks, _ = fitting_tasks(rollout, data.val_split, data.max_prompt_tokens)
+    rollout = _open_rollout(config, placement, progress, stack)
+    tasks = _read_tasks(config.data, rollout)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
-    evaluation = EvaluationSchedule(val_tasks, config.evaluation)
+    evaluation = EvaluationSchedule(tasks.val, config.evaluation)
     progress.tasks_after = partial(evaluation.tasks_after, steps=config.run.steps)
-    progress.message(_plan(config.run, config.rollout, len(train_tasks), len(evaluation.tasks())))
-    samples = config.rollout.samples_per_prompt
-    offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
-    source = CURATOR.build(config.data.curator, "data.curator", **offered)
-    groups = make_groups(
-        config.rollout, config.run.steps, rollout, source, train_tasks, algorithm.max_rounds
-    )
-    upcoming = stack.enter_context(closing(groups))
-    probe = make_probe(rollout, trainer, train_tasks, config.model.dtype)
+    progress.message(_plan(config.run, config.rollout, len(tasks.train), len(evaluation.tasks())))
+    source, groups = _open_groups(config, rollout, tasks.train, algorithm.max_rounds, stack)
+    engines = make_engine_keeper(config, rollout, trainer, tasks.train)
+
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
-    directory = _open_files(config, log, page, stack)
-    kept = config.metrics.trajectories_per_step
-    saving = config.checkpoint.keep, config.checkpoint.asynchronous
+    directory = _open_files(config, log_file, page, stack)
+    recorder = Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step)
     run = Run(
         config,
         directory=directory,
@@ -126,27 +122,82 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         rollout=rollout,
         trainer=trainer,
         source=source,
+        upcoming=groups,
         evaluation=evaluation,
-        saver=Saver(trainer, directory.saved, *saving),
-        recorder=Recorder(directory, rollout.tokenizer, kept),
-        progress=progress,
+        saver=Saver(
+            trainer, directory.saved, config.checkpoint.keep, config.checkpoint.asynchronous
+        ),
+        log=StepLog(recorder, progress, Watch(rollout.environment.metrics)),
+        engines=engines,
         interrupt=interrupt,
         clock=clock,
         timer=timer,
-        probe=probe,
-        upcoming=upcoming,
-        watch=Watch(metrics),
-        prompts_dropped=dropped,
+        prompts_dropped=tasks.dropped,
     )
     _accompany(run, stack)
     resume(run)
-    note_start(config, directory, metrics)  # only now: a refused one leaves the old ones
-    evaluations = run.evaluation.made(run.saved_step)
-    log_of_run = make_metrics(config, directory, run.saved_step, evaluations)
-    run.metrics = stack.enter_context(log_of_run)
-    # No warning of earlier sessions is said again
-    run.watch.recall(read_metrics(run.directory.metrics))
+    _begin_log(run, stack)
     return run
+
+
+def _open_rollout(
+    config: RunConfig, placement: Placement | None, progress: Progress, stack: ExitStack
+) -> Rollout:
+    """Engines and environment, whose episodes the terminal shows."""
+    progress.phase("preparing", "environment and engine")
+    rollout = stack.enter_context(make_run_rollout(config, placement))
+    require_trainable(rollout)
+    progress.registered = rollout.environment.metrics
+    rollout.on_episode = progress.episode
+    return rollout
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """Those whose prompts fit. dropped: number of training tasks whose prompts are too long."""
+
+    train: list[Task]
+    val: list[Task]
+    dropped: int
+
+
+def _read_tasks(section: DataSection, rollout: Rollout) -> _Tasks:
+    train, dropped = fitting_tasks(rollout, section.train_split, section.max_prompt_tokens)
+    val, _ = fitting_tasks(rollout, section.val_split, section.max_prompt_tokens)
+    return _Tasks(train, val, dropped)
+
+
+def _open_groups(
+    config: RunConfig,
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    max_rounds: int,
+    stack: ExitStack,
+) -> tuple[Curator, Groups]:
+    """What says which tasks come next, and the groups of attempts at them."""
+    offered = {
+        "tasks": tasks,
+        "seed": config.run.seed,
+        "samples": config.rollout.samples_per_prompt,
+    }
+    source = CURATOR.build(config.data.curator, "data.curator", **offered)
+    groups = make_groups(
+        config.rollout, config.run.steps, rollout, source, tasks, max_rounds=max_rounds
+    )
+    return source, stack.enter_context(closing(groups))
+
+
+def _begin_log(run: Run, stack: ExitStack) -> None:
+    """Opens the metrics from the step on that the run resumes from. Only now: a refused resume
+    leaves the old files as they are."""
+    metrics = run.registered
+    write_resolved_config(run.config, run.directory, metrics)
+    evaluations = run.evaluation.made(run.saved_step)
+    run.log.metrics = stack.enter_context(
+        make_metrics(run.config, run.directory, run.saved_step, evaluations)
+    )
+    # No warning of earlier sessions is said again
+    run.log.watch.recall(read_metrics(run.directory.metrics))
 
 
 def _plan(run: RunSection, section: RolloutSection, tasks: int, asked: int) -> str:

@@ -52,8 +52,8 @@ from rlflow.rollout.workers import (
 from rlflow.run.assemble import (
     make_environment,
     make_rollout,
+    require_trainable,
     rollout_options,
-    trainable,
 )
 from rlflow.run.gpus import engine_gpus, gpu_demand, store_bytes
 from rlflow.types import Trajectory
@@ -103,7 +103,8 @@ class RolloutWorker:
                     "cluster.rollout_workers: expected one engine per worker, rollout.engine makes "
                     f"{len(rollout.engines)}; raise rollout_workers in place of it."
                 )
-            (engine,) = trainable(rollout).engines
+            require_trainable(rollout)
+            (engine,) = rollout.engines
         except ConfigError:
             rollout.close()
             raise

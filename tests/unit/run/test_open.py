@@ -47,12 +47,12 @@ def test_a_disk_that_is_full_at_the_very_end_is_a_storage_error(config: RunConfi
     words = r"events\.out: .*; the newest checkpoint is that of step 0\."
     with pytest.raises(StorageError, match=words), open_run(config) as run:
         run.save()
-        run.metrics.sinks.append(FailingSink(errno.ENOSPC))
+        run.log.metrics.sinks.append(FailingSink(errno.ENOSPC))
 
 
 def test_another_failure_to_close_is_told_as_it_is(config: RunConfig) -> None:
     with pytest.raises(OSError, match=r"events\.out") as caught, open_run(config) as run:
-        run.metrics.sinks.append(FailingSink(errno.EACCES))
+        run.log.metrics.sinks.append(FailingSink(errno.EACCES))
     assert caught.value.errno == errno.EACCES
 
 
@@ -60,7 +60,7 @@ def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(
     config: RunConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(RolloutError, match="the first"), open_run(config) as run:
-        run.metrics.sinks.append(FailingSink(errno.ENOSPC))
+        run.log.metrics.sinks.append(FailingSink(errno.ENOSPC))
         raise RolloutError("the first")
     with RunDirectory.create(
         tmp_path / "letters", overwrite=True
