@@ -113,18 +113,15 @@ def estimated_mib(case: Case, path: Path) -> list[float]:
     """Of each process that is measured."""
     from rlflow.models.architecture import architecture
     from rlflow.models.huggingface import read_config
-    from rlflow.run.estimates import engine_parts, rank_parts, update_parts, vllm_memory
+    from rlflow.preflight.estimates import rank_parts, run_sizes, server_memory, update_parts
 
-    config, model = configuration(case, path), architecture(read_config(path))
+    sizes = run_sizes(configuration(case, path), architecture(read_config(path)))
     if case.part == "rollout":
-        return [sum(engine_parts(config, model).values()) / MIB]
+        return [sum(sizes.engine.memory(sizes.engine_load).values()) / MIB]
     if case.part == "vllm":
-        return [vllm_memory(config, model)[0].total / MIB]
-    stages = config.trainer.pipeline_parallel
-    parts = [
-        {**rank_parts(config, model, stage), **update_parts(config, model, stage)}
-        for stage in range(stages)
-    ]
+        return [server_memory(sizes)[0].total / MIB]
+    stages = sizes.trainer.pipeline_parallel
+    parts = [{**rank_parts(sizes, stage), **update_parts(sizes, stage)} for stage in range(stages)]
     return [sum(part.values()) / MIB for part in parts for _ in range(max(case.ranks, 1) // stages)]
 
 
@@ -232,11 +229,11 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
 def _update(case: Case, config: Any) -> None:
     import dataclasses
 
-    from rlflow.algorithms.algorithm import config_needs
+    from rlflow.algorithms.algorithm import algorithm_needs
     from rlflow.trainer.base import Trainer
 
     options: dict[str, Any] = {**dataclasses.asdict(config.trainer), "dtype": config.model.dtype}
-    needs = config_needs(config)
+    needs = algorithm_needs(config.algorithm)
     if config.algorithm.critic is not None:
         options["critic"] = dataclasses.asdict(config.algorithm.critic)
     trainer = Trainer.from_pretrained(config.model.path, **options)

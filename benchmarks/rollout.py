@@ -232,7 +232,7 @@ class VllmSide:
         self._path, self._workload = path, workload
         options = {"max_concurrency": len(workload.prompts), "max_tokens": workload.longest + 8}
         (self._engine,) = make_vllm_engines(path, python=python, dtype=dtype, kv_gib=2, **options)
-        self.version = self._engine.facts.version
+        self.version = self._engine.server_facts.version
 
     def run(self) -> dict[str, float]:
         """{wall_s, cpu_s, prefilled} of one play; the CPU time is that of vLLM's processes too."""

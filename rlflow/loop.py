@@ -44,11 +44,11 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises RLFlowError, in one line, for anything that the user can fix; before the first step
     whatever can be known by then."""
-    finished = finished_summary(config) if config.run.resume else None
+    finished = finished_summary(config.run) if config.run.resume else None
     if finished is not None:
         logger.warning(
             "%s: all %d steps are done, nothing is left to do; raise run.steps to go on",
-            run_path(config),
+            run_path(config.run),
             finished["steps"],
         )
         return finished

@@ -139,7 +139,7 @@ def estimated_gib(report: Report, model: str, tokens: int, options: dict[str, An
     from rlflow.config.schema import load_config
     from rlflow.models.architecture import architecture
     from rlflow.models.huggingface import read_config
-    from rlflow.run.estimates import rank_parts, update_parts
+    from rlflow.preflight.estimates import rank_parts, run_sizes, update_parts
 
     path = model_path(report, model, precision(report))
     asked = {"packing": True, "tokens_per_microbatch": tokens, **options}
@@ -148,8 +148,8 @@ def estimated_gib(report: Report, model: str, tokens: int, options: dict[str, An
         "environment": {"name": "none"},
         "trainer": asked,
     }
-    config, shape = load_config(given), architecture(read_config(path))
-    parts = {**rank_parts(config, shape, 0), **update_parts(config, shape, 0)}
+    sizes = run_sizes(load_config(given), architecture(read_config(path)))
+    parts = {**rank_parts(sizes, 0), **update_parts(sizes, 0)}
     return sum(parts.values()) / 2**30
 
 

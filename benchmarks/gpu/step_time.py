@@ -196,7 +196,7 @@ def lines(
     of: Episodes = EPISODES,
 ) -> list[Line]:
     """The parts of a step, one after the other."""
-    from rlflow.algorithms.algorithm import config_needs
+    from rlflow.algorithms.algorithm import algorithm_needs
 
     share = efficiency or (FUSED if found.fused else UNFUSED)
     ranks = max(config.cluster.ranks, 1)
@@ -204,7 +204,9 @@ def lines(
     forward, head = _operations(model, episodes, of)
     rate = ranks * gpu.flops * share
     trained_tokens = episodes * of.tokens * of.trained
-    passes = sum(name in config_needs(config) for name in ("proximal", "reference", "values"))
+    passes = sum(
+        name in algorithm_needs(config.algorithm) for name in ("proximal", "reference", "values")
+    )
     updates = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
     epochs = config.algorithm.epochs_per_step
     scored = of.trained if found.scored_only else 1.0

@@ -57,10 +57,10 @@ cd "$RLFLOW_ROOT"
 read -r directory workers ranks threads < <("$RLFLOW_PYTHON" -c '
 import sys
 from rlflow.config.schema import load_config
-from rlflow.run.preflight import run_path
+from rlflow.run.directory import run_path
 config = load_config(sys.argv[1], sys.argv[2:])
 cluster = config.cluster
-print(run_path(config).absolute(), cluster.rollout_workers or 1, cluster.ranks or 1, cluster.threads_per_rank)
+print(run_path(config.run).absolute(), cluster.rollout_workers or 1, cluster.ranks or 1, cluster.threads_per_rank)
 ' "$config" ${overrides[@]+"${overrides[@]}"}) || rlflow_fail "the configuration could not be read"
 places=$directory.processes
 first='' kept=()

@@ -24,7 +24,7 @@ from rlflow.algorithms.early_scores import EarlyScores
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.algorithms.teachers.base import Teacher, check_teacher
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import AlgorithmSection, RunConfig
 from rlflow.errors import (
     CheckpointError,
     ConfigError,
@@ -103,8 +103,8 @@ class Algorithm:
                 section.aggregate, "algorithm.aggregate", tokens=response_budget
             ),
             filters=[as_part(one) for one in filters],
-            transforms=make_transforms(config, response_budget),
-            teacher=_teacher(config),
+            transforms=make_transforms(section.transforms, response_budget),
+            teacher=_teacher(section.teacher),
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=seed,
@@ -260,14 +260,15 @@ class Algorithm:
 def check_parts(config: RunConfig) -> None:
     """Raises ConfigError where a configuration's parts, teacher and critic do not go together."""
     section = config.algorithm
-    losses, transforms = make_loss(section.losses).terms, make_transforms(config)
+    losses = make_loss(section.losses).terms
+    transforms = make_transforms(section.transforms)
     advantage = make_advantage(section.advantage)
     check_combination(losses, transforms, before=[advantage])
     if config.asynchrony.on:
         check_staleness(losses, [advantage, *transforms])
-    needs = config_needs(config)
+    needs = algorithm_needs(section)
     check_critic(needs, section.critic)
-    teacher = _teacher(config)
+    teacher = _teacher(section.teacher)
     try:
         check_teacher(teacher, needs)
     finally:
@@ -275,9 +276,9 @@ def check_parts(config: RunConfig) -> None:
             teacher.close()
 
 
-def config_needs(config: RunConfig) -> frozenset[str]:
-    """`Algorithm.needs` of a configuration; of filters, which need a rollout, by their classes."""
-    section, transforms = config.algorithm, make_transforms(config)
+def algorithm_needs(section: AlgorithmSection) -> frozenset[str]:
+    """`Algorithm.needs` before it is made; of filters, which need a rollout, by their classes."""
+    transforms = make_transforms(section.transforms)
     parts = [make_loss(section.losses), make_advantage(section.advantage), *transforms]
     needs = [part.needs for part in parts]
     for place, component in enumerate(section.filters):
@@ -287,16 +288,15 @@ def config_needs(config: RunConfig) -> frozenset[str]:
     return frozenset().union(*needs) - _filled_by(transforms)
 
 
-def make_transforms(config: RunConfig, response_budget: int = MOST_BUDGET) -> list[Any]:
-    """The transforms that the configuration names. Raises ConfigError, also where an attempt may
+def make_transforms(components: Sequence[Any], response_budget: int = MOST_BUDGET) -> list[Any]:
+    """The named transforms. Raises ConfigError, also where an attempt may
     generate too few tokens for one."""
-    named, where = config.algorithm.transforms, "algorithm.transforms"
-    return [as_part(made) for made in _all(TRANSFORM, named, where, tokens=response_budget)]
+    where = "algorithm.transforms"
+    return [as_part(made) for made in _all(TRANSFORM, components, where, tokens=response_budget)]
 
 
-def _teacher(config: RunConfig) -> Teacher | None:
-    named = config.algorithm.teacher
-    return TEACHER.build(named, "algorithm.teacher") if named else None
+def _teacher(component: Any) -> Teacher | None:
+    return TEACHER.build(component, "algorithm.teacher") if component else None
 
 
 def check_critic(needs: frozenset[str], critic: CriticOptions | None) -> None:

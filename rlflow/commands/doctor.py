@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return code
     from rlflow.commands.dry_run import look
     from rlflow.config.foreign import foreign_file, read_config
-    from rlflow.run.host_memory import sized_config
+    from rlflow.preflight.host_memory import sized_config
     from rlflow.run.places import enter_project
 
     print()

@@ -16,8 +16,7 @@ from rlflow.texts import printable
 
 if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig
-    from rlflow.models.architecture import Architecture
-    from rlflow.run.estimates import PhaseMemory
+    from rlflow.preflight.estimates import PhaseMemory, RunSizes
 
 GIB = 2**30
 
@@ -36,7 +35,7 @@ def look(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     model_later: the model is made before the run starts. note: what else to say. Returns 0 where a
     run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
-    from rlflow.run.examine import examine
+    from rlflow.preflight.examine import examine
     from rlflow.run.origin import fetch_models
 
     unreached = Problems()
@@ -61,72 +60,68 @@ def look(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     print(found_some if count else "ready: nothing is in the way of this run.")
     for note in found.notes:
         print(f"note: {printable(redact_text(note))}")
-    if found.fits and found.model is not None:
-        _estimate(print_time, config, found.model)
+    if found.fits and found.sizes is not None:
+        _estimate(print_time, config.run.steps, found.sizes)
     if found.fits:
         print(f"\n# batch plan\n{fitted(batch_plan(config))}")
-    if found.fits and found.model is not None:
-        _estimate(print_memory, config, found.model)
+    if found.fits and found.sizes is not None:
+        _estimate(print_memory, found.sizes)
     return RLFlowError.exit_code if count else 0
 
 
-def _estimate(
-    print_it: Callable[[RunConfig, Architecture], None],
-    config: RunConfig,
-    model: Architecture,
-) -> None:
+def _estimate(print_it: Callable[..., None], *arguments: object) -> None:
     try:
         # What is wrong is among the problems that are told
-        Problems().attempt(print_it, config, model)
+        Problems().attempt(print_it, *arguments)
     except OverflowError:
         print("no estimate: the numbers are too large")
 
 
-def print_memory(config: RunConfig, model: Architecture) -> None:
-    """Prints memory by process and phase; of a run with vLLM on GPUs by GPU."""
-    from rlflow.run.estimates import estimate, is_embedded, is_vllm, on_gpus, vllm_memory
-    from rlflow.run.gpus import gpu_bytes, gpu_memory, gpu_table
-    from rlflow.run.host_memory import engine_room, host_bytes, host_memory
+def print_memory(sizes: RunSizes) -> None:
+    """Prints memory by process and phase; of a run with engines on GPUs of their own by GPU."""
+    from rlflow.preflight.estimates import estimate, server_memory
+    from rlflow.preflight.gpu_memory import gpu_bytes, gpu_memory, gpu_table
+    from rlflow.preflight.host_memory import engine_room, host_bytes, host_memory
 
-    if lines := gpu_table(config, model):
+    if lines := gpu_table(sizes):
         print("\n# GPUs")
         print("\n".join(lines))
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
-    size = gpu_bytes()
-    gpus = gpu_memory(config, model, size)
-    free = None if on_gpus(config) else engine_room(config, model, host_bytes())
-    phases = gpus or [*estimate(config, model, free), *vllm_memory(config, model)]
+    gpu_size, host_size = gpu_bytes(), host_bytes()
+    gpus = gpu_memory(sizes, gpu_size)
+    free = None if sizes.cluster.on_gpus else engine_room(sizes, host_size)
+    phases = gpus or [*estimate(sizes, free), *server_memory(sizes)]
     print(fitted("\n".join(memory_lines(phases))))
-    there = host_bytes()
-    if together := host_memory(config, model, there):
+    if together := host_memory(sizes, host_size):
         needed = max(phase.total for phase in together)
-        verdict = "fits" if needed <= there else "does not fit"
-        print(f"together {needed / GIB:.2f} GiB: {verdict} this machine's {there / GIB:.1f} GiB")
+        verdict = "fits" if needed <= host_size else "does not fit"
+        there = f"this machine's {host_size / GIB:.1f} GiB"
+        print(f"together {needed / GIB:.2f} GiB: {verdict} {there}")
     if gpus:
-        fits = max(phase.total for phase in gpus) <= size
-        print(f"{'fits' if fits else 'does not fit'} GPUs of {size / GIB:.1f} GiB")
-    if not (is_embedded(config) or is_vllm(config)):
+        fits = max(phase.total for phase in gpus) <= gpu_size
+        print(f"{'fits' if fits else 'does not fit'} GPUs of {gpu_size / GIB:.1f} GiB")
+    if not sizes.engine.memory_known:
         print(
-            f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is "
+            f"rollout.engine '{sizes.engine.options['name']}' manages memory of its own, which is "
             "not among these"
         )
 
 
-def print_time(config: RunConfig, model: Architecture) -> None:
-    """Prints about how long the run and a step take."""
+def print_time(steps: int, sizes: RunSizes) -> None:
+    """Prints about how long a run of so many steps and a step take."""
+    from rlflow.preflight.step_time import cores_of, estimate_step
     from rlflow.report.lines import span
-    from rlflow.run.step_time import cores_of, estimate_step
 
     print("\n# time (a rough estimate; without evaluations and the environment's own time)")
-    cores = cores_of(config)
+    cores = cores_of(sizes.cluster)
     if cores is None:
         print("unknown: seconds on GPUs were not held against measurements yet")
         return
-    spent = estimate_step(config, model, cores)
+    spent = estimate_step(sizes, cores)
     step_s = sum(spent.values())
     print(
-        f"the run: at most about {span(step_s * config.run.steps)} "
-        f"(run.steps = {config.run.steps:,}) if every episode fills its budget"
+        f"the run: at most about {span(step_s * steps)} "
+        f"(run.steps = {steps:,}) if every episode fills its budget"
     )
     parts = ", ".join(f"{what} {span(seconds)}" for what, seconds in spent.items())
     print(f"a step: {span(step_s)} ({parts}) on {cores} CPU core{'' if cores == 1 else 's'}")

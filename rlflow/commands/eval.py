@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         name = model.name
         with _rollout(args, config) as rollout:
             registered = rollout.environment.metrics
-            tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
+            tasks, dropped = fitting_tasks(
+                rollout, config.data.val_split, config.data.max_prompt_tokens
+            )
             tasks = tasks[: asked.questions]
             attempts = (
                 f"{asked.samples_per_prompt} attempt(s) each, temperature {asked.temperature:g}"
@@ -166,7 +168,7 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
     named = {"model": args.server_model, "api_key_variable": args.api_key_variable}
     engine = ChatEngine(args.server, text, **named)
     try:
-        rollout = rollout_over([engine], make_environment(config), text, config)
+        rollout = rollout_over([engine], make_environment(config.environment), text, config)
     except BaseException:
         engine.hang_up()
         raise
@@ -259,7 +261,7 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
         if translation is not None:
             print(summary(str(source), translation), file=sys.stderr)
     if data:
-        environment_name(config)  # there must be one
+        environment_name(config.environment)  # there must be one
         config.environment |= data_options(config.environment, data)
     config.model.path = str(path)
     return config

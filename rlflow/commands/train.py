@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
     from rlflow.config.checks import check_config
     from rlflow.config.foreign import foreign_file
-    from rlflow.run.host_memory import sized_config
+    from rlflow.preflight.host_memory import sized_config
     from rlflow.run.places import enter_project
 
     theirs = foreign_file(args.config) if args.config else None

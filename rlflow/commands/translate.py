@@ -55,7 +55,7 @@ def write(source: str, translation: Translation, given: str | None, overwrite: b
 
     Raises ConfigError where another file is in the way.
     """
-    path = Path(given) if given else Path(f"{run_path(translation.config)}.yaml")
+    path = Path(given) if given else Path(f"{run_path(translation.config.run)}.yaml")
     origin = f"# Made from {source}, a configuration of {translation.system}, by rlflow train.\n"
     text = origin + config_text(differences(translation.config))
     written = text.encode(errors="backslashreplace")

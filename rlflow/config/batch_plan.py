@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import (
+    Asynchrony,
+    CheckpointSection,
+    EvaluationSection,
+    RolloutSection,
+    RunConfig,
+    RunSection,
+)
 
 
 def batch_plan(config: RunConfig) -> str:
     """A table of what a step samples and trains, and on which ranks."""
-    lines = [*_sampling_lines(config), *_training_lines(config), *_run_lines(config)]
+    trajectories = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    longest_prompt = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens - 1)
+    lines = [
+        *_sampling_lines(config.rollout, longest_prompt, config.environment),
+        *_training_lines(config),
+        *_run_lines(config.run, trajectories),
+        *_schedule_lines(config.evaluation, config.checkpoint),
+    ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
-def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
-    rollout = config.rollout
+def _sampling_lines(
+    rollout: RolloutSection, longest_prompt: int, environment: Mapping[str, Any]
+) -> list[tuple[str, str]]:
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     trajectories, budget = prompts * samples, rollout.max_total_tokens
-    longest = min(config.data.max_prompt_tokens, budget - 1)
     turns = f"at most {_count(rollout.max_turns, 'response')}"
     # In its own sense, which is known once it is made
-    if "max_turns" in config.environment:
+    if "max_turns" in environment:
         turns = "environment.max_turns: responses"
     episode = f"{turns} of {rollout.max_response_tokens:,} tokens; {budget:,} tokens"
     tokens = f"at most {trajectories * budget:,} per step"
     return [
         (
             "prompts",
-            f"{prompts:,} per step; over {longest:,} tokens they are dropped and counted",
+            f"{prompts:,} per step; over {longest_prompt:,} tokens they are dropped and counted",
         ),
         ("samples", f"{samples:,} per prompt"),
         (
@@ -36,16 +52,15 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
             f"{trajectories:,} per step = {prompts:,} prompts x {samples:,} samples",
         ),
         ("episode", f"{episode} with prompt and observations"),
-        *_ahead_lines(config),
+        *_ahead_lines(rollout.asynchronous, prompts),
         ("tokens", f"{tokens} = {trajectories:,} trajectories x {budget:,} tokens"),
     ]
 
 
-def _ahead_lines(config: RunConfig) -> list[tuple[str, str]]:
-    asynchrony = config.asynchrony
+def _ahead_lines(asynchrony: Asynchrony, prompts: int) -> list[tuple[str, str]]:
     if not asynchrony.on:
         return []
-    groups = (asynchrony.ahead + 1) * config.rollout.prompts_per_step
+    groups = (asynchrony.ahead + 1) * prompts
     age = _count(asynchrony.max_staleness, "update")
     told = f"at most {groups:,} prompts under way or waiting; no trained token older than {age}"
     return [("asynchronous", told)]
@@ -80,12 +95,17 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
-    run, evaluation, checkpoint = config.run, config.evaluation, config.checkpoint
-    rollout = config.rollout
-    trajectories = run.steps * rollout.prompts_per_step * rollout.samples_per_prompt
+def _run_lines(run: RunSection, trajectories: int) -> list[tuple[str, str]]:
+    """trajectories: of a step."""
     minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
     target = f"; ends when the evaluation reaches {run.target:g}" if run.target is not None else ""
+    length = f"{_count(run.steps, 'step')} = {run.steps * trajectories:,} trajectories"
+    return [("run", f"{length}{minutes}{target}")]
+
+
+def _schedule_lines(
+    evaluation: EvaluationSection, checkpoint: CheckpointSection
+) -> list[tuple[str, str]]:
     asked, last = (
         "all tasks" if count is None else _count(count, "task")
         for count in (evaluation.questions, evaluation.final_questions)
@@ -94,10 +114,6 @@ def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
     start = "at the start, " if evaluation.at_start else ""
     kept = f"the newest {checkpoint.keep:,} are kept"
     return [
-        (
-            "run",
-            f"{_count(run.steps, 'step')} = {trajectories:,} trajectories{minutes}{target}",
-        ),
         ("evaluation", f"{start}{_every(evaluation.every_steps)}; {asked}"),
         ("checkpoints", f"{_every(checkpoint.every_steps)}; {kept}"),
     ]

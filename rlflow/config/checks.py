@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from rlflow.components import (
     TRANSFORM,
     WEIGHT_TRANSFER,
 )
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import Asynchrony, ClusterSection, RolloutSection, RunConfig
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.redaction import redacted_keys
 from rlflow.values import checked, section_hints, section_of, show
@@ -52,18 +52,19 @@ def check_config(config: RunConfig, components: bool = True) -> None:
 def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callable[[], object]]:
     """The checks of `check_config`; the others rely on the first, of every value by itself."""
     yield lambda: check_values(config)
-    yield lambda: _check_asynchrony(config)
-    yield lambda: _check_sampling(config)
-    yield lambda: _check_batch(config)
+    rollout = config.rollout
+    yield lambda: _check_asynchrony(rollout.asynchronous, config.run.deterministic)
+    yield lambda: _check_sampling(rollout)
+    yield lambda: _check_batch(rollout, config.algorithm.minibatches_per_step)
     yield lambda: config.trainer.decaying_over(config.policy_updates).check(config.cluster.ranks)
     if critic := config.algorithm.critic:
         yield lambda: critic.decaying_over(config.updates).check()
-    yield lambda: _check_name(config)
-    yield lambda: _check_cluster(config)
+    yield lambda: _check_name(config.run.name)
+    yield lambda: _check_cluster(config.cluster)
     yield from _component_checks(config)
     if components:
-        yield lambda: ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
-        yield lambda: check_environment_keywords(config)
+        yield lambda: ENGINE.check(rollout.engine, _ENGINE_GETS, "rollout.engine")
+        yield lambda: check_environment_keywords(config.environment)
 
 
 def check_values(config: Any, path: str = "") -> None:
@@ -92,9 +93,9 @@ def check_secrets(values: Mapping[str, Any]) -> None:
         )
 
 
-def environment_name(config: RunConfig) -> str:
-    """The environment that the configuration names. Raises ConfigError where it names none."""
-    name = config.environment.get("name")
+def environment_name(environment: Mapping[str, Any]) -> str:
+    """The name in the section `environment`. Raises ConfigError where it names none."""
+    name = environment.get("name")
     if not name:
         installed = ", ".join(ENVIRONMENT.names()) or "none"
         raise ConfigError(
@@ -104,12 +105,12 @@ def environment_name(config: RunConfig) -> str:
     return str(name)
 
 
-def check_environment_keywords(config: RunConfig) -> None:
+def check_environment_keywords(environment: Mapping[str, Any]) -> None:
     """Checks the environment's keywords. An agent in its place is told from a function that makes
     one: it is called with a task."""
-    name = environment_name(config)
+    name = environment_name(environment)
     try:
-        ENVIRONMENT.check(config.environment)
+        ENVIRONMENT.check(environment)
     except ConfigError:
         target = ENVIRONMENT.resolve(name)
         is_function = callable(target) and not isinstance(target, type)
@@ -143,8 +144,7 @@ def _require(holds: object, key: str, problem: str) -> None:
         raise ConfigError(f"{key}: {problem}.")
 
 
-def _check_name(config: RunConfig) -> None:
-    name = config.run.name
+def _check_name(name: str) -> None:
     _require(
         _NAME.fullmatch(name),
         "run.name",
@@ -152,8 +152,7 @@ def _check_name(config: RunConfig) -> None:
     )
 
 
-def _check_cluster(config: RunConfig) -> None:
-    section = config.cluster
+def _check_cluster(section: ClusterSection) -> None:
     _require(
         section.address is None or section.ranks or section.rollout_workers,
         "cluster.address",
@@ -162,8 +161,7 @@ def _check_cluster(config: RunConfig) -> None:
     )
 
 
-def _check_sampling(config: RunConfig) -> None:
-    rollout = config.rollout
+def _check_sampling(rollout: RolloutSection) -> None:
     for key in ("top_p", "top_k"):
         _require(
             key not in rollout.engine,
@@ -179,8 +177,8 @@ def _check_sampling(config: RunConfig) -> None:
     )
 
 
-def _check_asynchrony(config: RunConfig) -> None:
-    key, asynchrony = "rollout.asynchronous", config.asynchrony
+def _check_asynchrony(asynchrony: Asynchrony, deterministic: bool) -> None:
+    key = "rollout.asynchronous"
     ahead, staleness = asynchrony.ahead, asynchrony.max_staleness
     if not asynchrony.on:
         _require(
@@ -191,7 +189,7 @@ def _check_asynchrony(config: RunConfig) -> None:
         )
         return
     _require(
-        not config.run.deterministic,
+        not deterministic,
         "run.deterministic",
         "what runs ahead of training depends on how long everything takes; set "
         f"{key}.run_ahead=0, or run.deterministic=false",
@@ -210,8 +208,7 @@ def _check_asynchrony(config: RunConfig) -> None:
     )
 
 
-def _check_batch(config: RunConfig) -> None:
-    rollout, minibatches = config.rollout, config.algorithm.minibatches_per_step
+def _check_batch(rollout: RolloutSection, minibatches: int) -> None:
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     trajectories = prompts * samples
     _require(
@@ -230,14 +227,14 @@ def _check_batch(config: RunConfig) -> None:
 
 
 def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
-    algorithm = config.algorithm
-    yield lambda: _check_losses(config)
-    yield lambda: _check_advantage(config)
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    yield lambda: _check_losses(algorithm.losses)
+    yield lambda: _check_advantage(algorithm.advantage, samples)
     if algorithm.teacher:
         yield lambda: TEACHER.check(algorithm.teacher, where="algorithm.teacher")
     yield lambda: AGGREGATE.check(algorithm.aggregate, ("tokens",), "algorithm.aggregate")
     for index, component in enumerate(algorithm.filters):
-        yield partial(_check_filter, config, component, f"algorithm.filters[{index}]")
+        yield partial(_check_filter, component, samples, f"algorithm.filters[{index}]")
     for index, component in enumerate(algorithm.transforms):
         where = f"algorithm.transforms[{index}]"
         yield partial(TRANSFORM.check, component, ("tokens",), where)
@@ -249,8 +246,7 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
         yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
 
 
-def _check_losses(config: RunConfig) -> None:
-    losses = config.algorithm.losses
+def _check_losses(losses: Sequence[Any]) -> None:
     _require(
         losses,
         "algorithm.losses",
@@ -261,22 +257,21 @@ def _check_losses(config: RunConfig) -> None:
         LOSS.build(loss, f"algorithm.losses[{index}]")
 
 
-def _check_advantage(config: RunConfig) -> None:
+def _check_advantage(component: Any, samples: int) -> None:
     """Makes the advantage, which checks its own limits; some need several attempts to compare."""
-    component = config.algorithm.advantage
     made = ADVANTAGE.build(component, "algorithm.advantage")
     # A function with its keywords bound: its own
-    _check_attempts(config, component, getattr(made, "func", made))
+    _check_attempts(component, samples, getattr(made, "func", made))
 
 
-def _check_filter(config: RunConfig, component: Any, where: str) -> None:
+def _check_filter(component: Any, samples: int, where: str) -> None:
     target, _ = FILTER.check(component, ("tokens",), where)
-    _check_attempts(config, component, target)
+    _check_attempts(component, samples, target)
 
 
-def _check_attempts(config: RunConfig, component: Any, part: Any) -> None:
+def _check_attempts(component: Any, samples: int, part: Any) -> None:
     _require(
-        not getattr(part, "compares_attempts", False) or config.rollout.samples_per_prompt > 1,
+        not getattr(part, "compares_attempts", False) or samples > 1,
         "rollout.samples_per_prompt",
         f"{component['name']} compares attempts at the same prompt; expected at least 2, found 1",
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from rlflow.components import (
     ADVANTAGE,
     AGGREGATE,
@@ -170,6 +172,12 @@ class ClusterSection:
     rollout_workers: NonNegativeInt = 0  # Ray actors with engine and environment; 0: this process
     weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = named("auto")
     stall_timeout_s: PositiveFloat = 600.0  # a rank hangs: no progress for so long
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the run trains on GPUs: ranks do that ask for some, on this machine or another;
+        a trainer in this process does where torch finds one."""
+        return self.gpus_per_rank > 0 if self.ranks else torch.cuda.is_available()
 
 
 @dataclass

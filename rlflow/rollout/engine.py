@@ -12,13 +12,14 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import ClassVar, Literal, Union
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, ModelError, RolloutError
 from rlflow.gpu_buckets import GpuBucket, GpuSharing
+from rlflow.rollout.engine_facts import EngineFacts
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
 """(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer
@@ -87,6 +88,9 @@ def joined_routes(first: Tensor | None, later: Tensor | None, most: int) -> Tens
 class Engine(ABC):
     """An inference engine, used from one event loop at a time. What it does not say about itself
     has the value that claims least."""
+
+    facts: ClassVar[type[EngineFacts]] = EngineFacts
+    """What a run plans with before the engine is made."""
 
     max_tokens: int | None = None
     """Most tokens of a prompt and its completion together; None: no limit of its own."""

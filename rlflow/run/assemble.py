@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,14 @@ from rlflow.config.checks import (
     environment_name,
 )
 from rlflow.config.loading import save_config, to_dict
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RolloutSection, RunConfig, RunSection
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.metrics import Metrics, save_registered
 from rlflow.report.sinks import PICTURE, MetricsLog, PageSink, Sink, make_display, make_sinks
 from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
@@ -38,10 +39,11 @@ from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import engine_dtype
+from rlflow.run.engine_keeper import EngineKeeper
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import torch_dtype
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def make_rollout(config: RunConfig, gpus: list[list[str]] | None = None) -> Roll
         PRODUCTS.fix()
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, config.model.trust_remote_code)
-    environment = make_environment(config)
+    environment = make_environment(config.environment)
     rollout = rollout_over(make_engine(config, tokenizer, gpus), environment, tokenizer, config)
     if environment.max_turns is not None:
         logger.info(
@@ -78,12 +80,11 @@ def rollout_over(
     config: RunConfig,
 ) -> Rollout:
     """The rollout of a configuration over these. Raises ConfigError, ModelError."""
-    return Rollout(engines, environment, tokenizer, **rollout_options(config))
+    return Rollout(engines, environment, tokenizer, **rollout_options(config.rollout, config.run))
 
 
-def rollout_options(config: RunConfig) -> dict[str, Any]:
+def rollout_options(section: RolloutSection, run: RunSection) -> dict[str, Any]:
     """The keywords of `Rollout` that a configuration names."""
-    section = config.rollout
     return {
         "samples_per_prompt": section.samples_per_prompt,
         "max_turns": section.max_turns,
@@ -94,8 +95,8 @@ def rollout_options(config: RunConfig) -> dict[str, Any]:
         **dataclasses.asdict(section.faults),
         "chat_template": section.chat_template,
         "history": section.history,
-        "seed": config.run.seed,
-        "deterministic": config.run.deterministic,
+        "seed": run.seed,
+        "deterministic": run.deterministic,
     }
 
 
@@ -105,10 +106,12 @@ def make_engine(
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
     check_secrets({"rollout": {"engine": section.engine}})
+    adapters = config.trainer.lora is not None
+    engine_dtype = engine_facts(section.engine).dtype(config.model.dtype, adapters)
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
-        "dtype": engine_dtype(config),
+        "dtype": engine_dtype,
         "max_tokens": section.max_total_tokens,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
@@ -120,13 +123,13 @@ def make_engine(
     return engine
 
 
-def make_environment(config: RunConfig, **offered: Any) -> Environment:
-    """The environment of a configuration. offered: keywords that its constructor may have. Raises
+def make_environment(section: Mapping[str, Any], **offered: Any) -> Environment:
+    """The environment that the section `environment` names. offered: keywords that its constructor may have. Raises
     ConfigError for what is no environment."""
-    name = environment_name(config)
-    check_secrets({"environment": config.environment})
-    environment_class(config)
-    environment = ENVIRONMENT.build(config.environment, **offered)
+    name = environment_name(section)
+    check_secrets({"environment": section})
+    environment_class(section)
+    environment = ENVIRONMENT.build(section, **offered)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
         expected = "expected a function that makes an Environment"
@@ -135,13 +138,13 @@ def make_environment(config: RunConfig, **offered: Any) -> Environment:
 
 
 def environment_class(
-    config: RunConfig,
+    section: Mapping[str, Any],
 ) -> tuple[type[Environment] | None, dict[str, Any]]:
     """(the environment's class, None where a function makes it; its keywords). Raises ConfigError
     for what is no environment."""
-    name = environment_name(config)
-    check_environment_keywords(config)
-    target, options = ENVIRONMENT.check(config.environment)
+    name = environment_name(section)
+    check_environment_keywords(section)
+    target, options = ENVIRONMENT.check(section)
     if not isinstance(target, type):
         return None, options
     missing = sorted(getattr(target, "__abstractmethods__", ()))
@@ -154,11 +157,11 @@ def environment_class(
 
 
 def fitting_tasks(
-    rollout: Rollout, split: str, config: RunConfig, first: int | None = None
+    rollout: Rollout, split: str, max_prompt_tokens: int, first: int | None = None
 ) -> tuple[list[Task], int]:
     """(the tasks whose prompts fit, number of the others) of the split's first ones or of all.
     Raises DataError where none is left."""
-    limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
+    limit = min(max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
@@ -207,12 +210,12 @@ def make_trainer(config: RunConfig, placement: Placement | None = None) -> Train
 
 
 @contextmanager
-def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
+def open_directory(section: RunSection) -> Iterator[RunDirectory]:
     """The directory of a run, open for writing; a failed start leaves none.
 
     Raises ConfigError as `RunDirectory.create` does."""
-    modes = {"resume": config.run.resume, "overwrite": config.run.overwrite}
-    with RunDirectory.create(run_path(config), **modes) as directory:
+    modes = {"resume": section.resume, "overwrite": section.overwrite}
+    with RunDirectory.create(run_path(section), **modes) as directory:
         try:
             yield directory
         except BaseException:
@@ -220,15 +223,15 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
             raise
 
 
-def note_start(config: RunConfig, directory: RunDirectory, metrics: Metrics) -> None:
-    """Writes what a run begins, or goes on, with: its configuration, without the step that this
-    start alone went back to, with the folder of its paths, and the environment's metrics. A summary
-    of before is no longer true."""
+def write_resolved_config(config: RunConfig, directory: RunDirectory, registered: Metrics) -> None:
+    """Writes the resolved configuration, with the folder that its paths start from and without the
+    step that this start alone went back to, and the environment's registered metrics. Removes the
+    summary of an earlier start, which is no longer true."""
     directory.summary.unlink(missing_ok=True)
     lasting = dataclasses.replace(config.run, resume_step=None, folder=os.getcwd())
     save_config(dataclasses.replace(config, run=lasting), directory.config)
     mark_own(directory.config)
-    save_registered(directory.environment_metrics, metrics)
+    save_registered(directory.environment_metrics, registered)
 
 
 def make_metrics(
@@ -258,17 +261,17 @@ def make_metrics(
 
 
 def make_groups(
-    config: RunConfig,
+    section: RolloutSection,
+    steps: int,
     rollout: Rollout,
     source: TaskSource,
     tasks: Sequence[Task],
     max_rounds: int,
 ) -> Groups:
-    """The groups of a run's steps, of tasks from the source; the caller closes it. tasks: all that
+    """The groups of a run's `steps`, of tasks from the source; the caller closes it. tasks: all that
     the source may name."""
-    asynchrony = config.asynchrony
-    section = config.rollout
-    faults = config.rollout.faults
+    asynchrony = section.asynchronous
+    faults = section.faults
     ages = (asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
     pacing = Pacing(section.prompts_per_step, *ages)
     terms = Terms(
@@ -277,7 +280,7 @@ def make_groups(
         lease_s=faults.episode_s + faults.call_s,
         max_rounds=max_rounds,
         group_s=asynchrony.group_s,
-        steps=config.run.steps,
+        steps=steps,
     )
     return rollout.groups(source.take, pacing, terms, tasks=tasks)
 
@@ -285,22 +288,40 @@ def make_groups(
 PROMPTS, PROBED = 4, 32
 """Prompts and tokens of a probe in float32; four times the prompts, and more tokens, below it."""
 TEMPERATURE = 0.7
-"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by
-another one, would not show."""
+"""Not 1, as in most runs: an engine that ignores the temperature fails the probe."""
 TOLERANCE = 1e-3
 """Nats, in float32."""
 
 
-def trainable(rollout: Rollout) -> Rollout:
-    """The same rollout. Raises ConfigError where an engine takes no weights."""
-    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
-    if fixed is not None:
-        raise ConfigError(
-            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not "
-            "training. For vllm_server name a folder that rlflow and the server see, in "
-            "rollout.engine.weights_folder."
-        )
-    return rollout
+def require_trainable(rollout: Rollout) -> None:
+    """Raises ConfigError where an engine takes no weights."""
+    for engine in rollout.engines:
+        if not engine.takes_weights:
+            raise ConfigError(
+                f"rollout.engine: {type(engine).__name__} takes no weights: it serves evaluation, "
+                "not training. For vllm_server name a folder that rlflow and the server see, in "
+                "rollout.engine.weights_folder."
+            )
+
+
+def make_engine_keeper(
+    config: RunConfig, rollout: Rollout, trainer: Trainer, tasks: Sequence[Task]
+) -> EngineKeeper:
+    """What keeps the engines of a run in step with its trainer. tasks: the prompts of some are
+    those of a probe."""
+    asynchrony, model_dtype = config.rollout.asynchronous, config.model.dtype
+    merged_dtype = None
+    if config.trainer.lora is not None:  # rounded once, to what the engines keep
+        engine = engine_facts(config.rollout.engine)
+        merged_dtype = torch_dtype(engine.dtype(model_dtype, adapters=True))
+    return EngineKeeper(
+        rollout,
+        trainer,
+        make_probe(rollout, trainer, tasks, model_dtype),
+        on_update=asynchrony.on_update,
+        overlap=asynchrony.overlap,
+        merged_dtype=merged_dtype,
+    )
 
 
 def make_probe(

@@ -28,7 +28,7 @@ from rlflow.storage.files import PARTIAL, clear_partials, remove_directory, why_
 from rlflow.storage.lock import DirectoryLock
 
 if TYPE_CHECKING:
-    from rlflow.config.schema import RunConfig
+    from rlflow.config.schema import RunSection
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ LAYOUT = (
 """In the order of removal: what is left by a kill is a run, and none that finished."""
 
 
-def run_path(config: RunConfig) -> Path:
+def run_path(section: RunSection) -> Path:
     """The run's directory. Raises ConfigError for a placeholder other than {name}."""
     try:
-        return Path(config.run.directory.format(name=config.run.name))
+        return Path(section.directory.format(name=section.name))
     except (LookupError, ValueError, AttributeError, TypeError):
-        found = config.run.directory
+        found = section.directory
         told = f"expected a path with no placeholder but {{name}}, found '{found}'"
         raise ConfigError(f"run.directory: {told}.") from None
 

@@ -4,45 +4,52 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.base import Curator
 from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import DataSection, RolloutSection, RunConfig, RunSection
 from rlflow.errors import RLFlowError
+from rlflow.preflight.estimates import run_sizes
+from rlflow.preflight.gpu_memory import gpu_table
+from rlflow.preflight.start import check_start, policy_architecture
 from rlflow.report.alarms import Watch
 from rlflow.report.recorder import Recorder
 from rlflow.report.sinks import PAGE, PageSink, make_display, read_metrics
 from rlflow.report.terminal import Progress, RunLog
 from rlflow.report.timer import Clock, PhaseTimer
+from rlflow.rollout.groups import Groups
 from rlflow.rollout.rollout import Rollout
 from rlflow.run.assemble import (
     fitting_tasks,
+    make_engine_keeper,
     make_groups,
     make_metrics,
-    make_probe,
     make_trainer,
-    note_start,
     open_directory,
-    trainable,
+    require_trainable,
+    write_resolved_config,
 )
 from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import RunDirectory, explain_unwritable, run_path
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.export import check_own_family
-from rlflow.run.gpus import gpu_table, make_placement
+from rlflow.run.gpus import make_placement
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.origin import fetch_models
-from rlflow.run.preflight import check_start, policy_architecture
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.rollout_workers import make_run_rollout
 from rlflow.run.run import Run
+from rlflow.run.step_log import StepLog
 from rlflow.trainer.base import Trainer
+from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -79,40 +86,34 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 
 def _start(config: RunConfig, stack: ExitStack) -> Run:
+    """Builds a run, what is cheap and fails first; `stack` closes it."""
     clock, timer = Clock(), PhaseTimer()
     fetch_models(config)
     check_start(config)
     # First, to end ranks that are starting too
     interrupt = stack.enter_context(Interrupt())
-    log = stack.enter_context(RunLog())
+    log_file = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
     progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase
-    progress.phase("preparing", "environment and engine")
+
     placement = _open_placement(config, progress, stack)
-    rollout = trainable(stack.enter_context(make_run_rollout(config, placement)))
-    metrics = progress.registered = rollout.environment.metrics
-    rollout.on_episode = progress.episode
-    train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
-    val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
+    rollout = _open_rollout(config, placement, progress, stack)
+    tasks = _read_tasks(config.data, rollout)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = _open_trainer(config, algorithm, rollout, placement, stack)
-    evaluation = EvaluationSchedule(val_tasks, config.evaluation)
+    evaluation = EvaluationSchedule(tasks.val, config.evaluation)
     progress.tasks_after = partial(evaluation.tasks_after, steps=config.run.steps)
-    progress.message(_plan(config, len(train_tasks), len(evaluation.tasks())))
-    samples = config.rollout.samples_per_prompt
-    offered = {"tasks": train_tasks, "seed": config.run.seed, "samples": samples}
-    source = CURATOR.build(config.data.curator, "data.curator", **offered)
-    groups = make_groups(config, rollout, source, train_tasks, algorithm.max_rounds)
-    upcoming = stack.enter_context(closing(groups))
-    probe = make_probe(rollout, trainer, train_tasks, config.model.dtype)
+    progress.message(_plan(config.run, config.rollout, len(tasks.train), len(evaluation.tasks())))
+    source, groups = _open_groups(config, rollout, tasks.train, algorithm.max_rounds, stack)
+    engines = make_engine_keeper(config, rollout, trainer, tasks.train)
+
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
-    directory = _open_files(config, log, page, stack)
-    kept = config.metrics.trajectories_per_step
-    saving = config.checkpoint.keep, config.checkpoint.asynchronous
+    directory = _open_files(config, log_file, page, stack)
+    recorder = Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step)
     run = Run(
         config,
         directory=directory,
@@ -120,36 +121,90 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         rollout=rollout,
         trainer=trainer,
         source=source,
+        upcoming=groups,
         evaluation=evaluation,
-        saver=Saver(trainer, directory.saved, *saving),
-        recorder=Recorder(directory, rollout.tokenizer, kept),
-        progress=progress,
+        saver=Saver(
+            trainer, directory.saved, config.checkpoint.keep, config.checkpoint.asynchronous
+        ),
+        log=StepLog(recorder, progress, Watch(rollout.environment.metrics)),
+        engines=engines,
         interrupt=interrupt,
         clock=clock,
         timer=timer,
-        probe=probe,
-        upcoming=upcoming,
-        watch=Watch(metrics),
-        prompts_dropped=dropped,
+        prompts_dropped=tasks.dropped,
     )
     _accompany(run, stack)
     resume(run)
-    note_start(config, directory, metrics)  # only now: a refused one leaves the old ones
-    evaluations = run.evaluation.made(run.saved_step)
-    log_of_run = make_metrics(config, directory, run.saved_step, evaluations, page)
-    run.metrics = stack.enter_context(log_of_run)
-    # No warning of earlier sessions is said again
-    run.watch.recall(read_metrics(run.directory.metrics))
+    _begin_log(run, page, stack)
     return run
 
 
-def _plan(config: RunConfig, tasks: int, asked: int) -> str:
+def _open_rollout(
+    config: RunConfig, placement: Placement | None, progress: Progress, stack: ExitStack
+) -> Rollout:
+    """Engines and environment, whose episodes the terminal shows."""
+    progress.phase("preparing", "environment and engine")
+    rollout = stack.enter_context(make_run_rollout(config, placement))
+    require_trainable(rollout)
+    progress.registered = rollout.environment.metrics
+    rollout.on_episode = progress.episode
+    return rollout
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """Those whose prompts fit. dropped: number of training tasks whose prompts are too long."""
+
+    train: list[Task]
+    val: list[Task]
+    dropped: int
+
+
+def _read_tasks(section: DataSection, rollout: Rollout) -> _Tasks:
+    train, dropped = fitting_tasks(rollout, section.train_split, section.max_prompt_tokens)
+    val, _ = fitting_tasks(rollout, section.val_split, section.max_prompt_tokens)
+    return _Tasks(train, val, dropped)
+
+
+def _open_groups(
+    config: RunConfig,
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    max_rounds: int,
+    stack: ExitStack,
+) -> tuple[Curator, Groups]:
+    """What says which tasks come next, and the groups of attempts at them."""
+    offered = {
+        "tasks": tasks,
+        "seed": config.run.seed,
+        "samples": config.rollout.samples_per_prompt,
+    }
+    source = CURATOR.build(config.data.curator, "data.curator", **offered)
+    groups = make_groups(
+        config.rollout, config.run.steps, rollout, source, tasks, max_rounds=max_rounds
+    )
+    return source, stack.enter_context(closing(groups))
+
+
+def _begin_log(run: Run, page: PageSink | None, stack: ExitStack) -> None:
+    """Opens the metrics from the step on that the run resumes from. Only now: a refused resume
+    leaves the old files as they are."""
+    metrics = run.registered
+    write_resolved_config(run.config, run.directory, metrics)
+    evaluations = run.evaluation.made(run.saved_step)
+    run.log.metrics = stack.enter_context(
+        make_metrics(run.config, run.directory, run.saved_step, evaluations, page)
+    )
+    # No warning of earlier sessions is said again
+    run.log.watch.recall(read_metrics(run.directory.metrics))
+
+
+def _plan(run: RunSection, section: RolloutSection, tasks: int, asked: int) -> str:
     """What the run is about to do, and where it writes. asked: tasks of an evaluation."""
-    section = config.rollout
     each = f"{section.prompts_per_step} tasks x {section.samples_per_prompt} attempts"
     return (
-        f"{config.run.steps:,} steps of {each}, from {tasks:,} tasks; evaluated on {asked:,}\n"
-        f"all numbers, episodes and checkpoints: {run_path(config)}"
+        f"{run.steps:,} steps of {each}, from {tasks:,} tasks; evaluated on {asked:,}\n"
+        f"all numbers, episodes and checkpoints: {run_path(run)}"
     )
 
 
@@ -180,7 +235,7 @@ def _open_files(
     config: RunConfig, log: RunLog, page: PageSink | None, stack: ExitStack
 ) -> RunDirectory:
     """The run's directory, with its log, shown on the page."""
-    directory = stack.enter_context(open_directory(config))
+    directory = stack.enter_context(open_directory(config.run))
     log.write_to(directory.log)
     if page is not None:
         page.open(directory.path)
@@ -200,7 +255,8 @@ def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> 
     placement = make_placement(config)
     if placement is not None:
         stack.callback(placement.close)
-    for line in gpu_table(config, policy_architecture(config), placement):
+    sizes = run_sizes(config, policy_architecture(config.model.path))
+    for line in gpu_table(sizes, placement):
         logger.info("%s", line)
         progress.message(line)
     return placement
@@ -210,7 +266,7 @@ def _displays(
     config: RunConfig, clock: Clock, stack: ExitStack
 ) -> tuple[Progress, PageSink | None]:
     """The run's progress, and the page where one is wanted and can be had."""
-    checkpoint = chosen_checkpoint(config)
+    checkpoint = chosen_checkpoint(config.run)
     progress = Progress(
         config.metrics.progress,
         steps=config.run.steps,

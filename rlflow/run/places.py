@@ -60,7 +60,7 @@ def _own_directory(config_file: Path, overrides: Sequence[str]) -> list[str]:
     """The override that names the run in which the file lies, where its configuration does not."""
     keys = {override.partition("=")[0].strip() for override in overrides}
     try:
-        named = run_path(load_config(config_file))
+        named = run_path(load_config(config_file).run)
     except ConfigError:
         return []  # whoever reads it next says so
     here = config_file.parent
@@ -78,7 +78,7 @@ def _project_beside(run: Path, section: Mapping[str, Any]) -> Path | None:
     config.run.directory = str(section.get("directory", config.run.directory))
     config.run.name = str(section.get("name", config.run.name))
     try:
-        inside = run_path(config)
+        inside = run_path(config.run)
     except ConfigError:
         return None
     parts = inside.parts

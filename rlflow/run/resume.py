@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RunConfig, RunSection
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import CONFIG, STATE, TRAINER, Checkpoints
 from rlflow.run.directory import RunDirectory, run_path
@@ -38,9 +38,9 @@ COMPARED = (
 """Keys that results depend on; the others say how long a run lasts, what it reports and where."""
 
 
-def finished_summary(config: RunConfig) -> dict[str, Any] | None:
+def finished_summary(section: RunSection) -> dict[str, Any] | None:
     """The summary of the run to be resumed where nothing of it is left to do; else None."""
-    directory = RunDirectory(run_path(config))
+    directory = RunDirectory(run_path(section))
     latest = directory.saved.latest()
     if latest is None or not directory.summary.is_file():
         return None
@@ -48,26 +48,26 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     done = (
         isinstance(summary, dict)
         and summary.get("status") == "finished"
-        and summary.get("steps") == step >= config.run.steps
+        and summary.get("steps") == step >= section.steps
     )
-    return summary if done and config.run.resume_step in (None, step) else None
+    return summary if done and section.resume_step in (None, step) else None
 
 
-def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:
+def chosen_checkpoint(section: RunSection) -> tuple[int, Path] | None:
     """(step, directory) to resume from; None for a new run. Raises ConfigError without any."""
-    if not config.run.resume:
+    if not section.resume:
         return None
-    return RunDirectory(run_path(config)).saved.choose(config.run.resume_step)
+    return RunDirectory(run_path(section)).saved.choose(section.resume_step)
 
 
 def check_continuation(config: RunConfig) -> None:
     """Warns of keys with other values than at the checkpoint that the configuration resumes from.
 
     Raises ConfigError for a key that a resumed run keeps, DamagedCheckpointError as `resume`."""
-    chosen = chosen_checkpoint(config)
+    chosen = chosen_checkpoint(config.run)
     if chosen is None:
         return
-    saved = RunDirectory(run_path(config)).saved
+    saved = RunDirectory(run_path(config.run)).saved
     with _advised(saved, chosen[0]):
         before = saved.read_state(chosen[0]).get(CONFIG)
     if before is None:  # of another version: `resume` refuses it
@@ -96,7 +96,7 @@ def resume(run: Run) -> None:
 
     Raises DamagedCheckpointError, which names the newest whole checkpoint, and CheckpointError for
     another format."""
-    chosen = chosen_checkpoint(run.config)
+    chosen = chosen_checkpoint(run.config.run)
     if chosen is None:
         return
     saved, (step, path) = run.directory.saved, chosen

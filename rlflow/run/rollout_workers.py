@@ -28,18 +28,18 @@ from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.worker_actors import RayWorkers
 from rlflow.codec import from_bytes, to_bytes
 from rlflow.components import WEIGHT_TRANSFER
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import RolloutSection, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.engine import PauseMode, Sent
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import reported
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopWatch
 from rlflow.rollout.players import Begun, Ended, Player, RemotePlayer
-from rlflow.rollout.vllm.engines import VLLMOptions
 from rlflow.rollout.weight_sync import SyncReport
 from rlflow.rollout.weights import WeightPublisher, WeightReader
 from rlflow.rollout.workers import (
@@ -52,10 +52,9 @@ from rlflow.rollout.workers import (
 from rlflow.run.assemble import (
     make_environment,
     make_rollout,
+    require_trainable,
     rollout_options,
-    trainable,
 )
-from rlflow.run.estimates import is_vllm
 from rlflow.run.gpus import engine_gpus, gpu_demand, store_bytes
 from rlflow.types import Trajectory
 
@@ -104,7 +103,8 @@ class RolloutWorker:
                     "cluster.rollout_workers: expected one engine per worker, rollout.engine makes "
                     f"{len(rollout.engines)}; raise rollout_workers in place of it."
                 )
-            (engine,) = trainable(rollout).engines
+            require_trainable(rollout)
+            (engine,) = rollout.engines
         except ConfigError:
             rollout.close()
             raise
@@ -287,7 +287,8 @@ def make_run_rollout(config: RunConfig, placement: Placement | None = None) -> R
     closes it."""
     if config.cluster.rollout_workers:
         return make_worker_rollout(config, placement)
-    return make_rollout(config, engine_gpus(config, placement))
+    engine = engine_facts(config.rollout.engine)
+    return make_rollout(config, engine_gpus(config.cluster, engine, placement))
 
 
 def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -> WorkerRollout:
@@ -295,10 +296,11 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
     placement where they share those of the ranks; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, demand = config.cluster, gpu_demand(config)
+    section = config.cluster
+    demand = gpu_demand(section, engine_facts(config.rollout.engine))
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
-    environment = make_environment(config, **({"network_host": host} if here else {}))
+    environment = make_environment(config.environment, **({"network_host": host} if here else {}))
     tokenizer = Tokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
@@ -313,7 +315,7 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
         ),
         section.rollout_workers,
         read=_read,
-        limits=pool_limits(config),
+        limits=pool_limits(config.rollout),
         address=section.address,
         threads=section.threads_per_rank,
         gpus=section.gpus_per_rank,
@@ -329,17 +331,17 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
             environment,
             tokenizer,
             workers.close,
-            **rollout_options(config),
+            **rollout_options(config.rollout, config.run),
         )
     except BaseException:
         workers.close()
         raise
 
 
-def pool_limits(config: RunConfig) -> PoolLimits:
+def pool_limits(section: RolloutSection) -> PoolLimits:
     """By when workers of the run are given up: to start, each may take longer than its engine."""
-    faults, default_s = config.rollout.faults, VLLMOptions.start_s if is_vllm(config) else 0.0
-    start_s = float(config.rollout.engine.get("start_s", default_s)) + BESIDE_ENGINE_S
+    faults = section.faults
+    start_s = engine_facts(section.engine).start_limit_s() + BESIDE_ENGINE_S
     return PoolLimits(
         answer_s=min(ANSWER_S, faults.call_s),
         start_s=max(PoolLimits.start_s, start_s),

@@ -13,37 +13,27 @@ from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, RolloutError
-from rlflow.report.alarms import Watch
 from rlflow.report.metrics import Metrics, leading_score
-from rlflow.report.recorder import Recorder
 from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, staleness_metrics, step_shares
-from rlflow.report.sinks import MetricsLog
-from rlflow.report.terminal import Progress
-from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
-from rlflow.rollout import Rollout, WeightProbe
-from rlflow.rollout.engine import Sent
+from rlflow.report.timer import Clock, PhaseTimer, highest
+from rlflow.rollout import Rollout
 from rlflow.rollout.groups import Groups
-from rlflow.rollout.weight_sync import sharing_of
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
-from rlflow.run.estimates import engine_dtype
+from rlflow.run.engine_keeper import EngineKeeper
 from rlflow.run.evaluate import EvaluationSchedule, evaluate
 from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
+from rlflow.run.step_log import StepLog
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.options import torch_dtype
 from rlflow.types import Batch, Group
 from rlflow.values import NonNegativeFloat, NonNegativeInt, checked
 
 logger = logging.getLogger(__name__)
-
-MOST_RESTARTS = 3
-"""Of engines, in a run or what is left of one that is resumed: what ends more often ends for a
-reason."""
 
 
 @dataclass(eq=False)
@@ -61,33 +51,21 @@ class Run:
     upcoming: Groups
     evaluation: EvaluationSchedule
     saver: Saver
-    recorder: Recorder
-    progress: Progress
+    log: StepLog
+    engines: EngineKeeper
     interrupt: Interrupt
     clock: Clock
     timer: PhaseTimer
-    probe: WeightProbe | None = None  # for engines that cannot hash their weights
-    watch: Watch = field(default_factory=lambda: Watch({}))
     prompts_dropped: int = 0
-    # Opened once it is known from which step on they are kept
-    metrics: MetricsLog = field(init=False)
     step: int = 0
     saved_step: int = -1
     _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
-    _freed: int = 0  # bytes that the engines gave back for the step's training
-    _restarts: int = 0  # of engines
     _before_step: dict[str, Any] | None = None  # the state, while a step's groups are waited for
-    _lost: RolloutError | None = None  # what ends the run, once the step is counted
-    _turns: dict[str, float] = field(default_factory=dict)  # memory that went back and forth
 
     @property
     def registered(self) -> Metrics:
         """The metrics that the environment registers."""
         return self.rollout.environment.metrics
-
-    @property
-    def _may_end(self) -> bool:
-        return any(engine.may_end for engine in self.rollout.engines)
 
     def should_stop(self) -> bool:
         """Whether a signal came, the time is up, or the target is reached."""
@@ -110,7 +88,7 @@ class Run:
         while self.step < self.config.run.steps and not self.should_stop():
             self.directory.confirm()
             self._sampled.clear()
-            if self._may_end:
+            if self.engines.may_end:
                 self._before_step = self.state_dict()
             with self.timer.phase("rollout"):
                 groups = self.upcoming.step(self.step, self._admit)
@@ -119,19 +97,11 @@ class Run:
                 self.rollout.report |= self.rollout.counts()  # those of an evaluation too
                 if groups:
                     groups = self.algorithm.complete(groups)
-                    if not self.config.asynchrony.overlap:
-                        self._pause()
-                        self._freed = self.rollout.sleep()
+                    self.engines.rest(self.upcoming.in_flight)
             if not groups:
                 logger.info("stopping: data.curator has no more tasks after step %d", self.step)
                 return
             yield groups
-
-    def _pause(self) -> None:
-        """Stops the engines, where they play, before the trainer works, or at the latest before the
-        weights change."""
-        if self.upcoming.in_flight:
-            self.rollout.pause(self.config.asynchrony.on_update)
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         self.source.observe(groups)
@@ -141,115 +111,71 @@ class Run:
     def observe(self, batch: Batch, groups: Sequence[Group]) -> None:
         """Told of a step's batch, with advantages, before the first update."""
         with self.timer.phase("score"):
-            self.recorder.observe(batch, groups, self.trainer)
+            self.log.observe(batch, groups, self.trainer)
 
     def sync_weights(self, version: int) -> None:
-        """Gives the engines the trainer's weights under that version, verified by content hash or
-        by the probe."""
+        """Gives the engines the trainer's weights under that version; see `EngineKeeper.sync`."""
         with self.timer.phase("sync"):
-            self._pause()
-            try:
-                self._load(version)
-            except RolloutError as error:
-                if not self.rollout.failure:
-                    raise
-                self._lost = error  # first the step is counted, whose training is done
-        if (
-            any(engine.sleeps for engine in self.rollout.engines)
-            and not self.config.asynchrony.overlap
-        ):
-            handed = {"freed": self._freed, "taken": self.rollout.memory_taken}
-            self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in handed.items()}
+            self.engines.sync(version, self.upcoming.in_flight)
 
     def restart_engines(self) -> None:
         """Starts engines that have ended again, with the present weights. Raises RolloutError where
         that was done too often, when a checkpoint is written."""
         try:
-            self._load(self.rollout.version)
+            self.engines.load(self.rollout.version)
         except RolloutError:
             if self.saved_step != self.step:
                 self.save(self._before_step)
             raise
 
-    def _load(self, version: int) -> None:
-        """Gives the engines the trainer's weights, and starts those again that end or have
-        ended."""
-        while True:
-            if ended := self.rollout.failure:
-                if self._restarts == MOST_RESTARTS:
-                    raise RolloutError(
-                        f"{ended} It was started again {MOST_RESTARTS} times before. "
-                        "--resume goes on."
-                    )
-                self._restarts += 1
-                logger.warning(
-                    "%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS
-                )
-            try:
-                # Adapters are rounded once, to what the engines keep
-                adapted = self.config.trainer.lora is not None
-                merged = [torch_dtype(engine_dtype(self.config))] if adapted else []
-                if (sharing := sharing_of(self.rollout.engines)) is None:
-                    weights: Iterator[Sent] = self.trainer.weights(
-                        self.rollout.weights_device, *merged
-                    )
-                else:
-                    weights = self.trainer.gpu_weights(sharing, *merged)
-                return self.rollout.load_weights(weights, version, self.probe)
-            except RolloutError:
-                if not self.rollout.failure:
-                    raise
-
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step, takes the snapshots anew that are due, and writes its metrics and some
-        of its trajectories. Metrics of episodes are about all that were sampled, whether or not a
-        filter let them into the update."""
+        of its trajectories."""
         self.directory.confirm()
         self.step += 1
+        self._refresh_snapshots()
+        self.log.step(self.step, self._step_metrics(metrics, groups), groups)
+        self.saver.poll()
+        if self.engines.lost is not None:
+            self.save()
+            raise self.engines.lost
+
+    def _refresh_snapshots(self) -> None:
         for name, steps in self.algorithm.refreshes.items():
             if self.step % steps == 0:
                 self.trainer.snapshot(name)
                 if self.algorithm.early is not None:
                     self.algorithm.early.forget()
-        elsewhere = {
-            f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()
-        }
+
+    def _step_metrics(self, trained: dict[str, float], groups: Sequence[Group]) -> dict[str, float]:
+        """What every part says of the step, beside the metrics of its training. Those of episodes
+        are about all that were sampled, whether or not a filter let them into the update."""
         sampled = self._sampled or groups
         trajectories = [trajectory for group in sampled for trajectory in group.trajectories]
-        reports = {
-            f"train/{name}": value for name, value in self.source.report().items()
-        } | self.algorithm.report()
+        on_ranks = {
+            f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()
+        }
         metrics = {
-            **metrics,
+            **trained,
             **rollout_metrics(trajectories, self.registered),
             **self.rollout.report,
-            **reports,
+            **{f"train/{name}": value for name, value in self.source.report().items()},
+            **self.algorithm.report(),
+            **staleness_metrics(groups, version=self.step - 1),
+            **self.upcoming.report(),
+            **highest([self.timer.take(), on_ranks]),
+            **self.engines.metrics(),
+            **self.rollout.synced.metrics(),
         }
-        metrics |= staleness_metrics(groups, version=self.step - 1) | self.upcoming.report()
-        metrics |= highest([self.timer.take(), elsewhere]) | self._turns
-        metrics |= self.rollout.synced.metrics()
         if (arrived := self.trainer.adapters_arrived()) is not None:
             metrics["sync/adapters_arrived"] = arrived
-        metrics |= {
-            "data/prompts_dropped": float(self.prompts_dropped),
-            "data/epoch": self.source.epoch,
-        }
-        metrics |= step_shares(metrics, self.registered) | scores_by_set(
-            sampled, self.registered, "train"
-        )
+        metrics["data/prompts_dropped"] = float(self.prompts_dropped)
+        metrics["data/epoch"] = self.source.epoch
+        metrics |= step_shares(metrics, self.registered)
+        metrics |= scores_by_set(sampled, self.registered, "train")
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         metrics["time/run_s"] = self.clock.seconds
-        if self._may_end:
-            metrics["rollout/engine_restarts"] = float(self._restarts)
-        self.metrics.log(self.step, metrics)
-        self.progress.step(self.step, metrics)
-        for fault in self.watch.observe(self.step, metrics):
-            logger.warning("step %d: %s", self.step, fault.text)
-        self.saver.poll()
-        self.recorder.write(self.step, groups)
-        if self._lost is not None:
-            self.save()
-            raise self._lost
+        return metrics
 
     def evaluation_due(self) -> bool:
         """Whether the schedule asks for an evaluation now; none is begun once a signal came, nor
@@ -273,12 +199,11 @@ class Run:
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
         by_set = scores_by_set(result.groups, self.registered, "eval")
-        self.metrics.log(self.step, {**result.metrics, **by_set, **elapsed})
-        self.progress.evaluated(self.step, {**result.metrics, **elapsed})
+        self.log.evaluation(self.step, {**result.metrics, **elapsed}, by_set)
         self.directory.confirm()
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
-            self.metrics.sync()
+            self.log.metrics.sync()
             self.saver.update_state(self.step, self.state_dict())
 
     def checkpoint_due(self) -> bool:
@@ -291,7 +216,7 @@ class Run:
         state: another one than now's."""
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
-            self.metrics.sync()
+            self.log.metrics.sync()
             self.saver.save(self.step, dict(state or self.state_dict()))
         self.saved_step = self.step
         logger.info("checkpoint of step %d", self.step)
@@ -333,7 +258,7 @@ class Run:
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
         if not interrupted and self.config.checkpoint.export and self.trainer.exports:
-            self.progress.phase("exporting")
+            self.log.progress.phase("exporting")
             self.directory.confirm()
             model = self.config.model
             texts = export_files(
@@ -349,7 +274,7 @@ class Run:
         self.directory.confirm()
         summary = self._summary(interrupted, export_gap)
         write_json(self.directory.summary, summary)
-        self.progress.finished(summary)
+        self.log.progress.finished(summary)
         return summary
 
     def _summary(self, interrupted: str | None, export_gap: float | None) -> dict[str, Any]:
@@ -366,7 +291,7 @@ class Run:
             written["export"] = directory.export
             if directory.adapter.is_dir():
                 written["adapter"] = directory.adapter
-        written |= self.metrics.report_files()
+        written |= self.log.metrics.report_files()
         return {
             "status": f"interrupted by {interrupted}" if interrupted else "finished",
             "steps": self.step,

@@ -14,14 +14,14 @@ from rlflow import codec
 from rlflow.batching import ROUTED, ROUTES, make_batch
 from rlflow.errors import ConfigError, DataError
 from rlflow.loop import train
+from rlflow.preflight.examine import examine
+from rlflow.preflight.start import check_start
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.examine import examine
-from rlflow.run.preflight import check_start
 from rlflow.trainer.routing import routing_metrics
 from tests.flow.letters import letters_config, write_letters_model
 from tests.flow.thinking import TURNS, thinking_config, write_thinking_model

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 ASKING = re.compile(r"cuda(?!_manual_seed|_rng|_state)")
 SAID = {
-    "run/preflight.py": "counts GPUs",
+    "preflight/start.py": "counts GPUs",
     "trainer/megatron/checkpoint.py": "Megatron's name for its generators, which `cpu.py` provides",
 }
 """Files that ask and do the same whatever the answer."""

@@ -48,11 +48,13 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"calls", "rollout", "trainer", "report", "components", "matmul", "storage", "gpu_plan", "gpu_buckets",
                 *BASIS},
     # What surrounds the loop; the loop itself; the commands.
-    "run": {"codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
+    "preflight": {"run", "addresses", "cluster", "config", "rollout", "trainer", *ALGORITHMS, "environment", "models",
+                  "storage", "components", "gpu_plan", *BASIS},
+    "run": {"preflight", "codec", "addresses", "http", "places", "batching", "cluster", "config", "rollout", "trainer", *ALGORITHMS,
             "environment", "models", "report", "storage", "components", "matmul", "gpu_plan", "values", *BASIS},
     "report": {"run", "rollout", "trainer", "components", "storage", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", *ALGORITHMS, "batching", "report", *BASIS},
-    "commands": {"__init__", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
+    "commands": {"__init__", "loop", "run", "preflight", "cluster", "config", "rollout", "environment", *ALGORITHMS,
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING

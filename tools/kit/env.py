@@ -297,7 +297,8 @@ def _environment(
     from rlflow.run.assemble import make_environment
 
     named = [] if name is None else [f"environment.name={quoted(name)}"]
-    return make_environment(read_config(config_file, [*named, *(overrides or [])])[0])
+    config, _ = read_config(config_file, [*named, *(overrides or [])])
+    return make_environment(config.environment)
 
 
 def _make_policy(

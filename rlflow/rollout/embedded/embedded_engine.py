@@ -16,6 +16,8 @@ from rlflow.models.vocabulary import known_vocab
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder, check_complete
+from rlflow.rollout.embedded.devices import device_of
+from rlflow.rollout.embedded.facts import EmbeddedFacts
 from rlflow.rollout.embedded.graphs import CudaCapture
 from rlflow.rollout.embedded.model_runner import NotFiniteError
 from rlflow.rollout.embedded.sampling import StopTable
@@ -38,20 +40,6 @@ from rlflow.values import PositiveInt, Range
 MOST_SEED = 2**63 - 1
 CLOSED = "it was closed; make a new one"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def device_of(device: str | None, cuda_graphs: bool | None) -> torch.device:
-    """The engine's device: the GPU where there is one, if none is named. Raises ConfigError for one
-    that torch lacks."""
-    there = torch.cuda.is_available()
-    found = str(device or ("cuda" if there else "cpu"))
-    if found.startswith("cuda") and not there:
-        raise ConfigError(
-            f"engine.device: expected cpu, as torch finds no GPU here; found '{found}'."
-        )
-    if cuda_graphs and not found.startswith("cuda"):
-        raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{found}'.")
-    return torch.device(found)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -94,6 +82,7 @@ class EmbeddedEngine(Engine):
     while the trainer works; None: on a GPU. routes: completions say which experts their tokens went
     to."""
 
+    facts = EmbeddedFacts
     hashes_weights = True
     takes_device_tensors = True
     max_tokens: int

@@ -21,12 +21,14 @@ from rlflow.models.architecture import stored_architecture
 from rlflow.models.entries import Experts
 from rlflow.models.huggingface import iterate_weights, read_config
 from rlflow.rollout.engine import Engine, check_sizes
+from rlflow.rollout.engine_facts import with_facts
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import SharedFiles
 from rlflow.rollout.vllm.device_buckets import DeviceCarrier, check_device_transfer
 from rlflow.rollout.vllm.devices import check_memory, engine_devices
 from rlflow.rollout.vllm.engine_requests import most_tokens
+from rlflow.rollout.vllm.facts import BUCKET_MIB, START_S, VLLMFacts
 from rlflow.rollout.vllm.inside.plugin import BACKEND
 from rlflow.rollout.vllm.launch import FIXED, Launch, find_python
 from rlflow.rollout.vllm.served_model import check_served_model
@@ -61,8 +63,8 @@ class VLLMOptions:
     max_concurrency: int = 128
     tensor_parallel: int = 1
     kv_gib: int = 1
-    bucket_mib: int = 256
-    start_s: float = 900.0
+    bucket_mib: int = BUCKET_MIB
+    start_s: float = START_S
     answer_s: float = 1800.0
     eager: bool | None = None
     sleep: bool | None = None
@@ -144,6 +146,7 @@ class VLLMOptions:
         )
 
 
+@with_facts(VLLMFacts)
 @takes(VLLMOptions)
 def make_vllm_engines(
     path: str | Path,
@@ -317,7 +320,7 @@ def _begin(engine: VLLMEngine) -> None:
         if engine.takes_weights:
             thread.run(engine.load_weights(iterate_weights(engine.path), 0))
         else:
-            root = engine.facts.root
+            root = engine.server_facts.root
             thread.run(check_served_model(engine, engine.path, engine.server.name, root))
     finally:
         thread.close()

@@ -24,10 +24,10 @@ from rlflow.errors import RolloutError
 from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
 from rlflow.models.entries import Experts
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
-from rlflow.rollout.vllm.facts import HOW_TO, ServerFacts, facts_of, of_workers
 from rlflow.rollout.vllm.inside.start import WINDOW
 from rlflow.rollout.vllm.launch import Launch, Served
 from rlflow.rollout.vllm.routes import CALL_S, GENERATE, Refused, Routes
+from rlflow.rollout.vllm.server_facts import HOW_TO, ServerFacts, facts_of, of_workers
 from rlflow.storage.child import STOP_S
 
 logger = logging.getLogger(__name__)

@@ -100,7 +100,7 @@ class VLLMEngine(Engine):
 
     def wait_until_ready(self) -> None:
         """Returns when vLLM has loaded the model. Raises RolloutError."""
-        self.facts = facts = self.server.wait_until_ready(self._start_s)
+        self.server_facts = facts = self.server.wait_until_ready(self._start_s)
         self.max_tokens = min(self.max_tokens, facts.max_tokens)
         if self.sleeps and not facts.sleeps:
             logger.warning(

@@ -9,14 +9,19 @@ import pytest
 
 from rlflow.cluster import placement
 from rlflow.cluster.placement import interface, prepare_process
-from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.schema import ClusterSection, RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.gpu_plan import Bundle, GpuPlan, plan
+from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.run import gpus
 from rlflow.run.gpus import check_gpus, engine_gpus, gpu_demand
 
 ONE = [Bundle("10.0.0.1", str(number)) for number in range(4)]
 TWO = [Bundle(node, str(number)) for node in ("10.0.0.2", "10.0.0.10") for number in range(4)]
+
+
+def placing(config: RunConfig) -> tuple[ClusterSection, EngineFacts]:
+    return config.cluster, engine_facts(config.rollout.engine)
 
 
 def seen(found: GpuPlan) -> list[str]:
@@ -107,7 +112,7 @@ def test_a_run_that_cannot_be_placed_is_one_error(
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda: ONE)
     with pytest.raises(ConfigError, match=told):
-        check_gpus(config(**options))
+        check_gpus(*placing(config(**options)))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +128,8 @@ def test_a_fraction_puts_workers_beside_the_ranks(
     options: dict[str, object], shared: bool, bundles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda: ONE)
-    check_gpus(config(**options))
-    demand = gpu_demand(config(**options))
+    check_gpus(*placing(config(**options)))
+    demand = gpu_demand(*placing(config(**options)))
     assert (demand.shared, demand.most) == (shared, bundles)
 
 
@@ -185,9 +190,9 @@ def test_engines_of_this_process_are_on_its_machine_or_nowhere(
     asked = load_config(None, ["environment.name=none", f"rollout.engine={{name: vllm, engines: {engines}}}",
                                "cluster={ranks: 8, gpus_per_rank: 1, address: auto}"])  # fmt: skip
     if (driver, engines) == ("10.0.0.2", 4):
-        assert engine_gpus(asked, Placed(*TWO)) == [["0"], ["1"], ["2"], ["3"]]  # type: ignore[arg-type]
+        assert engine_gpus(*placing(asked), Placed(*TWO)) == [["0"], ["1"], ["2"], ["3"]]  # type: ignore[arg-type]
         return
     with pytest.raises(
         ConfigError, match=rf"need GPUs of {driver} alone, .* cluster.rollout_workers={engines}, "
     ):
-        engine_gpus(asked, Placed(*TWO))  # type: ignore[arg-type]
+        engine_gpus(*placing(asked), Placed(*TWO))  # type: ignore[arg-type]

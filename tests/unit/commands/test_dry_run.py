@@ -19,9 +19,10 @@ from rlflow import errors
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, StorageError
-from rlflow.run import examine, preflight
-from rlflow.run.estimates import checkpoint_bytes
-from rlflow.run.preflight import check_start
+from rlflow.preflight import examine, start
+from rlflow.preflight.estimates import checkpoint_bytes, run_sizes
+from rlflow.preflight.start import check_start
+from rlflow.trainer.layout import ParallelLayout
 from tests.fixtures import tiny_model
 from tests.unit.rollout.chat_templates import QWEN3
 
@@ -474,9 +475,9 @@ def test_a_model_that_cannot_be_fetched_hides_nothing_else(
 def test_a_megatron_that_imports_triton_where_there_is_none_is_told(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, version = preflight.importlib.util.find_spec, errors.metadata.version
+    find, version = start.importlib.util.find_spec, errors.metadata.version
     monkeypatch.setattr(
-        preflight.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+        start.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
     )
     told = "trainer.backend=megatron: the package 'triton' is not installed:"
     for found, expected in (("0.17.1", 0), ("0.18.0", 1)):
@@ -520,8 +521,8 @@ def test_checkpoints_that_a_run_replaces_are_room_for_it(
     usage = shutil.disk_usage(tmp_path)
     options = [f"run.directory={tmp_path}", "checkpoint.keep=2", "checkpoint.export=false"]
     config = load_config(place.config, options)
-    model = preflight.policy_architecture(config)
-    each, _ = checkpoint_bytes(config, model)
+    sizes = run_sizes(config, start.policy_architecture(config.model.path))
+    each, _ = checkpoint_bytes(sizes)
     for step in (1, 2):
         path = tmp_path / "checkpoints" / f"step_{step:06d}"
         path.mkdir(parents=True)
@@ -529,14 +530,16 @@ def test_checkpoints_that_a_run_replaces_are_room_for_it(
             file.truncate(each)
     monkeypatch.setattr(examine.shutil, "disk_usage", lambda path: usage._replace(free=each))
     for flag in ("run.resume=true", "run.overwrite=true"):
-        examine._check_disk(load_config(place.config, [*options, flag]), model)
+        examine._check_disk(
+            load_config(place.config, [*options, flag]).run, config.checkpoint, sizes
+        )
     with pytest.raises(StorageError, match="GiB are free"):
-        examine._check_disk(config, model)
+        examine._check_disk(config.run, config.checkpoint, sizes)
 
 
 def test_a_dense_teacher_may_stand_beside_a_policy_with_experts() -> None:
-    teacher = f"algorithm.teacher={{name: model, path: '{POLICY}'}}"
-    examine._check_teacher(load_config(None, [teacher, "trainer.expert_parallel=2"]), None)
+    layout = ParallelLayout(expert_parallel=2)
+    examine._check_teacher({"name": "model", "path": str(POLICY)}, layout, None)
 
 
 @pytest.mark.parametrize(

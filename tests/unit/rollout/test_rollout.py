@@ -425,7 +425,7 @@ def test_the_token_budget_is_that_of_the_engine_where_it_is_smaller(
     config = load_config(None, [f"model.path={qwen}", f"rollout.engine.max_tokens={longest}",
                                 f"environment={{name: '{__file__}:LongAndShort'}}"])  # fmt: skip
     with make_rollout(config) as rollout:
-        kept, dropped = fitting_tasks(rollout, "train", config)
+        kept, dropped = fitting_tasks(rollout, "train", config.data.max_prompt_tokens)
     assert ([task.id for task in kept], dropped) == (["short"], 1)
     assert f"the engine holds {longest} tokens: episodes end there" in caplog.text
 

@@ -101,7 +101,7 @@ def test_placeholders_that_are_none_are_one_line(pattern: str) -> None:
     config = RunConfig()
     config.run.directory = pattern
     with pytest.raises(ConfigError, match="expected a path with no placeholder"):
-        run_path(config)
+        run_path(config.run)
 
 
 def test_a_summary_that_is_none_leaves_a_run_to_be_resumed(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_summary_that_is_none_leaves_a_run_to_be_resumed(tmp_path: Path) -> No
     config.run.directory = str(tmp_path / "run")
     with make_run(tmp_path / "run", (1,)) as run:
         write_text(run.summary, "[]")
-    assert finished_summary(config) is None
+    assert finished_summary(config.run) is None
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout.vllm import launch
 from rlflow.rollout.vllm.vllm_engine import VLLMEngine
+from rlflow.run.engine_keeper import MOST_RESTARTS
 from rlflow.run.open import open_run
-from rlflow.run.run import MOST_RESTARTS, Run
+from rlflow.run.run import Run
 from rlflow.storage.files import read_json
 from rlflow.types import Trajectory
 from tests.flow.letters import letters_config, write_letters_model

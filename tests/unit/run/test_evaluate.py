@@ -199,7 +199,7 @@ def test_a_secret_that_a_run_does_not_hold_is_asked_for(tmp_path: Path) -> None:
     given = ["environment.headers.X-A=a", "environment.url=http://h", "rollout.engine.api_key=b"]
     keys = r"environment\.headers\.X-A, environment\.url: .*found \*\*\*.* environment\.headers\.X-A=VALUE environment\.url="
     with pytest.raises(ConfigError, match=keys):
-        make_environment(load_config(tmp_path / "config.yaml"))
+        make_environment(load_config(tmp_path / "config.yaml").environment)
     config = load_config(tmp_path / "config.yaml", given[:2])
     check_secrets({"environment": config.environment})  # and `mark` is no secret
     with pytest.raises(ConfigError, match=r"rollout\.engine\.api_key: expected a value"):

@@ -12,9 +12,9 @@ import pytest
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, ModelError, RolloutError, StorageError
 from rlflow.models import tables
+from rlflow.preflight.start import _check_router_replay
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
-from rlflow.run.preflight import _check_router_replay
 from rlflow.run.resume import finished_summary
 from rlflow.storage.files import write_json
 from tests import fixtures
@@ -48,12 +48,12 @@ def test_a_disk_that_is_full_at_the_very_end_is_a_storage_error(config: RunConfi
     words = r"events\.out: .*; the newest checkpoint is that of step 0\."
     with pytest.raises(StorageError, match=words), open_run(config) as run:
         run.save()
-        run.metrics.sinks.append(FailingSink(errno.ENOSPC))
+        run.log.metrics.sinks.append(FailingSink(errno.ENOSPC))
 
 
 def test_another_failure_to_close_is_told_as_it_is(config: RunConfig) -> None:
     with pytest.raises(OSError, match=r"events\.out") as caught, open_run(config) as run:
-        run.metrics.sinks.append(FailingSink(errno.EACCES))
+        run.log.metrics.sinks.append(FailingSink(errno.EACCES))
     assert caught.value.errno == errno.EACCES
 
 
@@ -61,7 +61,7 @@ def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(
     config: RunConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(RolloutError, match="the first"), open_run(config) as run:
-        run.metrics.sinks.append(FailingSink(errno.ENOSPC))
+        run.log.metrics.sinks.append(FailingSink(errno.ENOSPC))
         raise RolloutError("the first")
     with RunDirectory.create(
         tmp_path / "letters", overwrite=True
@@ -84,10 +84,10 @@ def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(
         run.save()
         write_json(run.directory.summary, {"status": "finished", "steps": 1})
     config.run.resume = True
-    assert finished_summary(config) is not None
+    assert finished_summary(config.run) is not None
     with open_run(config):
         pass
-    assert finished_summary(config) is None
+    assert finished_summary(config.run) is None
 
 
 def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:

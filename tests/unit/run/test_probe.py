@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_probes_an_engine_that_cannot_hash_its_weights(model: Path, tmp_path: Path) -> None:
     config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Unhashed")
     with open_run(config) as run:
-        assert run.probe is not None and len(run.probe.prompts) == 4
+        assert run.engines.probe is not None and len(run.engines.probe.prompts) == 4
     assert (
         train(
             letters_config(
@@ -65,14 +65,16 @@ def test_a_run_probes_an_engine_that_cannot_hash_its_weights(model: Path, tmp_pa
         == 2
     )
     with open_run(letters_config(model, tmp_path / "hashed", *FEW)) as run:
-        assert run.probe is None
+        assert run.engines.probe is None
 
 
 def test_in_bfloat16_a_run_compares_many_tokens(model: Path, tmp_path: Path) -> None:
     options = (*FEW, f"rollout.engine.name={__name__}:Unhashed", "model.dtype=bfloat16")
     with open_run(letters_config(model, tmp_path, *options)) as run:
-        assert run.probe is not None and run.probe.step == spacing(torch.bfloat16, 0.7)
-        assert len(run.probe.prompts) == 16 and 16 * run.probe.max_tokens == 256
+        assert run.engines.probe is not None and run.engines.probe.step == spacing(
+            torch.bfloat16, 0.7
+        )
+        assert len(run.engines.probe.prompts) == 16 and 16 * run.engines.probe.max_tokens == 256
 
 
 def test_an_engine_that_kept_the_old_weights_ends_the_run(model: Path, tmp_path: Path) -> None:

@@ -137,4 +137,4 @@ def test_an_engine_that_takes_no_weights_is_refused_in_workers_too(
 def test_a_worker_may_take_as_long_to_start_as_its_engine(engine: str, start_s: float) -> None:
     """A vLLM that needed longer than 600 s was ended and started again, whatever its `start_s` said."""
     config = load_config(None, ["environment.name=none", f"rollout.engine={engine}"])
-    assert workers.pool_limits(config).start_s == start_s
+    assert workers.pool_limits(config.rollout).start_s == start_s

@@ -111,7 +111,7 @@ def test_the_configuration_finds_its_files_from_where_it_was_written(
     needed(form)
     made = write_environment(NAME, directory, forms()[form])
     config = load_config(str(made.configuration))
-    environment = make_environment(config)
+    environment = make_environment(config.environment)
     assert environment.tasks("train") and config.model.path == str(made.policy)
     environment.shutdown()
     hint = re.search(r"own add\n((?:#   .*\n)+)", made.configuration.read_text())
@@ -154,7 +154,7 @@ def test_a_person_plays_the_policy_of_an_agent_by_the_stop_strings_that_it_asks_
 ) -> None:
     needed("agent")
     made = write_environment(NAME, Path(), forms()["agent"])
-    environment = make_environment(load_config(str(made.configuration)))
+    environment = make_environment(load_config(str(made.configuration)).environment)
     answer = environment.tasks("train")[0].answer
     play(environment, source=io.StringIO(f"hm\n{answer}\n"), color="never")
     environment.shutdown()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rlflow_tools.kit.checks.parts import check_algorithm, kind_of
 
-from rlflow.algorithms.algorithm import config_needs
+from rlflow.algorithms.algorithm import algorithm_needs
 from rlflow.algorithms.base import Advantage, Curator, Part, as_part
 from rlflow.algorithms.trial.first_call import LOWERED, check_first_call, sign_problem
 from rlflow.commands.cli import main
@@ -348,7 +348,7 @@ def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
     for command in commands:
         assert main(shlex.split(command)) == 0, (command, capsys.readouterr())
     (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.S)[-1])
-    assert config_needs(load_config("run.yaml")) == {"entropy", "reference", "rollout"}
+    assert algorithm_needs(load_config("run.yaml").algorithm) == {"entropy", "reference", "rollout"}
 
 
 @pytest.mark.parametrize("needs", ["entropy", ("entropy",)], ids=["text", "tuple"])

@@ -11,16 +11,14 @@ import psutil
 from rlflow.config.loading import keys_set
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
-from rlflow.models.architecture import Architecture
-from rlflow.run.estimates import (
+from rlflow.preflight.estimates import (
     LIBRARIES,
     PhaseMemory,
-    engine_parts,
+    RunSizes,
     estimate,
-    is_embedded,
-    on_gpus,
-    vllm_memory,
+    server_memory,
 )
+from rlflow.rollout.engine_facts import engine_facts
 
 GIB = 2**30
 CPU_SIZES = {
@@ -66,53 +64,57 @@ def sized_config(
     neither file, preset nor overrides say any of them."""
     config = load_config(path, overrides, preset)
     said = keys_set(path, overrides, RunConfig, preset)
-    if on_gpus(config) or not is_embedded(config) or not said.isdisjoint(CPU_SIZES):
+    in_process = engine_facts(config.rollout.engine).in_process
+    if config.cluster.on_gpus or not in_process or not said.isdisjoint(CPU_SIZES):
         return config, ""
     sizes = [f"{key}={value}" for key, value in CPU_SIZES.items()]
     note = f"no GPU, and no size is set: {' '.join(sizes)}, sizes for CPU cores"
     return load_config(path, [*sizes, *overrides], preset), note
 
 
-def host_memory(config: RunConfig, model: Architecture, size: int) -> list[PhaseMemory]:
-    """What all processes of a run hold together in this machine's memory of `size` bytes, by phase;
-    [] for a run on GPUs, and for one on other machines."""
-    if on_gpus(config) or config.cluster.address is not None:
+def host_memory(sizes: RunSizes, host_size: int) -> list[PhaseMemory]:
+    """What all processes of a run hold together in this machine's memory of `host_size` bytes, by
+    phase; [] for a run on GPUs, and for one on other machines."""
+    cluster = sizes.cluster
+    if cluster.on_gpus or cluster.address is not None:
         return []
-    phases = estimate(config, model, free=engine_room(config, model, size))
-    engines = int(config.rollout.engine.get("engines", 1))
+    phases = estimate(sizes, free=engine_room(sizes, host_size))
     beside = {
-        f"{phase.process}: {name}": size * engines
-        for phase in vllm_memory(config, model)
+        f"{phase.process}: {name}": size * sizes.engine.count
+        for phase in server_memory(sizes)
         for name, size in phase.parts.items()
     }
-    if not config.cluster.ranks:
-        return [_with(phase, beside) for phase in phases]
+    if not cluster.ranks:
+        return [
+            PhaseMemory(phase.process, phase.phase, {**phase.parts, **beside}) for phase in phases
+        ]
     driver, *ranks = phases
-    workers = max(1, config.cluster.rollout_workers)
+    workers = max(1, cluster.rollout_workers)
     for name, size in driver.parts.items():
         beside[name] = beside.get(name, 0) + size * workers
-    each = config.cluster.ranks // config.trainer.pipeline_parallel
+    ranks_of_a_stage = cluster.ranks // sizes.trainer.pipeline_parallel
     for phase in ranks:
         for name, size in phase.parts.items():
-            beside[name] = beside.get(name, 0) + size * each
+            beside[name] = beside.get(name, 0) + size * ranks_of_a_stage
     return [PhaseMemory("all processes", "update", beside)]
 
 
-def engine_room(config: RunConfig, model: Architecture, size: int) -> int:
-    """Bytes of `size` that the embedded engine finds free when it sizes its keys and values."""
-    weights = engine_parts(config, model).get("engine's weights", 0)
-    return max(0, size - LIBRARIES - weights)
+def engine_room(sizes: RunSizes, host_size: int) -> int:
+    """Bytes of `host_size` that an engine in the run's process finds free when it sizes its keys
+    and values."""
+    weights = sizes.engine.memory(sizes.engine_load).get("engine's weights", 0)
+    return max(0, host_size - LIBRARIES - weights)
 
 
-def check_host_memory(config: RunConfig, model: Architecture, size: int | None = None) -> None:
+def check_host_memory(sizes: RunSizes, host_size: int | None = None) -> None:
     """Raises ConfigError where the processes of a run hold more than this machine has, or one of
-    `size` bytes."""
-    size = host_bytes() if size is None else size
-    phases = host_memory(config, model, size)
+    `host_size` bytes."""
+    host_size = host_bytes() if host_size is None else host_size
+    phases = host_memory(sizes, host_size)
     if not phases:
         return
     largest = max(phases, key=lambda phase: phase.total)
-    if largest.total > size:
+    if largest.total > host_size:
         posts = sorted(largest.parts.items(), key=lambda part: -part[1])
         named = [
             f"{name} {part / GIB:.1f} (lowered by {LOWERED_BY[name]})"
@@ -121,11 +123,7 @@ def check_host_memory(config: RunConfig, model: Architecture, size: int | None =
         ]
         raise ConfigError(
             f"memory: {largest.process}, {largest.phase}: about {largest.total / GIB:.1f} GiB are "
-            f"needed, this machine has {size / GIB:.1f}. The largest posts: "
+            f"needed, this machine has {host_size / GIB:.1f}. The largest posts: "
             f"{'; '.join(named[:POSTS_NAMED])}. Fewer episodes at a time, by "
             "rollout.prompts_per_step or rollout.samples_per_prompt, lower them too."
         )
-
-
-def _with(phase: PhaseMemory, beside: Mapping[str, int]) -> PhaseMemory:
-    return PhaseMemory(phase.process, phase.phase, {**phase.parts, **beside})

@@ -6,26 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.flops import forward_flops
-from rlflow.run.estimates import (
-    VLLM_CORE,
-    VLLM_FRONT,
+from rlflow.preflight.estimates import (
+    RunSizes,
     checkpoint_bytes,
-    engine_dtype,
-    engine_parts,
     estimate,
     largest_microbatch,
     rank_parts,
+    run_sizes,
+    server_memory,
     update_parts,
-    vllm_memory,
 )
-from rlflow.run.step_time import CORE_FLOPS, CORE_MEMORY_RATE, estimate_step
+from rlflow.preflight.step_time import CORE_FLOPS, CORE_MEMORY_RATE, estimate_step
+from rlflow.rollout.engine_facts import engine_facts
+from rlflow.rollout.vllm.facts import CORE, FRONT
 from rlflow.trainer.layout import ParallelLayout, stage_parameters
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,8 +35,13 @@ SMALL = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 12, "num_
          "num_key_value_heads": 1, "vocab_size": 20, "tie_word_embeddings": True}  # fmt: skip
 
 
-def config(*overrides: str) -> Any:
-    return load_config(None, ["model.path=x", "environment.name=none", *overrides])
+def sizes(model: Architecture, *overrides: str) -> RunSizes:
+    names = ["model.path=x", "environment.name=none"]
+    return run_sizes(load_config(None, [*names, *overrides]), model)
+
+
+def engine_memory(sizes: RunSizes) -> dict[str, int]:
+    return sizes.engine.memory(sizes.engine_load)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def test_a_qwen_30b_with_experts_has_its_published_number_of_parameters() -> Non
 def test_keys_and_values_that_are_given_back_are_not_there_in_an_update(qwen: Architecture) -> None:
     def held(*overrides: str) -> list[int]:
         return [
-            phase.parts.get("keys and values", 0) for phase in estimate(config(*overrides), qwen)
+            phase.parts.get("keys and values", 0) for phase in estimate(sizes(qwen, *overrides))
         ]
 
     rollout, update = held("rollout.engine={name: embedded, sleep: false}")
@@ -81,8 +85,11 @@ def test_keys_and_values_that_are_given_back_are_not_there_in_an_update(qwen: Ar
 def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architecture) -> None:
     count = 7_615_616_512
     whole = rank_parts(
-        config("model.dtype=bfloat16", "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]"),
-        qwen,
+        sizes(
+            qwen,
+            "model.dtype=bfloat16",
+            "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]",
+        ),
         0,
     )
     assert whole == {
@@ -91,20 +98,23 @@ def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architectu
         "optimizer": 12 * count,
         "reference, teacher": 2 * count,
     }
-    split = config(
+    split = sizes(
+        qwen,
         "model.dtype=bfloat16",
         "cluster.ranks=4",
         "trainer.distributed_optimizer=true",
         "trainer.offload_snapshots=true",
     )
-    assert rank_parts(split, qwen, 0) == {
+    assert rank_parts(split, 0) == {
         "weights": 2 * count,
         "gradients": 4 * count,
         "optimizer": 3 * count,
     }
-    offloaded = config("model.dtype=bfloat16", "trainer.optimizer={name: adamw, offload: true}")
-    assert rank_parts(offloaded, qwen, 0)["optimizer"] == 0
-    assert rank_parts(config(), qwen, 0)["optimizer"] == 8 * count
+    offloaded = sizes(
+        qwen, "model.dtype=bfloat16", "trainer.optimizer={name: adamw, offload: true}"
+    )
+    assert rank_parts(offloaded, 0)["optimizer"] == 0
+    assert rank_parts(sizes(qwen), 0)["optimizer"] == 8 * count
 
 
 def test_a_tied_embedding_lies_on_both_ends_of_a_pipeline() -> None:
@@ -125,17 +135,18 @@ def test_a_tied_embedding_lies_on_both_ends_of_a_pipeline() -> None:
 
 def test_a_critic_is_a_second_model_with_a_vector_for_a_head(qwen: Architecture) -> None:
     overrides = ("algorithm={advantage: gae, losses: [ppo_clip, value], critic: {lr: 1.0e-5}}",)
-    both = rank_parts(config(*overrides), qwen, 0)["weights"] // 4
+    both = rank_parts(sizes(qwen, *overrides), 0)["weights"] // 4
     assert both == 2 * 7_615_616_512 - 152064 * 3584 + 3584 + 1
 
 
 def test_adapters_are_counted_as_by_hand() -> None:
     model = architecture(SMALL)
     found = rank_parts(
-        config(
-            "model.dtype=bfloat16", "trainer.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}"
+        sizes(
+            model,
+            "model.dtype=bfloat16",
+            "trainer.lora={rank: 2, targets: [q_proj, v_proj, down_proj]}",
         ),
-        model,
         0,
     )
     adapters = 4 * 2 * ((8 + 8) + (8 + 4) + (8 + 12))  # layers, rank, A's and B's sides
@@ -147,11 +158,11 @@ def test_adapters_are_counted_as_by_hand() -> None:
     }
 
 
-def test_short_rows_fill_a_packed_microbatch_to_its_limit() -> None:
+def test_short_rows_fill_a_packed_microbatch_to_its_limit(qwen: Architecture) -> None:
     batch = ("rollout.max_total_tokens=1000", "rollout.max_turns=2", "rollout.max_response_tokens=100",
              "trainer.tokens_per_microbatch=1800")  # fmt: skip
-    assert largest_microbatch(config(*batch)) == (1000, 200)
-    packed = largest_microbatch(config(*batch, "trainer.packing=true"))
+    assert largest_microbatch(sizes(qwen, *batch)) == (1000, 200)
+    packed = largest_microbatch(sizes(qwen, *batch, "trainer.packing=true"))
     assert packed == (1800, 400)
 
 
@@ -163,7 +174,7 @@ def test_activations_fall_with_every_way_to_spare_them(qwen: Architecture) -> No
     )
 
     def activations(*overrides: str, stage: int = 0) -> int:
-        return update_parts(config(*batch, *overrides), qwen, stage)["activations"]
+        return update_parts(sizes(qwen, *batch, *overrides), stage)["activations"]
 
     whole = activations()
     assert (
@@ -180,7 +191,7 @@ def test_activations_fall_with_every_way_to_spare_them(qwen: Architecture) -> No
 
 def test_logits_never_exceed_their_chunk(qwen: Architecture) -> None:
     for limit in (64, 512):
-        parts = update_parts(config(f"trainer.logits_chunk_mib={limit}"), qwen, 0)
+        parts = update_parts(sizes(qwen, f"trainer.logits_chunk_mib={limit}"), 0)
         hidden = 2 * 16384 * 3584 * 4
         assert parts["logits"] - hidden <= limit * 2**20 < parts["logits"] + 4 * 152064 * 4
 
@@ -193,10 +204,10 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
     )
     token = 28 * 2 * 4 * 128 * 4  # layers, keys and values, groups, dimensions, float32
     assert (
-        engine_parts(config(*overrides), qwen)["keys and values"] == 8 * 1024 * token
+        engine_memory(sizes(qwen, *overrides))["keys and values"] == 8 * 1024 * token
     )  # blocks of 32
     assert (
-        engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"]
+        engine_memory(sizes(qwen, *overrides, "rollout.engine.kv_tokens=2048"))["keys and values"]
         == 2048 * token
     )
 
@@ -204,7 +215,7 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
 def test_of_adapters_the_embedded_engine_keeps_float32(qwen: Architecture) -> None:
     half, lora = "model.dtype=bfloat16", "trainer.lora.rank=8"
     own = {
-        overrides: engine_parts(config(*overrides), qwen)["engine's weights"]
+        overrides: engine_memory(sizes(qwen, *overrides))["engine's weights"]
         for overrides in (
             (half,),
             (half, lora),
@@ -213,8 +224,8 @@ def test_of_adapters_the_embedded_engine_keeps_float32(qwen: Architecture) -> No
     }
     plain, adapted, asked = own.values()
     assert adapted == 2 * plain == 2 * asked
-    vllm = config("rollout.engine={name: vllm}", half, lora)
-    assert engine_dtype(vllm) == "bfloat16" and engine_dtype(config(lora)) == "float32"
+    vllm = engine_facts({"name": "vllm"})
+    assert vllm.dtype("bfloat16", adapters=True) == "bfloat16"
 
 
 def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> (
@@ -226,48 +237,48 @@ def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a
         "rollout.engine={name: vllm, kv_gib: 3, engines: 2}",
         "rollout.max_total_tokens=9000",
     )
-    (phase,) = vllm_memory(config(*overrides), model)
+    (phase,) = server_memory(sizes(model, *overrides))
     assert phase.process == "vLLM, each of 2 engines" and dict(phase.parts) == {
-        "libraries": VLLM_FRONT + VLLM_CORE,
+        "libraries": FRONT + CORE,
         "engine's weights": 4 * (count + head),
         "keys and values": 3 * 2**30,
         "a step of prompts, or files of new weights": 9000 * 3 * (8 + 12) * 4,
     }
-    (half,) = vllm_memory(config(*overrides, "model.dtype=bfloat16"), model)
+    (half,) = server_memory(sizes(model, *overrides, "model.dtype=bfloat16"))
     assert half.parts["engine's weights"] == 2 * (count + head)
-    assert vllm_memory(config(), model) == []
+    assert server_memory(sizes(model)) == []
 
 
 def test_an_update_of_vllm_holds_two_buckets(qwen: Architecture) -> None:
-    (phase,) = vllm_memory(config("rollout.engine={name: vllm, bucket_mib: 2048}"), qwen)
+    (phase,) = server_memory(sizes(qwen, "rollout.engine={name: vllm, bucket_mib: 2048}"))
     assert phase.parts["a step of prompts, or files of new weights"] == 4 * 2**30
 
 
 def test_every_process_is_listed(qwen: Architecture) -> None:
-    alone = estimate(config(), qwen)
+    alone = estimate(sizes(qwen))
     assert [(phase.process, phase.phase) for phase in alone] == [
         ("process", "rollout"),
         ("process", "update"),
     ]
-    ranks = estimate(config("cluster.ranks=4", "trainer.pipeline_parallel=2"), qwen)
+    ranks = estimate(sizes(qwen, "cluster.ranks=4", "trainer.pipeline_parallel=2"))
     assert [(phase.process, phase.phase) for phase in ranks] == [
         ("driver", "rollout"), ("rank of stage 1", "update"), ("rank of stage 2", "update")]  # fmt: skip
     assert all(phase.total == sum(phase.parts.values()) > 0 for phase in (*alone, *ranks))
-    assert checkpoint_bytes(config(), qwen)[0] == 12 * 7_615_616_512
+    assert checkpoint_bytes(sizes(qwen))[0] == 12 * 7_615_616_512
 
 
 def test_the_time_of_a_step_follows_the_operations_and_the_bytes(qwen: Architecture) -> None:
     overrides = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_total_tokens=256",
                  "rollout.max_turns=1", "rollout.max_response_tokens=100",
                  "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]")  # fmt: skip
-    time = estimate_step(config(*overrides), qwen, cores=1)
+    time = estimate_step(sizes(qwen, *overrides), cores=1)
     forward = forward_flops(qwen, [256] * 8, 800)
     assert time["updates"] == pytest.approx(3 * forward / CORE_FLOPS)
     assert time["scores"] == pytest.approx(forward / CORE_FLOPS)
     read = 4 * 7_615_616_512 + 8 * 128 * 28 * 2 * 4 * 128 * 4
     computed_s = forward_flops(qwen, [1] * 8, 8) / CORE_FLOPS
     assert time["sampling"] == pytest.approx(100 * max(read / CORE_MEMORY_RATE, computed_s))
-    two = estimate_step(config(*overrides), qwen, cores=2)
+    two = estimate_step(sizes(qwen, *overrides), cores=2)
     assert two["updates"] == pytest.approx(time["updates"] / 2)
 
 

@@ -1,21 +1,20 @@
 """Checks that a training run can start, before anything is built or written: `check_start` stops at
-the first problem that files and installed packages show. `rlflow.run.examine` opens everything."""
+the first problem that files and installed packages show. `rlflow.preflight.examine` opens everything."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-
-import torch
+from typing import Any
 
 from rlflow.algorithms.algorithm import check_parts
 from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import check_secrets, config_checks
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import ClusterSection, RunConfig, RunSection
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
@@ -24,12 +23,10 @@ from rlflow.errors import (
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
-from rlflow.rollout.embedded.embedded_engine import device_of
-from rlflow.rollout.vllm.devices import check_engine_devices
-from rlflow.rollout.vllm.launch import check_python, find_python
+from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import is_embedded, is_vllm
 from rlflow.run.gpus import check_gpus
+from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.routing import balance_of
 
 
@@ -52,44 +49,49 @@ def start_checks(
     yield lambda: check_secrets(to_dict(config))
     yield lambda: check_parts(config)
     if model:
-        yield lambda: config.trainer.layout.check_model(policy_architecture(config))
+        yield lambda: config.trainer.layout.check_model(policy_architecture(config.model.path))
         if weights:
-            yield lambda: _check_weights(config)
+            yield lambda: _check_weights(config.model.path)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
-    yield lambda: check_gpus(config)
+    engine = engine_facts(config.rollout.engine)
+    yield lambda: check_gpus(config.cluster, engine)
     yield lambda: _check_router_replay(config, model)
-    for check in (_check_offload, _check_engine_device, _check_workers, _check_vllm):
-        yield partial(check, config)
-    yield lambda: _check_directory(config)
+    yield lambda: _check_offload(config.trainer, config.cluster)
+    yield lambda: _check_workers(config.cluster, config.rollout.engine)
+    yield lambda: _check_engine(
+        engine, config.cluster, routes=config.trainer.router_replay == "rollout"
+    )
+    yield lambda: _check_directory(config.run)
 
 
-def policy_architecture(config: RunConfig) -> Architecture:
+def policy_architecture(path: str) -> Architecture:
     """The architecture of `model.path`. Raises ConfigError without one, ModelError for a directory
     that holds no such model."""
-    if not config.model.path:
+    if not path:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give "
             "--model PATH."
         )
-    return architecture(read_config(config.model.path))
+    return architecture(read_config(path))
 
 
-def _check_weights(config: RunConfig) -> None:
-    policy_architecture(
-        config
-    )  # the families of its error are those that can be trained; more can be read
-    check_loadable(config.model.path)
+def _check_weights(path: str) -> None:
+    # The families that can be trained are fewer than those that can be read
+    policy_architecture(path)
+    check_loadable(path)
 
 
 def _check_router_replay(config: RunConfig, model: bool) -> None:
     """Whether there are routers that do what is asked, and an engine that says what they chose.
     Raises ConfigError."""
     asked, engine = config.trainer.router_replay, config.rollout.engine
-    if asked != "off" and model and policy_architecture(config).experts is None:
+    if asked != "off" and model and policy_architecture(config.model.path).experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
     if model and config.model.path:
-        balance_of(config.trainer, read_config(config.model.path), policy_architecture(config))
+        balance_of(
+            config.trainer, read_config(config.model.path), policy_architecture(config.model.path)
+        )
     if asked == "rollout":
         target = ENGINE.resolve(engine["name"], "rollout.engine")
         if "routes" not in inspect.signature(target).parameters:
@@ -107,27 +109,15 @@ def _check_router_replay(config: RunConfig, model: bool) -> None:
                 )
 
 
-def _check_offload(config: RunConfig) -> None:
+def _check_offload(trainer: TrainerOptions, cluster: ClusterSection) -> None:
     """What the trainer would spare of a GPU that it has not. Ranks see the GPUs that Ray gives
     them."""
-    section = config.cluster
-    if config.trainer.backend == "megatron" and not (
-        section.gpus_per_rank if section.ranks else torch.cuda.is_available()
-    ):
-        config.trainer.check_without_gpu()
+    if trainer.backend == "megatron" and not cluster.on_gpus:
+        trainer.check_without_gpu()
 
 
-def _check_engine_device(config: RunConfig) -> None:
-    if not config.cluster.rollout_workers and is_embedded(config):
-        device_of(
-            config.rollout.engine.get("device"),
-            config.rollout.engine.get("cuda_graphs"),
-        )
-
-
-def _check_workers(config: RunConfig) -> None:
+def _check_workers(section: ClusterSection, options: Mapping[str, Any]) -> None:
     """What no rollout worker could be made with, or would share with another one."""
-    section, options = config.cluster, config.rollout.engine
     if not section.rollout_workers:
         return
     made = options.get("engines", 1)
@@ -151,24 +141,19 @@ def _check_workers(config: RunConfig) -> None:
         )
 
 
-def _check_vllm(config: RunConfig) -> None:
-    """Whether vLLM is there for the run's engines and those of workers. Raises RLFlowError."""
-    section = config.cluster
-    if is_vllm(config) and not (
-        section.rollout_workers and section.address
-    ):  # workers elsewhere have interpreters of their own
-        options = config.rollout.engine
-        named = config.trainer.router_replay == "rollout" and not torch.cuda.is_available()
-        check_python(find_python(options.get("python")), triton=named)
-        if not section.rollout_workers:  # theirs have GPUs that Ray gives them
-            check_engine_devices(options, section.ranks, section.gpus_per_rank)
+def _check_engine(engine: EngineFacts, section: ClusterSection, routes: bool) -> None:
+    """Whether the engine's program and devices are there, for the run's own engines and those of
+    workers on this machine. Raises RLFlowError."""
+    if not (section.rollout_workers and section.address):  # elsewhere they have their own programs
+        engine.check_installed(routes)
+    if not section.rollout_workers:  # theirs have GPUs that Ray gives them
+        engine.check_devices(section.ranks, section.gpus_per_rank)
 
 
-def _check_directory(config: RunConfig) -> None:
-    run = config.run
+def _check_directory(run: RunSection) -> None:
     if run.resume_step is not None and not run.resume:
         raise ConfigError(f"run.resume_step: {run.resume_step} needs run.resume (--resume).")
-    RunDirectory.check(run_path(config), resume=run.resume, overwrite=run.overwrite)
+    RunDirectory.check(run_path(run), resume=run.resume, overwrite=run.overwrite)
 
 
 def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:

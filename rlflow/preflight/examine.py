@@ -4,9 +4,10 @@ problems (`rlflow train --dry-run`, `rlflow doctor --config`)."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlflow.addresses import unreachable
@@ -15,7 +16,13 @@ from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.algorithms.trial.first_call import check_first_call
 from rlflow.components import ADVANTAGE, AGGREGATE, LOSS, TRANSFORM
 from rlflow.config.checks import config_checks
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import (
+    AlgorithmSection,
+    CheckpointSection,
+    ClusterSection,
+    RunConfig,
+    RunSection,
+)
 from rlflow.environment import Environment
 from rlflow.errors import (
     ConfigError,
@@ -27,6 +34,11 @@ from rlflow.errors import (
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import read_config
+from rlflow.preflight.estimates import RunSizes, checkpoint_bytes, run_sizes
+from rlflow.preflight.gpu_memory import check_gpu_memory
+from rlflow.preflight.host_memory import check_host_memory
+from rlflow.preflight.start import policy_architecture, start_checks
+from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.rollout.environment_calls import shut_down, tasks_of
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
@@ -37,11 +49,8 @@ from rlflow.run.assemble import (
     rollout_over,
 )
 from rlflow.run.directory import RunDirectory, run_path
-from rlflow.run.estimates import checkpoint_bytes, engine_dtype
-from rlflow.run.gpus import check_gpu_memory
-from rlflow.run.host_memory import check_host_memory
-from rlflow.run.preflight import policy_architecture, start_checks
 from rlflow.run.resume import check_continuation
+from rlflow.trainer.layout import ParallelLayout
 
 PROMPTS_READ = 1000  # of each split
 GIB = 2**30
@@ -56,6 +65,7 @@ class Readiness:
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
     model: Architecture | None = None
+    sizes: RunSizes | None = None
     fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
 
 
@@ -71,39 +81,44 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     for check in checks:
         found.problems.attempt(check)
     found.fits = not found.problems
-    for check in (*start_checks(config, model, weights), *_first_calls(config)):
+    for check in (*start_checks(config, model, weights), *_first_calls(config.algorithm)):
         found.problems.attempt(check)
     if model:
-        found.model = found.problems.attempt(policy_architecture, config)
+        found.model = found.problems.attempt(policy_architecture, config.model.path)
     tokenizer = (
         found.problems.attempt(_policy_tokenizer, config, found)
         if found.model is not None
         else None
     )
-    environment = _rehearsed(config, found.problems)
+    environment = _rehearsed(config.environment, found.problems)
     if environment is not None:
         try:
             _look_at_tasks(config, environment, tokenizer, found)
         finally:
             shut_down(environment)
-    found.problems.attempt(_check_teacher, config, tokenizer)
-    found.problems.attempt(_check_cluster, config)
+    found.problems.attempt(
+        _check_teacher, config.algorithm.teacher, config.trainer.layout, tokenizer
+    )
+    found.problems.attempt(_check_cluster, config.cluster)
     if not found.problems:
         found.problems.attempt(check_continuation, config)
-    found.notes += _adapter_notes(config)
+    if config.trainer.lora is not None:
+        found.notes += _adapter_notes(config.model.dtype, engine_facts(config.rollout.engine))
     if found.model is not None:
-        found.problems.attempt(_check_disk, config, found.model)
-        found.problems.attempt(check_gpu_memory, config, found.model)
+        found.sizes = found.problems.attempt(run_sizes, config, found.model)
+    if found.sizes is not None:
+        found.problems.attempt(_check_disk, config.run, config.checkpoint, found.sizes)
+        found.problems.attempt(check_gpu_memory, found.sizes)
         if found.fits:
-            found.problems.attempt(check_host_memory, config, found.model)
+            found.problems.attempt(check_host_memory, found.sizes)
     return found
 
 
-def _adapter_notes(config: RunConfig) -> list[str]:
+def _adapter_notes(model_dtype: str, engine: EngineFacts) -> list[str]:
     """What the engine's precision does to adapters over bfloat16 weights."""
-    if config.trainer.lora is None or config.model.dtype != "bfloat16":
+    if model_dtype != "bfloat16":
         return []
-    if engine_dtype(config) == "float32":
+    if engine.dtype(model_dtype, adapters=True) == "float32":
         return [
             "rollout.engine keeps float32, at twice the memory of bfloat16, in which most of what "
             "adapters learn would be lost for many updates (rollout.engine.dtype)"
@@ -122,7 +137,7 @@ def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
     highest = max(tokenizer.inner.get_vocab().values())
-    vocab = policy_architecture(config).vocab
+    vocab = policy_architecture(config.model.path).vocab
     if highest >= vocab:
         raise ModelError(
             f"{config.model.path}: the tokenizer has ids up to {highest}, the model an embedding "
@@ -141,10 +156,9 @@ def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
     return tokenizer
 
 
-def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
+def _first_calls(section: AlgorithmSection) -> list[Callable[[], None]]:
     """Calls of the parts once, on a made-up batch; a start leaves them out, as a part may note what
     it is called with. Filters and curators see the environment's own tasks."""
-    section = config.algorithm
     parts = [
         (ADVANTAGE, section.advantage, "algorithm.advantage"),
         (AGGREGATE, section.aggregate, "algorithm.aggregate"),
@@ -157,24 +171,22 @@ def _first_calls(config: RunConfig) -> list[Callable[[], None]]:
     return [partial(check_first_call, *part, tokens=MOST_BUDGET) for part in parts]
 
 
-def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
+def _rehearsed(section: Mapping[str, Any], problems: Problems) -> Environment | None:
     """The environment, as far as it can be had without what is expensive."""
     known = None
     while known is None:
         try:
-            known = environment_class(config)
+            known = environment_class(section)
         except ConfigError as problem:
             problems.note(problem)
             if problem.option is None:
                 return None
-            rest = {
-                key: value for key, value in config.environment.items() if key != problem.option
-            }
-            config = replace(config, environment=rest)  # what else is wrong is told as well
+            # What else is wrong is told as well
+            section = {key: value for key, value in section.items() if key != problem.option}
     target, options = known
     rehearsal = None if target is None else target.rehearse(**options)
     if rehearsal is None:
-        return problems.attempt(make_environment, config)
+        return problems.attempt(make_environment, section)
     environment, wrong = rehearsal
     problems.note(*wrong)
     return environment
@@ -189,19 +201,20 @@ def _look_at_tasks(
     """Whether there are tasks, whether their prompts fit, and whether the tokenizer can say what
     the environment waits for."""
     splits = dict.fromkeys((config.data.train_split, config.data.val_split))
+    transforms = config.algorithm.transforms
     if tokenizer is None:
         for split in splits:
             found.problems.attempt(tasks_of, environment, split)
         return
     rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
     if rollout is not None:
-        found.problems.attempt(make_transforms, config, rollout.response_budget)
+        found.problems.attempt(make_transforms, transforms, rollout.response_budget)
         for text in environment.stop:
             found.problems.attempt(_check_stop, text, tokenizer)
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config, found)
             found.problems.attempt(_check_answers, environment, split, found)
-        found.notes += found.problems.attempt(task_notes, config, environment) or []
+        found.notes += found.problems.attempt(_task_notes, config, environment) or []
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:
@@ -236,12 +249,13 @@ def _check_stop(text: str, tokenizer: Tokenizer) -> None:
 
 def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readiness) -> None:
     total = len(tasks_of(rollout.environment, split))
+    longest_prompt = config.data.max_prompt_tokens
     try:
-        kept, dropped = fitting_tasks(rollout, split, config, first=PROMPTS_READ)
+        kept, dropped = fitting_tasks(rollout, split, longest_prompt, first=PROMPTS_READ)
     except DataError:
         if total <= PROMPTS_READ:
             raise
-        kept, dropped = fitting_tasks(rollout, split, config)
+        kept, dropped = fitting_tasks(rollout, split, longest_prompt)
     longest = max(len(rollout.prompt_tokens(task)) for task in kept)
     read = len(kept) + dropped
     of = f"the first {read:,}" if read < total else "them"
@@ -265,7 +279,7 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
         )
 
 
-def task_notes(config: RunConfig, environment: Environment) -> list[str]:
+def _task_notes(config: RunConfig, environment: Environment) -> list[str]:
     """How often the run takes each training task, and which validation tasks are among them."""
     train, val = (
         tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
@@ -297,14 +311,15 @@ def task_notes(config: RunConfig, environment: Environment) -> list[str]:
     return notes
 
 
-def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+def _check_teacher(
+    teacher: Mapping[str, Any], layout: ParallelLayout, tokenizer: Tokenizer | None
+) -> None:
     """Raises ConfigError, ModelError where a teacher's model cannot be split, or its tokenizer is
     another; RLFlowError where its server does not answer. What the parts of the algorithm expect of
     it is `check_parts`' matter."""
-    teacher = config.algorithm.teacher
     path, url = teacher.get("path"), teacher.get("url")
     if isinstance(path, str):
-        config.trainer.layout.check_frozen(architecture(read_config(path)))
+        layout.check_frozen(architecture(read_config(path)))
     directory = path or teacher.get("tokenizer")
     if isinstance(directory, str) and tokenizer is not None:
         check_tokenizers(
@@ -325,10 +340,10 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def _check_cluster(config: RunConfig) -> None:
+def _check_cluster(section: ClusterSection) -> None:
     """Raises RLFlowError where nobody answers at `cluster.address`."""
-    host, _, port = (config.cluster.address or "").removeprefix("ray://").rpartition(":")
-    if (config.cluster.ranks or config.cluster.rollout_workers) and host and port.isdecimal():
+    host, _, port = (section.address or "").removeprefix("ray://").rpartition(":")
+    if (section.ranks or section.rollout_workers) and host and port.isdecimal():
         check_address("cluster.address", host, int(port))
 
 
@@ -342,22 +357,22 @@ def check_address(key: str, host: str, port: int) -> None:
         )
 
 
-def _check_disk(config: RunConfig, model: Architecture) -> None:
+def _check_disk(run: RunSection, checkpoint: CheckpointSection, sizes: RunSizes) -> None:
     """Raises StorageError where the disk has no room for the checkpoints that are kept, one more,
     and the export, in place of the checkpoints that a run replaces."""
-    path = run_path(config)
+    path = run_path(run)
     ground = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    size, free = checkpoint_bytes(config, model), shutil.disk_usage(ground).free
-    each, export = size
-    needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
-    if config.run.resume or config.run.overwrite:
+    each, export = checkpoint_bytes(sizes)
+    free = shutil.disk_usage(ground).free
+    needed = each * (checkpoint.keep + 1) + (export if checkpoint.export else 0)
+    if run.resume or run.overwrite:
         saved = RunDirectory(path).saved
         files = (file for step in saved.steps() for file in saved.path(step).rglob("*"))
         needed -= sum(file.stat().st_size for file in files)
     if needed > free:
         each, needed = min(each, MOST), min(needed, MOST)
         raise StorageError(
-            f"run.directory: {path}: {config.checkpoint.keep} checkpoints of {each / GIB:.1f} GiB "
+            f"run.directory: {path}: {checkpoint.keep} checkpoints of {each / GIB:.1f} GiB "
             "each, one more while it is "
             f"written, and the export take {needed / GIB:.1f} GiB more; {free / GIB:.1f} GiB are "
             "free. Lower checkpoint.keep, or choose another disk."

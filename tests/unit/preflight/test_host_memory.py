@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rlflow.config.schema import load_config
+from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, architecture
-from rlflow.run.estimates import LIBRARIES, engine_parts
-from rlflow.run.host_memory import (
+from rlflow.preflight.estimates import LIBRARIES, RunSizes, run_sizes
+from rlflow.preflight.host_memory import (
     CPU_SIZES,
     check_host_memory,
     engine_room,
@@ -29,8 +28,12 @@ NAMED = ["model.path=x", "environment.name=mathematics"]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a run without GPUs")
 
 
-def config(*overrides: str) -> Any:
+def config(*overrides: str) -> RunConfig:
     return load_config(None, [*NAMED, *overrides])
+
+
+def sizes(model: Architecture, *overrides: str) -> RunSizes:
+    return run_sizes(config(*overrides), model)
 
 
 @pytest.fixture(scope="module")
@@ -40,43 +43,44 @@ def model() -> Architecture:
 
 def test_keys_and_values_take_half_of_what_is_free_at_the_most(model: Architecture) -> None:
     token = 30 * 2 * 3 * 64 * 4  # layers, keys and values, groups, width, bytes
-    assert engine_parts(config(), model)["keys and values"] == 128 * 4096 * token  # 22.5 GiB
-    room = engine_room(config(), model, 24 * GIB)
+    plain = sizes(model)
+    engine, load = plain.engine, plain.engine_load
+    assert engine.memory(load)["keys and values"] == 128 * 4096 * token  # 22.5 GiB
+    room = engine_room(plain, 24 * GIB)
     assert room == 24 * GIB - LIBRARIES - 134_515_008 * 4
     block = 16 * token
-    assert engine_parts(config(), model, room)["keys and values"] == room // 2 // block * block
-    asked = config("rollout.engine.kv_tokens=1600")
-    assert engine_parts(asked, model, room)["keys and values"] == 1600 * token
-    (rollout, *_) = host_memory(config(), model, 24 * GIB)
+    assert engine.memory(load, room)["keys and values"] == room // 2 // block * block
+    asked = sizes(model, "rollout.engine.kv_tokens=1600")
+    assert asked.engine.memory(load, room)["keys and values"] == 1600 * token
+    (rollout, *_) = host_memory(plain, 24 * GIB)
     assert rollout.parts["keys and values"] < 12 * GIB
 
 
 def test_what_does_not_fit_names_its_largest_posts_and_their_keys(model: Architecture) -> None:
     with pytest.raises(ConfigError, match="this machine has 23") as refused:
-        check_host_memory(config(), model, 23 * GIB + GIB // 2)
+        check_host_memory(sizes(model), 23 * GIB + GIB // 2)
     told = str(refused.value)
     assert told.index("activations") < told.index("keys and values")
     assert "trainer.tokens_per_microbatch" in told and "rollout.engine.kv_tokens" in told
-    check_host_memory(config(), model, 200 * GIB)
+    check_host_memory(sizes(model), 200 * GIB)
     check_host_memory(
-        config("trainer.tokens_per_microbatch=2048", "rollout.max_total_tokens=1024"),
-        model,
+        sizes(model, "trainer.tokens_per_microbatch=2048", "rollout.max_total_tokens=1024"),
         23 * GIB,
     )
 
 
 def test_every_process_of_this_machine_counts_and_none_of_others(model: Architecture) -> None:
     small = ("trainer.tokens_per_microbatch=2048", "rollout.max_total_tokens=1024")
-    alone = max(phase.total for phase in host_memory(config(*small), model, 100 * GIB))
-    ranks = host_memory(config(*small, "cluster.ranks=4"), model, 100 * GIB)
+    alone = max(phase.total for phase in host_memory(sizes(model, *small), 100 * GIB))
+    ranks = host_memory(sizes(model, *small, "cluster.ranks=4"), 100 * GIB)
     (together,) = ranks
     assert together.parts["weights"] == 4 * 134_515_008 * 4
     assert together.parts["engine's weights"] == 134_515_008 * 4
     assert together.parts["libraries"] == 5 * LIBRARIES and together.total > alone
-    elsewhere = config("cluster.ranks=4", "cluster.address=10.0.0.1:6379")
-    assert host_memory(elsewhere, model, GIB) == []
-    on_gpus = config("cluster.ranks=4", "cluster.gpus_per_rank=1")
-    assert host_memory(on_gpus, model, GIB) == []
+    elsewhere = sizes(model, "cluster.ranks=4", "cluster.address=10.0.0.1:6379")
+    assert host_memory(elsewhere, GIB) == []
+    on_gpus = sizes(model, "cluster.ranks=4", "cluster.gpus_per_rank=1")
+    assert host_memory(on_gpus, GIB) == []
 
 
 def test_a_run_that_says_nothing_of_its_size_gets_a_cpus(
@@ -87,7 +91,7 @@ def test_a_run_that_says_nothing_of_its_size_gets_a_cpus(
     assert rollout.prompts_per_step * rollout.samples_per_prompt == 32
     assert (rollout.max_total_tokens, sized.trainer.tokens_per_microbatch) == (1024, 2048)
     assert all(f"{key}={value}" in note for key, value in CPU_SIZES.items())
-    check_host_memory(sized, model, 12 * GIB)
+    check_host_memory(run_sizes(sized, model), 12 * GIB)
     file = tmp_path / "mine.yaml"
     file.write_text("trainer: {lr: 1.0e-5}\nrollout: {max_turns: 2}\n")
     assert sized_config(file, NAMED)[0].rollout.samples_per_prompt == 4
