@@ -54,6 +54,6 @@ def test_a_tracker_gets_no_secret_of_the_configuration(
     )
     judge = "environment.reward={name: judge, url: 'http://a/?sig=secret', headers: {x-auth: secret}, openaiApiKey: secret}"
     config = load_config(None, ["model.path=x", "environment.name=search", judge])
-    with make_metrics(config, RunDirectory(tmp_path), -1, 0):
+    with make_metrics(config, RunDirectory(tmp_path), -1, 0, page=None):
         told = json.dumps(found["config"])
     assert "secret" not in told and told.count("***") == 3 and "http://a/" in told
