@@ -77,7 +77,7 @@ def make_missing(
     for module in dict.fromkeys(name for one, _ in missing for name in one.imports):
         importlib.import_module(module)
     failed, started = [], time.monotonic()
-    from rlflow.matmul import processor_name
+    from rlflow.devices.matmul import processor_name
 
     for count, (experiment, cell) in enumerate(missing, 1):
         work = functools.partial(experiment.run, cell.arm, cell.seed, quick)
@@ -232,7 +232,7 @@ def run(
         print(f"claims: {problem}", file=sys.stderr)
     from common import versions
 
-    from rlflow.matmul import processor_name
+    from rlflow.devices.matmul import processor_name
 
     result = {
         "benchmark": "claims",

@@ -120,7 +120,7 @@ def main() -> int:
     reports = fuzz(30.0 if args.quick else args.minutes * 60, args.seed, targets, args.case)
     from common import versions
 
-    from rlflow.matmul import processor_name
+    from rlflow.devices.matmul import processor_name
 
     result = {
         "benchmark": "fuzz",

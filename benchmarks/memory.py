@@ -113,7 +113,7 @@ def main() -> None:
         taken = asyncio.run(
             measure(path, "tiny", steps, parts, not options.padded, options.longest)
         )
-    from rlflow.matmul import PRODUCTS, processor_name
+    from rlflow.devices.matmul import PRODUCTS, processor_name
 
     settled, highest = max(taken[:SETTLED]), max(taken)
     result: dict[str, Any] = {

@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     from common import versions
 
-    from rlflow.matmul import processor_name
+    from rlflow.devices.matmul import processor_name
 
     told = {
         f"{kernel}; {correction}": {lag: verdict(one) for lag, one in found.items()}

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from rlflow.cluster.object_store import put, room_for
 from rlflow.cluster.session import connect
-from rlflow.matmul import processor_name
+from rlflow.devices.matmul import processor_name
 from rlflow.models.architecture import Architecture
 from rlflow.models.huggingface import digest
 from rlflow.rollout.engine import Engine, each_weight

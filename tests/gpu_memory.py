@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlflow import gpu_buckets
+from rlflow.devices import gpu_buckets
 
 
 def exported(buffer: torch.Tensor) -> gpu_buckets.Handles:

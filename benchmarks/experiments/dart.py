@@ -27,7 +27,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     """success: of all tasks, at the end; success_long: of the long ones; gap: of the engine's log-probs to the trainer's."""
     from experiments.small_run import small_run, some_demonstrations
     from experiments.tasks.keys import REFERENCE, Keys
-    from rlflow.codec import to_bytes
+    from rlflow.rollout.codec import to_bytes
 
     task = Keys(LENGTHS, KEYS, seed=seed)
     environment = {"name": REFERENCE, "lengths": LENGTHS, "keys": KEYS, "seed": seed}

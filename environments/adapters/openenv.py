@@ -19,7 +19,7 @@ import aiohttp
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, described
-from rlflow.http import GaveUp, Retryable, RetryPolicy, fetch
+from rlflow.net.http import GaveUp, Retryable, RetryPolicy, fetch
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean, install_command
-from rlflow.http import HttpClient
+from rlflow.net.http import HttpClient
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlflow.errors import RLFlowError
-from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
+from rlflow.net.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.values import PositiveFloat, checked
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rlflow.calls import CallThreads, call
 from rlflow.components import Kind, names_code
 from rlflow.environment import MAX_REWARD
 from rlflow.errors import ConfigError, PolicyError, did_you_mean, install_command, needing
+from rlflow.net.calls import CallThreads, call
 from rlflow.storage.child import Guard
 from rlflow.texts import one_line
 from rlflow.types import Episode, Observation, Task

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rlflow.http import Reply, Retryable, Session
+from rlflow.net.http import Reply, Retryable, Session
 from rlflow_environments.retrieval.client.servers import server_url
 
 SEEDS = ("capital city", "history", "river", "first", "what is the name of the town", "water", "1")

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
-from rlflow.http import Retryable, backoff_s, fetch
+from rlflow.net.http import Retryable, backoff_s, fetch
 from rlflow.storage.child import Child
 from rlflow.values import PositiveFloat
 from rlflow_environments.retrieval.client.client import HttpRetriever

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.earlier_groups import again
-from rlflow.codec import Response, Transcripts
 from rlflow.errors import CheckpointError, DataError
+from rlflow.rollout.codec import Response, Transcripts
 from rlflow.rollout.rollout import Rollout
 from rlflow.storage.files import read_json_lines
 from rlflow.types import Group

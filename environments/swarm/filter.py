@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
-from rlflow.codec import Transcripts, transcribe
 from rlflow.errors import ConfigError
+from rlflow.rollout.codec import Transcripts, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group, Task
 from rlflow.values import Component, NonNegativeInt, PositiveInt

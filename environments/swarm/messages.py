@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from rlflow.codec import End, Response, Transcripts
 from rlflow.errors import RLFlowError
+from rlflow.rollout.codec import End, Response, Transcripts
 from rlflow.types import Task
 
 FORMAT = 1

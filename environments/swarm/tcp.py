@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import ConfigError
-from rlflow.places import Places
+from rlflow.net.places import Places
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.swarm.frames import (

@@ -6,9 +6,9 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rlflow.calls import THREADS, CallThreads, call
 from rlflow.components import Kind
 from rlflow.errors import RolloutError, described
+from rlflow.net.calls import THREADS, CallThreads, call
 from rlflow.types import Message, Task
 from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.jsonl import (

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rlflow.calls import THREADS, CallThreads, call
+from rlflow.net.calls import THREADS, CallThreads, call
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Share

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from rlflow.cluster.session import RaySession, connect
+from rlflow.devices.gpu_plan import Bundle
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle
 
 PLACEMENT_TIMEOUT_S = 120.0
 LOOK_GPUS = 0.001  # of a bundle, for a moment

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.calls import RunningTime, deadline
 from rlflow.cluster.actors import ActorDied
 from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerSlot, chosen, weight_reads
 from rlflow.errors import RLFlowError, RolloutError, described
+from rlflow.net.calls import RunningTime, deadline
 from rlflow.rollout.episodes import MISTAKES, Attempt
 from rlflow.rollout.event_loop import LoopThread, all_of, cancel_all
 from rlflow.rollout.players import Inbox

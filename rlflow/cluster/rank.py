@@ -14,8 +14,8 @@ from rlflow.cluster.placement import own_node, prepare_process
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.watching import Doing, Work
 from rlflow.cluster.wire import References, pack, receive
-from rlflow.gpu_buckets import GpuBucket
-from rlflow.matmul import PRODUCTS, Library
+from rlflow.devices.gpu_buckets import GpuBucket
+from rlflow.devices.matmul import PRODUCTS, Library
 from rlflow.report.timer import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.options import Routing

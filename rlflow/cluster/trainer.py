@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.calls import RunningTime
 from rlflow.cluster.actors import (
     ActorDied,
     end_actor,
@@ -28,9 +27,10 @@ from rlflow.cluster.placement import Placement
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.watching import Doing, Stillness, verdict
 from rlflow.cluster.wire import Parcels, References, unpack
+from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing, joined
+from rlflow.devices.matmul import PRODUCTS
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.gpu_buckets import GpuBucket, GpuSharing, joined
-from rlflow.matmul import PRODUCTS
+from rlflow.net.calls import RunningTime
 from rlflow.report.timer import highest
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout

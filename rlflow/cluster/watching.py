@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.calls import RunningTime
+from rlflow.net.calls import RunningTime
 
 WAITING_IN = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
 """Where a rank's innermost frame lies while it waits for other ranks."""

@@ -15,8 +15,8 @@ from rlflow.cluster.placement import Placement, prepare_process
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.session import RaySession, connect
 from rlflow.cluster.slots import Handle, PoolLimits
+from rlflow.devices.matmul import PRODUCTS, Library
 from rlflow.errors import RolloutError
-from rlflow.matmul import PRODUCTS, Library
 from rlflow.types import Trajectory
 
 LOOK, REPORT = "look", "report"

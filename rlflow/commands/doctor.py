@@ -233,7 +233,7 @@ def products_text() -> str:
     """The libraries that compute float32 products on the CPU, by class of products."""
     if importlib.util.find_spec("torch") is None:
         return "unknown (torch is missing)"
-    from rlflow import matmul
+    from rlflow.devices import matmul
 
     chosen = matmul.PRODUCTS.chosen()
     names = {one: [name for name in chosen if chosen[name] == one] for one in matmul.LIBRARIES}

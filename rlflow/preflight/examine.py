@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlflow.addresses import unreachable
 from rlflow.algorithms.algorithm import MOST_BUDGET, make_transforms
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.algorithms.trial.first_call import check_first_call
@@ -34,6 +33,7 @@ from rlflow.errors import (
 )
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import read_config
+from rlflow.net.addresses import unreachable
 from rlflow.preflight.estimates import RunSizes, checkpoint_bytes, run_sizes
 from rlflow.preflight.gpu_memory import check_gpu_memory
 from rlflow.preflight.host_memory import check_host_memory

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from rlflow.cluster.placement import Placement
+from rlflow.devices.gpu_plan import Bundle, GpuPlan, visible_gpus
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle, GpuPlan, visible_gpus
 from rlflow.preflight.estimates import PhaseMemory, RunSizes, estimate, rank_phases
 from rlflow.run.gpus import gpu_demand
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.codec import Response, Transcripts, transcribe
+from rlflow.rollout.codec import Response, Transcripts, transcribe
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tasks import TaskSource

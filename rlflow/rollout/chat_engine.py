@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
+from rlflow.net.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.tokenizer import NextTurn, Speech, as_messages
 from rlflow.types import Message, Observation

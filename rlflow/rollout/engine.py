@@ -17,8 +17,8 @@ from typing import ClassVar, Literal, Union
 import torch
 from torch import Tensor
 
+from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.errors import ConfigError, ModelError, RolloutError
-from rlflow.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.rollout.engine_facts import EngineFacts
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]

@@ -10,9 +10,9 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from rlflow.calls import start_call
 from rlflow.environment import Environment
 from rlflow.errors import EnvironmentContractError, RLFlowError, RolloutError, described
+from rlflow.net.calls import start_call
 from rlflow.rollout.episodes import CALL_S
 from rlflow.texts import wrong_name
 from rlflow.types import Task

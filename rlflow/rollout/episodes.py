@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rlflow.calls import CallThreads, call, deadline
 from rlflow.environment import (
     Environment,
     SaidTokens,
@@ -29,6 +28,7 @@ from rlflow.errors import (
     described,
     raised_at,
 )
+from rlflow.net.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.episode_state import Branch, EpisodeState, TokenSpan, tokens_of
 from rlflow.rollout.tokenizer import NextTurn, Tokenizer, as_messages, cut_text, token_texts

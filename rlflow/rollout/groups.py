@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlflow.calls import RunningTime
-from rlflow.codec import from_bytes, to_bytes
 from rlflow.errors import RolloutError
+from rlflow.net.calls import RunningTime
+from rlflow.rollout.codec import from_bytes, to_bytes
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.issued import IssuedAttempt, IssuedGroup, oldest_version, restored
 from rlflow.rollout.pacing import Pacing

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlflow.codec import Response, Transcripts
 from rlflow.errors import RLFlowError, RolloutError
+from rlflow.rollout.codec import Response, Transcripts
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from rlflow.calls import THREADS, CallThreads
-from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
+from rlflow.devices.matmul import PRODUCTS
 from rlflow.environment import Environment, check_form
 from rlflow.errors import RolloutError
-from rlflow.matmul import PRODUCTS
+from rlflow.net.calls import THREADS, CallThreads
+from rlflow.rollout.codec import Transcripts
 from rlflow.rollout.deterministic import TurnSeeds
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sent, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down

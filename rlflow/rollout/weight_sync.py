@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar, Union
 import torch
 from torch import Tensor
 
+from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.models.huggingface import combined_hash, tensor_hash
 from rlflow.models.layer_rules import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions

@@ -23,9 +23,9 @@ from rlflow.config.checks import (
 )
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.schema import RolloutSection, RunConfig, RunSection
+from rlflow.devices.matmul import PRODUCTS
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
-from rlflow.matmul import PRODUCTS
 from rlflow.report.metrics import Metrics, save_registered
 from rlflow.report.sinks import PICTURE, MetricsLog, PageSink, Sink, make_display, make_sinks
 from rlflow.rollout.engine import Engine

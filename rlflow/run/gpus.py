@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rlflow.cluster.object_store import room_for
 from rlflow.cluster.placement import Placement, own_node
 from rlflow.config.schema import ClusterSection, RunConfig
+from rlflow.devices.gpu_plan import Bundle, GpuPlan, visible_gpus
+from rlflow.devices.gpu_plan import plan as plan_gpus
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle, GpuPlan, visible_gpus
-from rlflow.gpu_plan import plan as plan_gpus
 from rlflow.models.huggingface import WeightFiles
 from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.trainer.options import torch_dtype

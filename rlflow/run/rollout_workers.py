@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.addresses import own_address
 from rlflow.cluster.object_store import put
 from rlflow.cluster.placement import Placement
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.worker_actors import RayWorkers
-from rlflow.codec import from_bytes, to_bytes
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import RolloutSection, RunConfig
+from rlflow.devices.matmul import PRODUCTS, Library
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.matmul import PRODUCTS, Library
+from rlflow.net.addresses import own_address
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
+from rlflow.rollout.codec import from_bytes, to_bytes
 from rlflow.rollout.engine import PauseMode, Sent
 from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.environment_calls import reported

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlflow.components import TRAINER
+from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
-from rlflow.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions, section
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 

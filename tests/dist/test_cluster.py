@@ -22,8 +22,8 @@ from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
+from rlflow.devices.gpu_buckets import GpuSharing
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow.gpu_buckets import GpuSharing
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import TrainerOptions

@@ -15,7 +15,7 @@ from rlflow.cluster.session import connect
 from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.trainer import start_ranks
 from rlflow.cluster.worker_actors import RayWorkers
-from rlflow.gpu_plan import plan
+from rlflow.devices.gpu_plan import plan
 from rlflow.rollout.workers import WorkerFacts, WorkerNews
 from tests.waiting import until
 

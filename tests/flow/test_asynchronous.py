@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from rlflow.codec import from_bytes
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import train, training_step
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
+from rlflow.rollout.codec import from_bytes
 from rlflow.run.checkpoints import read_state
 from rlflow.run.directory import RunDirectory
 from tests.flow.letters import LEARNING, letters_config, write_config, write_letters_model

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow import codec
 from rlflow.batching import ROUTED, ROUTES, make_batch
 from rlflow.errors import ConfigError, DataError
 from rlflow.loop import train
@@ -18,6 +17,7 @@ from rlflow.preflight.examine import examine
 from rlflow.preflight.start import check_start
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
+from rlflow.rollout import codec
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.run.assemble import make_rollout, make_trainer

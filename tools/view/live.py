@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlflow.errors import RLFlowError
-from rlflow.places import Places
+from rlflow.net.places import Places
 from rlflow.report.terminal import Progress
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.daemon import start_daemon

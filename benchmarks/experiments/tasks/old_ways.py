@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from rlflow.errors import ConfigError
-from rlflow.http import Reply
+from rlflow.net.http import Reply
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.retrieval.client.answers import read_passages
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever

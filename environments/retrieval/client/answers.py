@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import Any
 
-from rlflow.http import Reply
+from rlflow.net.http import Reply
 from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage, make_contents, title_of
 from rlflow_environments.retrieval.errors import QueryRefusedError, RetrievalError

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
-from rlflow.http import GaveUp, HttpClient, Reply, Retryable, RetryPolicy
+from rlflow.net.http import GaveUp, HttpClient, Reply, Retryable, RetryPolicy
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.retrieval.client.answers import NotASearchServer, read_page, read_passages
 from rlflow_environments.retrieval.client.asynchronous import (

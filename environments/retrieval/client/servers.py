@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError
-from rlflow.http import backoff_s
+from rlflow.net.http import backoff_s
 
 logger = logging.getLogger("rlflow.search.client")
 

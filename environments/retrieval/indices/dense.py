@@ -272,7 +272,7 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, depth: int) -> tuple[np.nd
     largest first. depth: at most N."""
     import torch
 
-    from rlflow.matmul import linear
+    from rlflow.devices.matmul import linear
 
     asked = torch.from_numpy(np.ascontiguousarray(queries))
     rows = max(_TILE_ROWS, _TILE_SCORES // len(queries))

@@ -22,7 +22,7 @@ import numpy as np
 
 from rlflow.components import check_options, takes
 from rlflow.errors import ConfigError, DataError, install_command, needing
-from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
+from rlflow.net.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.common.jsonl import BadRow
 from rlflow_environments.common.progress import StageProgress

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlflow.addresses import unreachable
 from rlflow.errors import (
     DataError,
     MissingPackageError,
@@ -18,6 +17,7 @@ from rlflow.errors import (
     RLFlowError,
     install_command,
 )
+from rlflow.net.addresses import unreachable
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.corpus import Corpus, check_beginning
 from rlflow_environments.retrieval.encoders.make import ENCODER, is_model

@@ -12,8 +12,8 @@ import resource
 import socket
 from pathlib import Path
 
-from rlflow.addresses import own_address
 from rlflow.errors import ConfigError
+from rlflow.net.addresses import own_address
 from rlflow.storage.files import write_text
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
-from rlflow.codec import groups_from_bytes, groups_to_bytes
+from rlflow.rollout.codec import groups_from_bytes, groups_to_bytes
 from rlflow.types import Group
 from rlflow.values import NonNegativeInt, PositiveInt
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlflow.algorithms.base import Filter
-from rlflow.codec import from_bytes, to_bytes
+from rlflow.rollout.codec import from_bytes, to_bytes
 from rlflow.types import Group, Trajectory, stamp
 from rlflow.values import PositiveInt
 

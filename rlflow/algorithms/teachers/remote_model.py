@@ -17,7 +17,7 @@ from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.algorithms.teachers.replies import Place, read_row
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.http import GaveUp, Retryable, RetryPolicy, model_client
+from rlflow.net.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.trainer.scoring import empty_scores
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlflow.devices.matmul import linear
 from rlflow.errors import ModelError, did_you_mean
-from rlflow.matmul import linear
 from rlflow.models.architecture import Architecture, own_rule, rules_of
 from rlflow.models.entries import Yarn
 from rlflow.models.layer_rules import EMBEDDING, FINAL_NORM, OUTPUT

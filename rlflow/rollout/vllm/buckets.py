@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlflow.devices.gpu_buckets import EMBEDDING
 from rlflow.errors import ModelError, RolloutError, did_you_mean
-from rlflow.gpu_buckets import EMBEDDING
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.rollout.engine import Weights, check_weight, each_weight

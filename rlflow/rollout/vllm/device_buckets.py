@@ -1,5 +1,5 @@
 """New weights to a vLLM on the trainer's GPUs, whose processes open the trainer's memory
-(`rlflow.gpu_buckets`). vLLM is not imported here."""
+(`rlflow.devices.gpu_buckets`). vLLM is not imported here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.devices.gpu_buckets import EMBEDDING, GpuBucket
+from rlflow.devices.gpu_plan import Bundle
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.gpu_buckets import EMBEDDING, GpuBucket
-from rlflow.gpu_plan import Bundle
 from rlflow.rollout.engine import Weights, each_weight
 from rlflow.rollout.vllm.buckets import HEAD, WeightNames
 

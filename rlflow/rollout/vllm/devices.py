@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.devices.gpu_plan import LOCAL, Bundle, plan, visible_gpus
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import LOCAL, Bundle, plan, visible_gpus
 from rlflow.rollout.vllm.device_buckets import check_device_transfer, check_rank_transfer
 
 UTILIZATION = 0.92

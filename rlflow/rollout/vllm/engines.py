@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from rlflow.components import takes
+from rlflow.devices.gpu_buckets import GpuSharing
+from rlflow.devices.gpu_plan import Bundle
 from rlflow.errors import ConfigError
-from rlflow.gpu_buckets import GpuSharing
-from rlflow.gpu_plan import Bundle
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.entries import Experts
 from rlflow.models.huggingface import iterate_weights, read_config

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlflow.http import Session
+from rlflow.net.http import Session
 
 GENERATE = "/inference/v1/generate"
 CALL_S = 600.0

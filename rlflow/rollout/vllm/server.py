@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rlflow.calls import deadline
 from rlflow.errors import RolloutError
-from rlflow.http import CONNECT_S, HttpClient, Retryable, backoff_s
 from rlflow.models.entries import Experts
+from rlflow.net.calls import deadline
+from rlflow.net.http import CONNECT_S, HttpClient, Retryable, backoff_s
 from rlflow.rollout.vllm.completions import Sampled, Sent, answered
 from rlflow.rollout.vllm.inside.start import WINDOW
 from rlflow.rollout.vllm.launch import Launch, Served

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from rlflow.devices.gpu_buckets import GpuSharing
 from rlflow.errors import RolloutError
-from rlflow.gpu_buckets import GpuSharing
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import (
     Completion,

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlflow import matmul as products
+from rlflow.devices import matmul as products
 from rlflow.trainer.megatron.context import (
     Segments,
     gather_tokens,
@@ -284,13 +284,13 @@ def _linear_forward(
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Megatron's, with the products of `rlflow.matmul`."""
+    """Megatron's, with the products of `rlflow.devices.matmul`."""
 
     _forward_impl = _linear_forward
 
 
 class RowLinear(RowParallelLinear):
-    """Megatron's, with the products of `rlflow.matmul`."""
+    """Megatron's, with the products of `rlflow.devices.matmul`."""
 
     _forward_impl = _linear_forward
 

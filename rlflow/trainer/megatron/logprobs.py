@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlflow.matmul import accumulate, linear, linear_float32
+from rlflow.devices.matmul import accumulate, linear, linear_float32
 
 CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations

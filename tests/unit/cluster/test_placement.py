@@ -10,8 +10,8 @@ import pytest
 from rlflow.cluster import placement
 from rlflow.cluster.placement import interface, prepare_process
 from rlflow.config.schema import ClusterSection, RunConfig, load_config
+from rlflow.devices.gpu_plan import Bundle, GpuPlan, plan
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle, GpuPlan, plan
 from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.run import gpus
 from rlflow.run.gpus import check_gpus, engine_gpus, gpu_demand

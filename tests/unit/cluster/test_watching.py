@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rlflow.calls import RunningTime
 from rlflow.cluster.watching import Doing, Stillness, Work, verdict
+from rlflow.net.calls import RunningTime
 
 
 def at(file: str, instruction: int = 0) -> Doing:

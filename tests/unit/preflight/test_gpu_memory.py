@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlflow.config.schema import load_config
+from rlflow.devices.gpu_plan import Bundle
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle
 from rlflow.models.architecture import architecture
 from rlflow.preflight import gpu_memory as memory
 from rlflow.preflight.estimates import PhaseMemory, RunSizes, run_sizes, update_parts

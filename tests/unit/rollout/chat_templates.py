@@ -11,8 +11,8 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlflow.calls import CallThreads
 from rlflow.environment import Environment
+from rlflow.net.calls import CallThreads
 from rlflow.rollout import Completion, Sampling, Tokenizer
 from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.types import Episode, Message, Step, Task, Trajectory

@@ -301,7 +301,7 @@ def test_an_async_method_that_blocks_the_loop_is_named(tokenizer: Tokenizer) -> 
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
     program = (
         "import asyncio, time\n"
-        "from rlflow.calls import CallThreads, call\n"
+        "from rlflow.net.calls import CallThreads, call\n"
         "async def main():\n"
         "    try:\n"
         "        await call(CallThreads(1, 'test'), lambda: time.sleep(60), (), 0.05, 'it')\n"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.sleeping import FakeEngine, fake_logprob
+from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.errors import ConfigError, ModelError, RolloutError
-from rlflow.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.models.huggingface import combined_hash, digest, iterate_weights, tensor_hash
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine

@@ -64,7 +64,7 @@ def test_an_orphan_does_not_hold_the_directory_of_a_killed_run(tmp_path: Path) -
 
 BACK = """
 import asyncio, os
-from rlflow.calls import CallThreads, call
+from rlflow.net.calls import CallThreads, call
 from rlflow.rollout.event_loop import LoopThread
 threads, loop = CallThreads(1, "plain"), LoopThread("asynchronous")
 def plain():

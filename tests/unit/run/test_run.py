@@ -18,6 +18,7 @@ from rlflow import Step, train
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.config.schema import load_config
+from rlflow.devices.gpu_buckets import GpuSharing
 from rlflow.errors import (
     CheckpointError,
     ConfigError,
@@ -25,7 +26,6 @@ from rlflow.errors import (
     RolloutError,
     StorageError,
 )
-from rlflow.gpu_buckets import GpuSharing
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.run.checkpoints import RunState, read_state

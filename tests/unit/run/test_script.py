@@ -12,8 +12,8 @@ import torch
 from rlflow import Environment, Metric, Rollout, RunFolder, Step, Task, Trainer, make_batch
 from rlflow.algorithms import PPOClipLoss, grpo, token_weights
 from rlflow.commands.cli import main
+from rlflow.devices.matmul import PRODUCTS, Library
 from rlflow.errors import ConfigError
-from rlflow.matmul import PRODUCTS, Library
 from rlflow.models.huggingface import iterate_weights
 from rlflow.report.sinks import read_metrics
 from tests.fixtures import tiny_model

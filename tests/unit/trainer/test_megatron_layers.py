@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rlflow import matmul as products
+from rlflow.devices import matmul as products
 from rlflow.trainer.megatron import layers
 
 

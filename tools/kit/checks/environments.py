@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.calls import THREADS, CallThreads, call
 from rlflow.environment import (
     Environment,
     last_step,
@@ -26,6 +25,7 @@ from rlflow.environment import (
     stop_problem,
 )
 from rlflow.errors import PolicyError, RolloutError, described, raised_at
+from rlflow.net.calls import THREADS, CallThreads, call
 from rlflow.report.metrics import Metric
 from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.http import Reply
+from rlflow.net.http import Reply
 from rlflow.storage.files import read_json, write_json, write_text
 from rlflow_environments.common.jsonl import BadRow, parse_object
 from rlflow_environments.common.text import load_json, well_formed

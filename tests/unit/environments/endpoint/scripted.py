@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.calls import CallThreads
 from rlflow.environment import Environment
+from rlflow.net.calls import CallThreads
 from rlflow.rollout import Completion, Sampling, Tokenizer
 from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.types import Trajectory

@@ -173,7 +173,7 @@ def test_the_trace_in_the_servers_log_follows_from_the_trajectory():
 
 
 def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
-    from rlflow.calls import CallThreads
+    from rlflow.net.calls import CallThreads
     from rlflow.rollout.engine import Completion
     from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 

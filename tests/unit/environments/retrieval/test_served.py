@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rlflow.http import Reply
+from rlflow.net.http import Reply
 from rlflow_environments.retrieval.client.answers import read_page
 from rlflow_environments.retrieval.client.asynchronous import trace_id
 from rlflow_environments.retrieval.client.client import HttpRetriever

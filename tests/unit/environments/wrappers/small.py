@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rlflow import Environment, Metric, Step, Task
-from rlflow.calls import CallThreads, call
+from rlflow.net.calls import CallThreads, call
 from rlflow.types import Episode
 
 

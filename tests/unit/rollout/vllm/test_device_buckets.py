@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlflow.devices.gpu_buckets import EMBEDDING, GpuBucket, GpuSharing, gpu_buckets, joined, merged
+from rlflow.devices.gpu_plan import LOCAL, Bundle
 from rlflow.errors import ConfigError, ModelError, RolloutError
-from rlflow.gpu_buckets import EMBEDDING, GpuBucket, GpuSharing, gpu_buckets, joined, merged
-from rlflow.gpu_plan import LOCAL, Bundle
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm import launch

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlflow import gpu_plan
+from rlflow.devices import gpu_plan
+from rlflow.devices.gpu_plan import Bundle, visible_gpus
 from rlflow.errors import ConfigError
-from rlflow.gpu_plan import Bundle, visible_gpus
 from rlflow.rollout.vllm import engines
 from rlflow.rollout.vllm.devices import check_memory, engine_devices
 from rlflow.rollout.vllm.launch import Launch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rlflow.addresses import own_address
+from rlflow.net.addresses import own_address
 
 
 def test_the_own_address_is_one_that_the_kernel_would_answer_at() -> None:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rlflow.calls import RunningTime, deadline
 from rlflow.errors import RolloutError
+from rlflow.net.calls import RunningTime, deadline
 
 
 def test_a_gap_counts_as_two_turns_at_most() -> None:

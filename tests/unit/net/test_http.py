@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.http import (
+from rlflow.net.http import (
     GaveUp,
     HttpClient,
     Retryable,
@@ -180,7 +180,7 @@ def test_an_answer_is_whole_whatever_its_status() -> None:
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.http.LONGEST_ANSWER", 100_000)
+    monkeypatch.setattr("rlflow.net.http.LONGEST_ANSWER", 100_000)
     packed = gzip.compress(bytes(200_000))
     bomb = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
     server = Server(answer(bytes(100_000)), answer(bytes(200_000)), bomb + packed)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlflow import matmul as products
 from rlflow.commands.doctor import machine_rows
+from rlflow.devices import matmul as products
 from rlflow.errors import ConfigError
 
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from rlflow import codec
-from rlflow.codec import from_bytes, groups_from_bytes, groups_to_bytes, to_bytes
 from rlflow.errors import CheckpointError
+from rlflow.rollout import codec
+from rlflow.rollout.codec import from_bytes, groups_from_bytes, groups_to_bytes, to_bytes
 from rlflow.run.checkpoints import RunState, read_state
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
 

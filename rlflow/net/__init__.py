@@ -1,0 +1,1 @@
+"""Requests to servers, addresses, and calls of code that may not answer."""
