@@ -257,14 +257,14 @@ class Algorithm:
         return (*self._advantages().values(), *self.filters, *self.transforms)
 
 
-def check_parts(config: RunConfig) -> None:
-    """Raises ConfigError where a configuration's parts, teacher and critic do not go together."""
-    section = config.algorithm
+def check_parts(section: AlgorithmSection, asynchronous: bool) -> None:
+    """Raises ConfigError where a configuration's parts, teacher and critic do not go together.
+    asynchronous: some are trained on samples of older weights."""
     losses = make_loss(section.losses).terms
     transforms = make_transforms(section.transforms)
     advantage = make_advantage(section.advantage)
     check_combination(losses, transforms, before=[advantage])
-    if config.asynchrony.on:
+    if asynchronous:
         check_staleness(losses, [advantage, *transforms])
     needs = algorithm_needs(section)
     check_critic(needs, section.critic)

@@ -41,7 +41,7 @@ def look(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     unreached = Problems()
     waiting = None
     if not model_later:
-        waiting = unreached.attempt(fetch_models, config, weights=False)
+        waiting = unreached.attempt(fetch_models, config.model, config.algorithm, weights=False)
     found = examine(config, model=waiting is not None, weights=waiting == [])
     found.problems[:0] = unreached
     if note:

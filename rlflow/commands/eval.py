@@ -29,7 +29,7 @@ from rlflow.texts import one_line, printable
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rlflow.config.schema import EvaluationSection, RunConfig
+    from rlflow.config.schema import EvaluationSection, RolloutSection, RunConfig, RunSection
     from rlflow.rollout import Rollout
     from rlflow.run.origin import ModelDirectory
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.config.checks import check_config
     from rlflow.report.metrics import save_registered
     from rlflow.report.records import write_trajectories
-    from rlflow.run.assemble import fitting_tasks
+    from rlflow.run.assemble import fitting_tasks, make_rollout
     from rlflow.run.directory import RunDirectory
     from rlflow.run.evaluate import evaluate, failure_reasons, means_over_sets, metrics_by_set
     from rlflow.storage.files import write_json
@@ -98,9 +98,13 @@ def run(args: argparse.Namespace) -> int:
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
-        asked = asked_evaluation(args, config)
+        asked = asked_evaluation(args, config.evaluation)
         name = model.name
-        with _rollout(args, config) as rollout:
+        if args.server is None:
+            rollout = make_rollout(config)
+        else:
+            rollout = _server_rollout(args, config.environment, config.rollout, config.run)
+        with rollout:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(
                 rollout, config.data.val_split, config.data.max_prompt_tokens
@@ -158,17 +162,21 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
     return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
 
 
-def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
+def _server_rollout(
+    args: argparse.Namespace,
+    environment: Mapping[str, Any],
+    section: RolloutSection,
+    run: RunSection,
+) -> Rollout:
+    """The rollout over a chat server that somebody else keeps."""
     from rlflow.rollout.chat_engine import WARNING, ChatEngine, PiecedText
-    from rlflow.run.assemble import make_environment, make_rollout, rollout_over
+    from rlflow.run.assemble import make_environment, rollout_over
 
-    if args.server is None:
-        return make_rollout(config)
     text: Any = PiecedText()
     named = {"model": args.server_model, "api_key_variable": args.api_key_variable}
     engine = ChatEngine(args.server, text, **named)
     try:
-        rollout = rollout_over([engine], make_environment(config.environment), text, config)
+        rollout = rollout_over([engine], make_environment(environment), text, section, run)
     except BaseException:
         engine.hang_up()
         raise
@@ -218,7 +226,7 @@ def _print_scores(
     print(f"{'all tasks:':17}{line}" if by_set else line)
 
 
-def asked_evaluation(args: argparse.Namespace, config: RunConfig) -> EvaluationSection:
+def asked_evaluation(args: argparse.Namespace, configured: EvaluationSection) -> EvaluationSection:
     """Questions, attempts and temperature: of the options; else of the configuration that a file
     of another system was translated to; else all, one and greedy. A file of ours says how a run
     evaluates between its steps, which is not this."""
@@ -226,7 +234,7 @@ def asked_evaluation(args: argparse.Namespace, config: RunConfig) -> EvaluationS
     from rlflow.config.schema import EvaluationSection
 
     foreign = args.config is not None and foreign_file(args.config) is not None
-    section = config.evaluation if foreign else EvaluationSection()
+    section = configured if foreign else EvaluationSection()
     options = {
         "questions": args.questions,
         "samples_per_prompt": args.samples,

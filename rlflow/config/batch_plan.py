@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.config.schema import (
+    AlgorithmSection,
     Asynchrony,
     CheckpointSection,
     EvaluationSection,
@@ -14,6 +15,7 @@ from rlflow.config.schema import (
     RunConfig,
     RunSection,
 )
+from rlflow.trainer.options import TrainerOptions
 
 
 def batch_plan(config: RunConfig) -> str:
@@ -22,7 +24,7 @@ def batch_plan(config: RunConfig) -> str:
     longest_prompt = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens - 1)
     lines = [
         *_sampling_lines(config.rollout, longest_prompt, config.environment),
-        *_training_lines(config),
+        *_training_lines(config.rollout, config.algorithm, config.trainer, config.cluster.ranks),
         *_run_lines(config.run, trajectories),
         *_schedule_lines(config.evaluation, config.checkpoint),
     ]
@@ -66,9 +68,11 @@ def _ahead_lines(asynchrony: Asynchrony, prompts: int) -> list[tuple[str, str]]:
     return [("asynchronous", told)]
 
 
-def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
-    rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
-    ranks, layout = max(config.cluster.ranks, 1), trainer.layout
+def _training_lines(
+    rollout: RolloutSection, algorithm: AlgorithmSection, trainer: TrainerOptions, actors: int
+) -> list[tuple[str, str]]:
+    """actors: ranks that are processes of their own; 0 for a trainer in this one."""
+    ranks, layout = max(actors, 1), trainer.layout
     data = layout.data_parallel(ranks)
     context = f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
     chunks = f" ({layout.virtual_pipeline} chunks each)" if layout.virtual_pipeline > 1 else ""
@@ -78,7 +82,7 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
     microbatches = math.ceil(rows / data / rows_per_microbatch)
     updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
-    where = "in this process" if config.cluster.ranks == 0 else "a Ray actor each"
+    where = "a Ray actor each" if actors else "in this process"
     fed = f"{algorithm.minibatches_per_step:,} of {rows:,} trajectories"
     epochs = _count(algorithm.epochs_per_step, "epoch")
     size = f"of {trainer.tokens_per_microbatch:,} tokens ({counted})"

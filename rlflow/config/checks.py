@@ -22,7 +22,13 @@ from rlflow.components import (
     TRANSFORM,
     WEIGHT_TRANSFER,
 )
-from rlflow.config.schema import Asynchrony, ClusterSection, RolloutSection, RunConfig
+from rlflow.config.schema import (
+    AlgorithmSection,
+    Asynchrony,
+    ClusterSection,
+    RolloutSection,
+    RunConfig,
+)
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.redaction import redacted_keys
 from rlflow.values import checked, section_hints, section_of, show
@@ -61,7 +67,13 @@ def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callab
         yield lambda: critic.decaying_over(config.updates).check()
     yield lambda: _check_name(config.run.name)
     yield lambda: _check_cluster(config.cluster)
-    yield from _component_checks(config)
+    yield from _algorithm_checks(config.algorithm, config.rollout.samples_per_prompt)
+    transfer = config.cluster.weight_transfer
+    yield lambda: WEIGHT_TRANSFER.check(transfer, ("put",), "cluster.weight_transfer")
+    offered = ("tasks", "seed", "samples")
+    yield lambda: CURATOR.check(config.data.curator, offered, "data.curator")
+    for index, sink in enumerate(config.metrics.sinks):
+        yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
     if components:
         yield lambda: ENGINE.check(rollout.engine, _ENGINE_GETS, "rollout.engine")
         yield lambda: check_environment_keywords(config.environment)
@@ -226,8 +238,8 @@ def _check_batch(rollout: RolloutSection, minibatches: int) -> None:
     )
 
 
-def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
-    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+def _algorithm_checks(algorithm: AlgorithmSection, samples: int) -> Iterator[Callable[[], object]]:
+    """samples: attempts per prompt."""
     yield lambda: _check_losses(algorithm.losses)
     yield lambda: _check_advantage(algorithm.advantage, samples)
     if algorithm.teacher:
@@ -238,12 +250,6 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     for index, component in enumerate(algorithm.transforms):
         where = f"algorithm.transforms[{index}]"
         yield partial(TRANSFORM.check, component, ("tokens",), where)
-    transfer = config.cluster.weight_transfer
-    yield lambda: WEIGHT_TRANSFER.check(transfer, ("put",), "cluster.weight_transfer")
-    offered = ("tasks", "seed", "samples")
-    yield lambda: CURATOR.check(config.data.curator, offered, "data.curator")
-    for index, sink in enumerate(config.metrics.sinks):
-        yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
 
 
 def _check_losses(losses: Sequence[Any]) -> None:

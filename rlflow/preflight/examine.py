@@ -19,6 +19,9 @@ from rlflow.config.schema import (
     AlgorithmSection,
     CheckpointSection,
     ClusterSection,
+    DataSection,
+    ModelSection,
+    RolloutSection,
     RunConfig,
     RunSection,
 )
@@ -86,7 +89,7 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     if model:
         found.model = found.problems.attempt(policy_architecture, config.model.path)
     tokenizer = (
-        found.problems.attempt(_policy_tokenizer, config, found)
+        found.problems.attempt(_policy_tokenizer, config.model, config.rollout.chat_template, found)
         if found.model is not None
         else None
     )
@@ -130,26 +133,25 @@ def _adapter_notes(model_dtype: str, engine: EngineFacts) -> list[str]:
     ]
 
 
-def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
+def _policy_tokenizer(section: ModelSection, chat_template: bool, found: Readiness) -> Tokenizer:
     """The policy's tokenizer. Raises ModelError where the model has no embedding for some of its
     tokens."""
-    tokenizer = Tokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    path = section.path
+    tokenizer = Tokenizer.from_pretrained(path, trust_remote_code=section.trust_remote_code)
     highest = max(tokenizer.inner.get_vocab().values())
-    vocab = policy_architecture(config.model.path).vocab
+    vocab = policy_architecture(path).vocab
     if highest >= vocab:
         raise ModelError(
-            f"{config.model.path}: the tokenizer has ids up to {highest}, the model an embedding "
+            f"{path}: the tokenizer has ids up to {highest}, the model an embedding "
             f"for {vocab}: they do not belong "
             "together. Take the tokenizer of this model."
         )
     if not tokenizer.eos_ids:
         found.notes.append(
-            f"{config.model.path}: the tokenizer has no end-of-sequence token; responses end by "
+            f"{path}: the tokenizer has no end-of-sequence token; responses end by "
             "stop strings or limits"
         )
-    if config.rollout.chat_template:
+    if chat_template:
         tokenizer.render(
             [{"role": "user", "content": "?"}]
         )  # says itself where there is no template
@@ -206,15 +208,26 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(tasks_of, environment, split)
         return
-    rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
+    rollout = found.problems.attempt(
+        rollout_over, [], environment, tokenizer, config.rollout, config.run
+    )
     if rollout is not None:
         found.problems.attempt(make_transforms, transforms, rollout.response_budget)
         for text in environment.stop:
             found.problems.attempt(_check_stop, text, tokenizer)
         for split in splits:
-            found.problems.attempt(_count_tasks, rollout, split, config, found)
+            found.problems.attempt(_count_tasks, rollout, split, config.data, config.rollout, found)
             found.problems.attempt(_check_answers, environment, split, found)
-        found.notes += found.problems.attempt(_task_notes, config, environment) or []
+        found.notes += (
+            found.problems.attempt(
+                _task_notes,
+                environment,
+                config.data,
+                config.run.steps,
+                config.rollout.prompts_per_step,
+            )
+            or []
+        )
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:
@@ -247,9 +260,11 @@ def _check_stop(text: str, tokenizer: Tokenizer) -> None:
         )
 
 
-def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readiness) -> None:
+def _count_tasks(
+    rollout: Rollout, split: str, data: DataSection, section: RolloutSection, found: Readiness
+) -> None:
     total = len(tasks_of(rollout.environment, split))
-    longest_prompt = config.data.max_prompt_tokens
+    longest_prompt = data.max_prompt_tokens
     try:
         kept, dropped = fitting_tasks(rollout, split, longest_prompt, first=PROMPTS_READ)
     except DataError:
@@ -264,11 +279,11 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
         f"{dropped:,} are too long"
     )
     first, tokenizer = kept[0], rollout.tokenizer
-    chat = config.rollout.chat_template or not isinstance(first.prompt, str)
-    note = tokenizer.history_note if chat and config.rollout.history == "template" else ""
+    chat = section.chat_template or not isinstance(first.prompt, str)
+    note = tokenizer.history_note if chat and section.history == "template" else ""
     if note and note not in found.notes:
         found.notes.append(note)
-    templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(
+    templated = section.chat_template or not tokenizer.special_ids.isdisjoint(
         rollout.prompt_tokens(first)
     )
     if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
@@ -279,23 +294,21 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
         )
 
 
-def _task_notes(config: RunConfig, environment: Environment) -> list[str]:
-    """How often the run takes each training task, and which validation tasks are among them."""
-    train, val = (
-        tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split)
-    )
+def _task_notes(environment: Environment, data: DataSection, steps: int, prompts: int) -> list[str]:
+    """How often the run takes each training task, and which validation tasks are among them.
+    prompts: of a step."""
+    train, val = (tasks_of(environment, split) for split in (data.train_split, data.val_split))
     if not train:  # which is a problem of its own
         return []
-    steps, prompts = config.run.steps, config.rollout.prompts_per_step
     epochs = steps * prompts / len(train)
     notes = [
         f"{steps:,} x {prompts:,} prompts are {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs "
         f"of the {len(train):,} tasks "
-        f"of split '{config.data.train_split}'"
+        f"of split '{data.train_split}'"
     ]
     if len(train) < prompts:
         notes.append(
-            f"split '{config.data.train_split}' has {len(train):,} tasks for {prompts:,} prompts "
+            f"split '{data.train_split}' has {len(train):,} tasks for {prompts:,} prompts "
             "per step: "
             "each step repeats tasks. Lower rollout.prompts_per_step, or add tasks"
         )
@@ -303,9 +316,9 @@ def _task_notes(config: RunConfig, environment: Environment) -> list[str]:
     copies = sum(repr((task.prompt, task.answer)) in known for task in val)
     if copies:
         notes.append(
-            f"{copies:,} of {len(val):,} tasks of split '{config.data.val_split}' are also in "
+            f"{copies:,} of {len(val):,} tasks of split '{data.val_split}' are also in "
             "split "
-            f"'{config.data.train_split}' (same prompt and answer): their scores do not show what "
+            f"'{data.train_split}' (same prompt and answer): their scores do not show what "
             "is learned for new tasks"
         )
     return notes

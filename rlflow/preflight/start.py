@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlflow.algorithms.algorithm import check_parts
 from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import check_secrets, config_checks
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import ClusterSection, RunConfig, RunSection
+from rlflow.config.schema import ClusterSection, MetricsSection, RunConfig, RunSection
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
@@ -47,16 +47,19 @@ def start_checks(
     """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they
     are there, and looked at."""
     yield lambda: check_secrets(to_dict(config))
-    yield lambda: check_parts(config)
+    yield lambda: check_parts(config.algorithm, config.asynchrony.on)
     if model:
         yield lambda: config.trainer.layout.check_model(policy_architecture(config.model.path))
         if weights:
             yield lambda: _check_weights(config.model.path)
-    for package in _needed_packages(config):
+    for package in _needed_packages(config.cluster, config.metrics, config.trainer):
         yield partial(_check_package, *package)
     engine = engine_facts(config.rollout.engine)
     yield lambda: check_gpus(config.cluster, engine)
-    yield lambda: _check_router_replay(config, model)
+    if model and config.model.path:
+        yield lambda: _check_routers(config.trainer, config.model.path)
+    if config.trainer.router_replay == "rollout":
+        yield lambda: _check_routes(config.rollout.engine, config.algorithm.filters)
     yield lambda: _check_offload(config.trainer, config.cluster)
     yield lambda: _check_workers(config.cluster, config.rollout.engine)
     yield lambda: _check_engine(
@@ -82,31 +85,32 @@ def _check_weights(path: str) -> None:
     check_loadable(path)
 
 
-def _check_router_replay(config: RunConfig, model: bool) -> None:
-    """Whether there are routers that do what is asked, and an engine that says what they chose.
-    Raises ConfigError."""
-    asked, engine = config.trainer.router_replay, config.rollout.engine
-    if asked != "off" and model and policy_architecture(config.model.path).experts is None:
+def _check_routers(trainer: TrainerOptions, model_path: str) -> None:
+    """Whether the model has routers that do what is asked of them. Raises ConfigError."""
+    model = policy_architecture(model_path)
+    if trainer.router_replay != "off" and model.experts is None:
         raise ConfigError("trainer.router_replay: the model has no experts; set it to off.")
-    if model and config.model.path:
-        balance_of(
-            config.trainer, read_config(config.model.path), policy_architecture(config.model.path)
+    balance_of(trainer, read_config(model_path), model)
+
+
+def _check_routes(engine: Mapping[str, Any], filters: Sequence[Mapping[str, Any]]) -> None:
+    """Whether the engine says which experts its tokens went to, for all that is trained. Raises
+    ConfigError."""
+    target = ENGINE.resolve(engine["name"], "rollout.engine")
+    if "routes" not in inspect.signature(target).parameters:
+        raise ConfigError(
+            f"trainer.router_replay: the engine '{engine['name']}' cannot say to which experts "
+            "tokens went; expected one that takes `routes` (embedded, vllm, vllm_server) for "
+            "rollout; or set it to recompute."
         )
-    if asked == "rollout":
-        target = ENGINE.resolve(engine["name"], "rollout.engine")
-        if "routes" not in inspect.signature(target).parameters:
+    for place, component in enumerate(filters):
+        where = f"algorithm.filters[{place}]"
+        kind, _ = FILTER.check(component, ("tokens",), where)
+        if getattr(kind, "unscored", False) is True:
             raise ConfigError(
-                f"trainer.router_replay: the engine '{engine['name']}' cannot say to which experts "
-                "tokens went; expected one that takes `routes` (embedded, vllm, vllm_server) for "
-                "rollout; or set it to recompute."
+                f"trainer.router_replay: {where} '{component['name']}' brings attempts that no "
+                "engine of the run sampled, so nothing says their experts; set it to recompute."
             )
-        for place, component in enumerate(config.algorithm.filters):
-            kind, _ = FILTER.check(component, ("tokens",), where := f"algorithm.filters[{place}]")
-            if getattr(kind, "unscored", False) is True:
-                raise ConfigError(
-                    f"trainer.router_replay: {where} '{component['name']}' brings attempts that no "
-                    "engine of the run sampled, so nothing says their experts; set it to recompute."
-                )
 
 
 def _check_offload(trainer: TrainerOptions, cluster: ClusterSection) -> None:
@@ -156,15 +160,17 @@ def _check_directory(run: RunSection) -> None:
     RunDirectory.check(run_path(run), resume=run.resume, overwrite=run.overwrite)
 
 
-def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
+def _needed_packages(
+    cluster: ClusterSection, shown: MetricsSection, trainer: TrainerOptions
+) -> list[tuple[str, str, str]]:
     """(key that asks for it, package, how it is installed)."""
-    sinks = {sink["name"] for sink in config.metrics.sinks}
-    megatron = config.trainer.backend == "megatron"
+    sinks = {sink["name"] for sink in shown.sinks}
+    megatron = trainer.backend == "megatron"
     needed = (
-        ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
+        ("cluster.ranks", cluster.ranks > 0, "ray", install_command("ray")),
         (
             "cluster.rollout_workers",
-            config.cluster.rollout_workers > 0,
+            cluster.rollout_workers > 0,
             "ray",
             install_command("ray"),
         ),
@@ -176,20 +182,20 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
         ),
         (
             "metrics.progress",
-            config.metrics.progress == "rich",
+            shown.progress == "rich",
             "rich",
             "pip install rich",
         ),
         (
             "metrics.picture",
-            config.metrics.picture,
+            shown.picture,
             "matplotlib",
             "pip install matplotlib",
         ),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
         (
             "trainer.fp8",
-            config.trainer.fp8 != "none",
+            trainer.fp8 != "none",
             "transformer_engine",
             install_command("gpu"),
         ),

@@ -21,8 +21,8 @@ from rlflow.config.checks import (
     check_secrets,
     environment_name,
 )
-from rlflow.config.loading import save_config, to_dict
-from rlflow.config.schema import RolloutSection, RunConfig, RunSection
+from rlflow.config.loading import save_config
+from rlflow.config.schema import MetricsSection, RolloutSection, RunConfig, RunSection
 from rlflow.devices.matmul import PRODUCTS
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
@@ -57,7 +57,8 @@ def make_rollout(config: RunConfig, gpus: list[list[str]] | None = None) -> Roll
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, config.model.trust_remote_code)
     environment = make_environment(config.environment)
-    rollout = rollout_over(make_engine(config, tokenizer, gpus), environment, tokenizer, config)
+    engine = make_engine(config, tokenizer, gpus)
+    rollout = rollout_over(engine, environment, tokenizer, section, config.run)
     if environment.max_turns is not None:
         logger.info(
             "the environment's limit of %d responses replaces rollout.max_turns = %d",
@@ -77,10 +78,11 @@ def rollout_over(
     engines: Engine | Sequence[Engine],
     environment: Environment,
     tokenizer: Tokenizer,
-    config: RunConfig,
+    section: RolloutSection,
+    run: RunSection,
 ) -> Rollout:
     """The rollout of a configuration over these. Raises ConfigError, ModelError."""
-    return Rollout(engines, environment, tokenizer, **rollout_options(config.rollout, config.run))
+    return Rollout(engines, environment, tokenizer, **rollout_options(section, run))
 
 
 def rollout_options(section: RolloutSection, run: RunSection) -> dict[str, Any]:
@@ -235,7 +237,9 @@ def write_resolved_config(config: RunConfig, directory: RunDirectory, registered
 
 
 def make_metrics(
-    config: RunConfig,
+    section: MetricsSection,
+    run_name: str,
+    configuration: Mapping[str, Any],
     directory: RunDirectory,
     resumed_step: int,
     evaluations: int,
@@ -243,18 +247,18 @@ def make_metrics(
 ) -> MetricsLog:
     """The run's metrics.jsonl and further sinks, picture and page included; the caller closes it.
 
-    resumed_step: that of the checkpoint, later records are dropped; -1 drops all. evaluations:
+    configuration: for trackers, which get it without its secrets. resumed_step: that of the checkpoint, later records are dropped; -1 drops all. evaluations:
     number that the checkpoint knows of at its own step; others there are made again."""
     sinks = make_sinks(
         directory.path,
-        config.metrics.sinks,
-        run_name=config.run.name,
-        config=redact(to_dict(config)),
+        section.sinks,
+        run_name=run_name,
+        config=redact(configuration),
         resumed_step=resumed_step,
     )
     picture: Sink | None = None
-    if config.metrics.picture:
-        offered = {"directory": directory.path, "run_name": config.run.name}
+    if section.picture:
+        offered = {"directory": directory.path, "run_name": run_name}
         picture = make_display(PICTURE, "metrics.picture", **offered)
     sinks += [sink for sink in (picture, page) if sink is not None]
     return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
@@ -305,14 +309,19 @@ def require_trainable(rollout: Rollout) -> None:
 
 
 def make_engine_keeper(
-    config: RunConfig, rollout: Rollout, trainer: Trainer, tasks: Sequence[Task]
+    section: RolloutSection,
+    model_dtype: str,
+    adapters: bool,
+    rollout: Rollout,
+    trainer: Trainer,
+    tasks: Sequence[Task],
 ) -> EngineKeeper:
-    """What keeps the engines of a run in step with its trainer. tasks: the prompts of some are
-    those of a probe."""
-    asynchrony, model_dtype = config.rollout.asynchronous, config.model.dtype
+    """What keeps the engines of a run in step with its trainer. adapters: the trainer merges some
+    into the weights. tasks: the prompts of some are those of a probe."""
+    asynchrony = section.asynchronous
     merged_dtype = None
-    if config.trainer.lora is not None:  # rounded once, to what the engines keep
-        engine = engine_facts(config.rollout.engine)
+    if adapters:  # rounded once, to what the engines keep
+        engine = engine_facts(section.engine)
         merged_dtype = torch_dtype(engine.dtype(model_dtype, adapters=True))
     return EngineKeeper(
         rollout,

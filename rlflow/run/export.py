@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlflow.batching import token_batch
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import AlgorithmSection, RolloutSection, RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.families import SHIPPED
@@ -21,6 +21,7 @@ from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_conf
 from rlflow.models.vocabulary import known_vocab
 from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
+from rlflow.report.metrics import Metrics
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import LoraOptions
 
@@ -160,7 +161,12 @@ def export_files(
     }
     prompts = [rollout.prompt_tokens(task) for task in evaluation.tasks(final=True)[:1]]
     decoded = [rollout.tokenizer.decode(one, skip_special_tokens=False) for one in prompts]
-    facts = _facts(config, rollout, evaluation, steps)
+    facts = {
+        **_recipe(config.algorithm, config.rollout, steps),
+        "learning rate": config.trainer.lr,
+        "weights": config.model.dtype,
+        **_scores(evaluation, rollout.environment.metrics),
+    }
     base = base_name(config.model.path)
     card = _CARD.format(
         front=f"\nbase_model: {base}" if "/" in base else "",
@@ -187,34 +193,31 @@ def base_name(path: str) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 
 
-def _facts(
-    config: RunConfig, rollout: Rollout, evaluation: EvaluationSchedule, steps: int
-) -> dict[str, Any]:
-    """Recipe and scores by name."""
-    algorithm, limits = config.algorithm, config.rollout
+def _recipe(algorithm: AlgorithmSection, limits: RolloutSection, steps: int) -> dict[str, Any]:
+    """What was done in `steps` steps, by name."""
     parts = (algorithm.advantage, *algorithm.losses, algorithm.aggregate)
-    prompts, turns = (
-        f"{limits.prompts_per_step} prompts",
-        f"at most {limits.max_turns} turns",
-    )
+    prompts = f"{limits.prompts_per_step} prompts"
+    turns = f"at most {limits.max_turns} turns"
     tokens = f"{limits.max_response_tokens} tokens, {limits.max_total_tokens} in all"
-    facts = {
+    return {
         "algorithm": " + ".join(part["name"] for part in parts),
         "length": f"{steps} steps of {prompts}, {limits.samples_per_prompt} responses each",
         "episode": f"{turns} of {tokens}",
         "temperature": limits.temperature,
-        "learning rate": config.trainer.lr,
-        "weights": config.model.dtype,
     }
+
+
+def _scores(evaluation: EvaluationSchedule, registered: Metrics) -> dict[str, str]:
+    """Those of the run's first and last evaluation, by name."""
     made = {
         evaluation.first_step: evaluation.first,
         evaluation.last_step: evaluation.last,
     }
-    for step, found in made.items():
-        if step >= 0:
-            line = evaluation_line(found, rollout.environment.metrics)
-            facts[f"score after step {step}"] = line
-    return facts
+    return {
+        f"score after step {step}": evaluation_line(scores, registered)
+        for step, scores in made.items()
+        if step >= 0
+    }
 
 
 _CARD = """---

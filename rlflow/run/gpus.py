@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlflow.cluster.object_store import room_for
 from rlflow.cluster.placement import Placement, own_node
-from rlflow.config.schema import ClusterSection, RunConfig
+from rlflow.config.schema import ClusterSection, ModelSection
 from rlflow.devices.gpu_plan import Bundle, GpuPlan, visible_gpus
 from rlflow.devices.gpu_plan import plan as plan_gpus
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import WeightFiles
-from rlflow.rollout.engine_facts import EngineFacts, engine_facts
+from rlflow.rollout.engine_facts import EngineFacts
 from rlflow.trainer.options import torch_dtype
 
 VERSIONS_STORED, BATCHES_BYTES = 3, 2**30
@@ -90,25 +90,27 @@ def check_gpus(section: ClusterSection, engine: EngineFacts) -> None:
         gpu_demand(section, engine).plan(visible_gpus())
 
 
-def store_bytes(config: RunConfig) -> int:
+def store_bytes(section: ModelSection, engine: EngineFacts, adapters: bool) -> int:
     """What Ray's object store holds at a time: the two newest versions of the weights, what readers
-    have of a third, and batches."""
-    values = sum(map(math.prod, WeightFiles(config.model.path).shapes().values()))
-    width = torch_dtype(config.model.dtype).itemsize
-    if config.trainer.lora is not None:  # merged as the engines keep it
-        engine_dtype = engine_facts(config.rollout.engine).dtype(config.model.dtype, adapters=True)
+    have of a third, and batches. adapters: they are merged into the weights, as the engines keep
+    them."""
+    values = sum(map(math.prod, WeightFiles(section.path).shapes().values()))
+    width = torch_dtype(section.dtype).itemsize
+    if adapters:
+        engine_dtype = engine.dtype(section.dtype, adapters=True)
         width = max(width, torch_dtype(engine_dtype).itemsize)
     return VERSIONS_STORED * values * width + BATCHES_BYTES
 
 
-def make_placement(config: RunConfig) -> Placement | None:
+def make_placement(
+    section: ClusterSection, engine: EngineFacts, stored: Callable[[], int]
+) -> Placement | None:
     """Ray with the ranks' GPUs or cores reserved, and GPUs of engines that share them; None for a
-    run without ranks. The caller closes it. Raises ConfigError where the cluster cannot place
+    run without ranks. The caller closes it. stored: `store_bytes` of the run, which reads the
+    model's files. Raises ConfigError where the cluster cannot place
     them."""
-    section = config.cluster
     if not section.ranks:
         return None
-    engine = engine_facts(config.rollout.engine)
     demand, gpus = gpu_demand(section, engine), section.gpus_per_rank > 0
     count, beside = section.ranks, False
     if gpus and demand.shared:
@@ -121,7 +123,7 @@ def make_placement(config: RunConfig) -> Placement | None:
         cpus=section.threads_per_rank * (1 + beside),
         gpus=gpus,
         more_cpus=section.rollout_workers * section.threads_per_rank,
-        options=room_for(store_bytes(config)) if section.rollout_workers else None,
+        options=room_for(stored()) if section.rollout_workers else None,
     )
     try:
         engine_gpus(section, engine, placement)

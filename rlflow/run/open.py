@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +15,16 @@ from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.classroom import Classroom
 from rlflow.cluster.placement import Placement
 from rlflow.components import CURATOR
-from rlflow.config.schema import DataSection, RolloutSection, RunConfig, RunSection
+from rlflow.config.loading import to_dict
+from rlflow.config.schema import (
+    DataSection,
+    MetricsSection,
+    RolloutSection,
+    RunConfig,
+    RunSection,
+)
 from rlflow.errors import RLFlowError
-from rlflow.preflight.estimates import run_sizes
+from rlflow.preflight.estimates import RunSizes, run_sizes
 from rlflow.preflight.gpu_memory import gpu_table
 from rlflow.preflight.start import check_start, policy_architecture
 from rlflow.report.alarms import Watch
@@ -41,7 +48,7 @@ from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import RunDirectory, explain_unwritable, run_path
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.export import check_own_family
-from rlflow.run.gpus import make_placement
+from rlflow.run.gpus import make_placement, store_bytes
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.origin import fetch_models
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
@@ -88,17 +95,19 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 def _start(config: RunConfig, stack: ExitStack) -> Run:
     """Builds a run, what is cheap and fails first; `stack` closes it."""
     clock, timer = Clock(), PhaseTimer()
-    fetch_models(config)
+    fetch_models(config.model, config.algorithm)
     check_start(config)
     # First, to end ranks that are starting too
     interrupt = stack.enter_context(Interrupt())
     log_file = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress, page = _displays(config, clock, stack)
+    progress, page = _displays(config.run, config.metrics, clock, stack)
     timer.on_enter = progress.phase
 
-    placement = _open_placement(config, progress, stack)
+    sizes = run_sizes(config, policy_architecture(config.model.path))
+    stored = partial(store_bytes, config.model, sizes.engine, config.trainer.lora is not None)
+    placement = _open_placement(sizes, stored, progress, stack)
     rollout = _open_rollout(config, placement, progress, stack)
     tasks = _read_tasks(config.data, rollout)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
@@ -108,11 +117,17 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     evaluation = EvaluationSchedule(tasks.val, config.evaluation)
     progress.tasks_after = partial(evaluation.tasks_after, steps=config.run.steps)
     progress.message(_plan(config.run, config.rollout, len(tasks.train), len(evaluation.tasks())))
-    source, groups = _open_groups(config, rollout, tasks.train, algorithm.max_rounds, stack)
-    engines = make_engine_keeper(config, rollout, trainer, tasks.train)
+    source, groups = _open_groups(
+        config.run, config.rollout, config.data, rollout, tasks.train, algorithm.max_rounds, stack
+    )
+    adapters = config.trainer.lora is not None
+    engines = make_engine_keeper(
+        config.rollout, config.model.dtype, adapters, rollout, trainer, tasks.train
+    )
 
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away
-    directory = _open_files(config, log_file, page, stack)
+    directory = _open_files(config.run, log_file, page, stack)
+    _log_start(config.run, config.model.path, config.environment["name"])
     recorder = Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step)
     run = Run(
         config,
@@ -167,7 +182,9 @@ def _read_tasks(section: DataSection, rollout: Rollout) -> _Tasks:
 
 
 def _open_groups(
-    config: RunConfig,
+    run: RunSection,
+    section: RolloutSection,
+    data: DataSection,
     rollout: Rollout,
     tasks: Sequence[Task],
     max_rounds: int,
@@ -176,13 +193,11 @@ def _open_groups(
     """What says which tasks come next, and the groups of attempts at them."""
     offered = {
         "tasks": tasks,
-        "seed": config.run.seed,
-        "samples": config.rollout.samples_per_prompt,
+        "seed": run.seed,
+        "samples": section.samples_per_prompt,
     }
-    source = CURATOR.build(config.data.curator, "data.curator", **offered)
-    groups = make_groups(
-        config.rollout, config.run.steps, rollout, source, tasks, max_rounds=max_rounds
-    )
+    source = CURATOR.build(data.curator, "data.curator", **offered)
+    groups = make_groups(section, run.steps, rollout, source, tasks, max_rounds=max_rounds)
     return source, stack.enter_context(closing(groups))
 
 
@@ -192,9 +207,17 @@ def _begin_log(run: Run, page: PageSink | None, stack: ExitStack) -> None:
     metrics = run.registered
     write_resolved_config(run.config, run.directory, metrics)
     evaluations = run.evaluation.made(run.saved_step)
-    run.log.metrics = stack.enter_context(
-        make_metrics(run.config, run.directory, run.saved_step, evaluations, page)
+    config = run.config
+    log = make_metrics(
+        config.metrics,
+        config.run.name,
+        to_dict(config),
+        run.directory,
+        run.saved_step,
+        evaluations,
+        page,
     )
+    run.log.metrics = stack.enter_context(log)
     # No warning of earlier sessions is said again
     run.log.watch.recall(read_metrics(run.directory.metrics))
 
@@ -232,30 +255,29 @@ def _open_trainer(
 
 
 def _open_files(
-    config: RunConfig, log: RunLog, page: PageSink | None, stack: ExitStack
+    section: RunSection, log: RunLog, page: PageSink | None, stack: ExitStack
 ) -> RunDirectory:
     """The run's directory, with its log, shown on the page."""
-    directory = stack.enter_context(open_directory(config.run))
+    directory = stack.enter_context(open_directory(section))
     log.write_to(directory.log)
     if page is not None:
         page.open(directory.path)
-    logger.info(
-        "run %s: model %s, environment %s, %d steps",
-        config.run.name,
-        config.model.path,
-        config.environment["name"],
-        config.run.steps,
-    )
     return directory
 
 
-def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> Placement | None:
+def _log_start(run: RunSection, model: str, environment: str) -> None:
+    line = "run %s: model %s, environment %s, %d steps"
+    logger.info(line, run.name, model, environment, run.steps)
+
+
+def _open_placement(
+    sizes: RunSizes, stored: Callable[[], int], progress: Progress, stack: ExitStack
+) -> Placement | None:
     """The ranks' places, for as long as the run is open, told with the engines' before anything is
-    loaded."""
-    placement = make_placement(config)
+    loaded. stored: bytes that Ray's object store holds."""
+    placement = make_placement(sizes.cluster, sizes.engine, stored)
     if placement is not None:
         stack.callback(placement.close)
-    sizes = run_sizes(config, policy_architecture(config.model.path))
     for line in gpu_table(sizes, placement):
         logger.info("%s", line)
         progress.message(line)
@@ -263,19 +285,19 @@ def _open_placement(config: RunConfig, progress: Progress, stack: ExitStack) -> 
 
 
 def _displays(
-    config: RunConfig, clock: Clock, stack: ExitStack
+    run: RunSection, metrics: MetricsSection, clock: Clock, stack: ExitStack
 ) -> tuple[Progress, PageSink | None]:
     """The run's progress, and the page where one is wanted and can be had."""
-    checkpoint = chosen_checkpoint(config.run)
+    checkpoint = chosen_checkpoint(run)
     progress = Progress(
-        config.metrics.progress,
-        steps=config.run.steps,
-        title=config.run.name,
+        metrics.progress,
+        steps=run.steps,
+        title=run.name,
         first_step=checkpoint[0] if checkpoint else 0,
         clock=clock,
     )
     stack.callback(progress.close)
-    if not config.metrics.page:
+    if not metrics.page:
         return progress, None
     page: PageSink | None = make_display(PAGE, "metrics.page", progress=progress)
     if page is not None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from rlflow.components import ENVIRONMENT
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.schema import AlgorithmSection, ModelSection, RunConfig, load_config
 from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.hub import is_hub_name, local_model
@@ -174,17 +174,19 @@ class ModelDirectory:
     config: Path | None
 
 
-def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
+def fetch_models(
+    model: ModelSection, algorithm: AlgorithmSection, weights: bool = True
+) -> list[str]:
     """Replaces the hub names of policy and teacher by directories; fetches what is not cached.
 
     weights: False fetches the small files alone, and returns a line per file that is missing.
     Raises ModelError."""
-    policy = local_model(config.model.path, weights, code=config.model.trust_remote_code)
-    config.model.path, notes = policy.path, policy.notes
-    teacher = config.algorithm.teacher
+    policy = local_model(model.path, weights, code=model.trust_remote_code)
+    model.path, notes = policy.path, policy.notes
+    teacher = algorithm.teacher
     if teacher.get("name") == "model" and isinstance(teacher.get("path"), str):
         found = local_model(teacher["path"], weights, key="algorithm.teacher.path")
-        config.algorithm.teacher = {**teacher, "path": found.path}
+        algorithm.teacher = {**teacher, "path": found.path}
         notes = [*notes, *found.notes]
     return notes
 

@@ -297,7 +297,8 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
     if config.run.deterministic:
         PRODUCTS.fix()
     section = config.cluster
-    demand = gpu_demand(section, engine_facts(config.rollout.engine))
+    engine = engine_facts(config.rollout.engine)
+    demand = gpu_demand(section, engine)
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
     environment = make_environment(config.environment, **({"network_host": host} if here else {}))
@@ -321,7 +322,7 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
         gpus=section.gpus_per_rank,
         each=demand.each,
         cpus=section.rollout_workers * section.threads_per_rank,
-        store_bytes=store_bytes(config),
+        store_bytes=store_bytes(config.model, engine, config.trainer.lora is not None),
         placement=placement if section.gpus_per_rank and demand.shared else None,
     )
     try:

@@ -10,26 +10,25 @@ from tests.unit.sources import ROOT
 from tests.unit.sources import files as sources
 from tests.unit.test_layering import core_part, imported
 
-# Room -> (what it may import from the core, which other rooms of environments/). `matmul`: products whose rows do not depend on
+# Room -> (what it may import from the core, which other rooms of environments/). `devices`: products whose rows do not depend on
 # the size of their batch, which scans need as rollouts do.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
-    "common": ({"errors", "http", "types", "storage", "components", "values"}, set()),
+    "common": ({"errors", "net", "types", "storage", "components", "values"}, set()),
     "retrieval": (
         {
             "errors",
-            "http",
-            "addresses",
+            "net",
             "types",
             "storage",
             "components",
             "values",
-            "matmul",
+            "devices",
         },
         {"common"},
     ),
     # Environments over any other environment: none of them knows which.
     "wrappers": (
-        {"errors", "types", "storage", "components", "values", "report", "environment", "calls"},
+        {"errors", "types", "storage", "components", "values", "report", "environment", "net"},
         {"common"},
     ),
     # Programs of others, confined; and environments whose policies write some.
@@ -40,13 +39,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # The turns of environments whose policies call tools.
     "tool_use": (
-        {"errors", "types", "components", "values", "report", "environment", "calls"},
+        {"errors", "types", "components", "values", "report", "environment", "net"},
         {"common"},
     ),
     # Answers are compared in child processes.
     "mathematics": ({"errors", "types", "storage", "values", "report", "environment"}, {"common"}),
     # Web pages in a real browser.
-    "browser": ({"errors", "http", "types", "storage", "values", "report", "environment"}, set()),
+    "browser": ({"errors", "net", "types", "storage", "values", "report", "environment"}, set()),
     # A game of nle, in processes of its own.
     "nethack": ({"errors", "types", "storage", "values", "report", "environment"}, set()),
     # Prompts and a reward function of the user's own.
@@ -66,7 +65,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "environment",
             "components",
             "storage",
-            "calls",
+            "net",
         },
         {"common", "endpoint"},
     ),
@@ -74,7 +73,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "adapters": (
         {
             "errors",
-            "http",
+            "net",
             "types",
             "storage",
             "components",
@@ -92,8 +91,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "storage",
             "components",
             "values",
-            "codec",
-            "places",
+            "net",
             "algorithms",
             "rollout",
         },
@@ -106,7 +104,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "search": (
         {
             "errors",
-            "http",
+            "net",
             "types",
             "storage",
             "components",

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlflow.algorithms import algorithm
 from rlflow.algorithms.advantages.opd import OnPolicyDistillation
 from rlflow.algorithms.advantages.vtrace import VTrace
-from rlflow.algorithms.algorithm import Algorithm, check_parts
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Advantage, Transform, as_part
 from rlflow.algorithms.combinations import check_combination, name_of
 from rlflow.algorithms.filters.success_pool import SuccessPool
@@ -26,6 +27,10 @@ from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
+
+
+def check_parts(config: RunConfig) -> None:
+    algorithm.check_parts(config.algorithm, config.asynchrony.on)
 
 
 def configured(losses: list[Any], transforms: list[Any]) -> RunConfig:

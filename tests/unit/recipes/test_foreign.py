@@ -301,10 +301,10 @@ def test_eval_reads_theirs_as_train_does_and_its_options_win(
     assert config == expected
     err = capsys.readouterr().err
     assert "a configuration of RLinf" in err and "not known: runner.new_idea" in err
-    asked = asked_evaluation(args, config)
+    asked = asked_evaluation(args, config.evaluation)
     assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (1000, 2, 1.0)
     args = parse([*words, "--temperature", "0", "--samples", "3", "--questions", "5"])
-    asked = asked_evaluation(args, config)
+    asked = asked_evaluation(args, config.evaluation)
     assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (5, 3, 0.0)
 
 
@@ -312,7 +312,7 @@ def test_eval_of_a_run_is_greedy_whatever_the_run_evaluates_with(tmp_path: Path)
     path = tmp_path / "ours.yaml"
     path.write_text("evaluation: {temperature: 0.7, samples_per_prompt: 8, questions: 3}\n")
     args = parse(["eval", "--config", str(path), "--model", str(tmp_path)])
-    asked = asked_evaluation(args, load_config(path))
+    asked = asked_evaluation(args, load_config(path).evaluation)
     assert (asked.questions, asked.samples_per_prompt, asked.temperature) == (None, 1, 0.0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlflow.config.loading import to_dict
 from rlflow.config.schema import load_config
 from rlflow.run.assemble import make_metrics, make_trainer
 from rlflow.run.directory import RunDirectory
@@ -54,6 +55,9 @@ def test_a_tracker_gets_no_secret_of_the_configuration(
     )
     judge = "environment.reward={name: judge, url: 'http://a/?sig=secret', headers: {x-auth: secret}, openaiApiKey: secret}"
     config = load_config(None, ["model.path=x", "environment.name=search", judge])
-    with make_metrics(config, RunDirectory(tmp_path), -1, 0, page=None):
+    log = make_metrics(
+        config.metrics, "x", to_dict(config), RunDirectory(tmp_path), -1, 0, page=None
+    )
+    with log:
         told = json.dumps(found["config"])
     assert "secret" not in told and told.count("***") == 3 and "http://a/" in told

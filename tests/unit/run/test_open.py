@@ -12,7 +12,7 @@ import pytest
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, ModelError, RolloutError, StorageError
 from rlflow.models import tables
-from rlflow.preflight.start import _check_router_replay
+from rlflow.preflight.start import _check_routes
 from rlflow.run.directory import RunDirectory
 from rlflow.run.open import open_run
 from rlflow.run.resume import finished_summary
@@ -161,4 +161,4 @@ def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(
         ConfigError,
         match=r"router_replay: algorithm\.filters\[0\] 'demonstrations' brings attempts that no",
     ):
-        _check_router_replay(config, model=False)
+        _check_routes(config.rollout.engine, config.algorithm.filters)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ from rlflow.errors import ConfigError
 from .conversation import Columns, Conversation
 
 if TYPE_CHECKING:
-    from rlflow.config.schema import RunConfig
     from rlflow.rollout import Engine, Rollout
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[\w-]+)+=")
@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
             start = args.start or (starting_model(model.config, "--start") if model.config else "")
-            before = make_engine(starting_config(config, start), rollout.tokenizer)
+            check_model_directory(start)
+            at_start = replace(config, model=replace(config.model, path=start))
+            before = make_engine(at_start, rollout.tokenizer)
             engines = {"before": before, **engines}
             rollout.engines = list(engines.values())  # closed with it
         paint = Paint(args.color)
@@ -117,17 +119,12 @@ def final_model(given: str) -> Path:
     return run.export if not steps or steps[-1] == finished else path
 
 
-def starting_config(config: RunConfig, start: str) -> RunConfig:
-    """The same configuration with the model at `start`. Raises ConfigError where there is none."""
-    import copy
-
+def check_model_directory(start: str) -> None:
+    """Raises ConfigError where `start` is no model's directory."""
     if not (Path(start) / "config.json").is_file():
         found = f"config.json in {start}" if start else "run that says where it started"
         told = f"expected a HuggingFace directory, found no {found}; name it with --start DIR"
         raise ConfigError(f"--before: {told}.")
-    other = copy.deepcopy(config)
-    other.model.path = start
-    return other
 
 
 def typed(source: Iterable[str]) -> Iterable[str]:
