@@ -170,8 +170,7 @@ def run_jobs(rank: int, jobs: list[dict[str, Any]]) -> None:
         result["same_on_all_ranks"] = all(other == same[0] for other in same)
         if rank == 0:
             torch.save(result, job["result"])
-        # Megatron's modules hold their groups in circles; each group keeps threads that wake up 100 times a second.
-        gc.collect()
+        gc.collect()  # see _forget_groups
 
 
 Work = Callable[[int, list[dict[str, Any]]], None]
@@ -190,9 +189,22 @@ def _serve(rank: int, port: int) -> None:
             break
         work, jobs = torch.load(path, weights_only=False)
         work(rank, jobs)
-        gc.collect()
+        _forget_groups()
         store.add(f"done {number}", 1)
     dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """Ends the groups that a work leaves behind, those of trainers that it did not close too. Each has threads that wake up
+    a hundred times a second, and Megatron's modules hold theirs in circles."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()  # forgets them only
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 class Ranks:
