@@ -50,7 +50,9 @@ class StageRewards(Wrapper):
     """
 
     metrics = {
-        "stages_reached": Metric("per episode", "stages that it reached", shown="stages {:.2f}"),
+        "stages_reached": Metric(
+            "per episode", "stages that it reached", shown="stages {:.2f}", chart=True
+        ),
         "valid_result": Metric("share", "of episodes with a valid result, which the base scores"),
     }
 
