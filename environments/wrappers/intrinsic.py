@@ -166,3 +166,6 @@ def make_endpoint(
         max_tokens=MAX_REPLY_TOKENS,
         name_of="environment.endpoint.{}".format,
     )
+
+
+WRAPPER = IntrinsicRewards

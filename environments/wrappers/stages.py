@@ -151,3 +151,6 @@ def read_stages(reply: str) -> list[str]:
         if isinstance(row, dict) and isinstance(row.get("stages"), list):
             return [name for name in row["stages"] if isinstance(name, str)]
     raise UnreadableReply(f"expected the completed stages as JSON, found {reply[-200:]!r}")
+
+
+WRAPPER = StageRewards
