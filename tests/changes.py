@@ -501,9 +501,8 @@ def tried(root: Path) -> dict[str, str]:
     """{change: what is wrong, or nothing} of the changed copy at `root`, in one process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)])}
     command = [sys.executable, "-m", "tests.changes", "--try"]
-    run = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     wrong: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
     return wrong
 
@@ -517,7 +516,7 @@ def _try() -> dict[str, str]:
         try:
             change.works()
             wrong[name] = ""
-        except Exception:  # noqa: BLE001  # whatever it is, the other changes are tried too
+        except (Exception, SystemExit):  # noqa: BLE001 -- the other changes are tried too
             wrong[name] = traceback.format_exc()
     return wrong
 
