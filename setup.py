@@ -3,6 +3,7 @@ and `rlflow_tools` (the folder tools/)."""
 
 from __future__ import annotations
 
+import configparser
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -108,6 +109,25 @@ def packages() -> list[str]:
     return [*core, *plugins, *tools]
 
 
+def entry_points() -> dict[str, list[str]]:
+    """The command, what the folders of plug-ins say in their `entry_points.ini`, and the reward
+    wrappers: each is the `WRAPPER` of a file, whose name is its name."""
+    parser = configparser.ConfigParser(delimiters="=", interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign,assignment]  # names as they are written
+    parser.read(sorted(ROOT.glob("*/*/entry_points.ini")))
+    found = {
+        group: [f"{name} = {home}" for name, home in parser[group].items()]
+        for group in parser.sections()
+    }
+    found["console_scripts"] = ["rlflow = rlflow.commands.cli:main"]
+    found["rlflow.environments"] += [
+        f"{path.stem} = rlflow_environments.wrappers.{path.stem}:WRAPPER"
+        for path in sorted((ROOT / "environments" / "wrappers").glob("*.py"))
+        if "\nWRAPPER = " in path.read_text(encoding="utf-8")
+    ]
+    return found
+
+
 setup(
     name="rlflow",
     version="0.1.0",
@@ -127,73 +147,19 @@ setup(
             "py.typed",
             "algorithms/presets/*.yaml",
         ],
-        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html", "**/*.js"],
-        "rlflow_tools": ["kit/templates/*", "view/templates/*"],
+        "rlflow_environments": [
+            "**/*.yaml",
+            "**/*.json",
+            "**/*.txt",
+            "**/*.html",
+            "**/*.js",
+            "**/*.ini",
+        ],
+        "rlflow_tools": ["kit/templates/*", "view/templates/*", "**/*.ini"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,
-    entry_points={
-        "console_scripts": ["rlflow = rlflow.commands.cli:main"],
-        "rlflow.environments": [
-            "mathematics = rlflow_environments.mathematics.environment:Mathematics",
-            "bash = rlflow_environments.sandboxed.shell:ShellTasks",
-            "dataset = rlflow_environments.dataset.environment:DatasetEnvironment",
-            "harbor = rlflow_environments.sandboxed.harbor:HarborTasks",
-            "ml_engineering = rlflow_environments.sandboxed.ml_engineering:MlEngineering",
-            "program = rlflow_environments.program.program:ProgramEnvironment",
-            "python = rlflow_environments.sandboxed.python:PythonPrograms",
-            "miniwob = rlflow_environments.browser.miniwob:MiniWob",
-            "nethack = rlflow_environments.nethack.environment:NetHack",
-            "search = rlflow_environments.search:SearchEnvironment",
-            # of other libraries
-            "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
-            "mcp = rlflow_environments.adapters.mcp:McpTools",
-            "openenv = rlflow_environments.adapters.openenv:OpenEnv",
-            "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
-            "verifiers = rlflow_environments.adapters.verifiers:make",
-            # over any other environment, their `base`
-            "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
-            "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
-            "progress = rlflow_environments.wrappers.progress:ProgressRewards",
-            "revisit = rlflow_environments.wrappers.revisit:RevisitFailures",
-            "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
-            "stages = rlflow_environments.wrappers.stages:StageRewards",
-        ],
-        "rlflow.filters": [
-            "demonstrations = rlflow_environments.swarm.demonstrations:Demonstrations",
-            "swarm = rlflow_environments.swarm.filter:Swarm",
-        ],
-        "rlflow.scaffolds": [
-            "agent = rlflow_environments.program.scaffold:FORM",
-            "dataset = rlflow_environments.dataset.scaffold:FORM",
-        ],
-        "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
-        "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
-        "rlflow.foreign_configs": [
-            "search = rlflow_environments.search.foreign_configs.translator:read_by_tables"
-        ],
-        "rlflow.jobs": [
-            "environments = rlflow_environments.jobs:JOBS",
-            "search = rlflow_environments.search.plug_in:JOBS",
-        ],
-        "rlflow.names": [
-            "check_environment = rlflow_tools.kit.checks.environments:check_environment",
-        ],
-        "rlflow.commands": [
-            "algorithm = rlflow_tools.kit.algorithm_parts:add",
-            "ask = rlflow_tools.view.commands.ask:add",
-            "compare = rlflow_tools.view.commands.compare:add",
-            "env = rlflow_tools.kit.env:add",
-            "convert = rlflow_tools.ckpt_convert.command:add",
-            "search = rlflow_environments.search.commands:add",
-            "show = rlflow_tools.view.commands.show:add",
-            "view = rlflow_tools.view.commands.view:add",
-        ],
-        "rlflow.sinks": [
-            "page = rlflow_tools.view.live:LivePage",
-            "picture = rlflow_tools.view.charts:Picture",
-        ],
-    },
+    entry_points=entry_points(),
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",

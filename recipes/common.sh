@@ -296,8 +296,12 @@ rlflow_setup() {
     rlflow_export_defaults
     if [ -z "${RLFLOW_VENV:-}" ] && rlflow_use_active "$profile"; then return; fi
     RLFLOW_PYTHON=$venv/bin/python RLFLOW_SETUP_LOG=$venv.log RLFLOW_SETUP_MARK=$venv.unfinished
-    # The place belongs to the stamp: a moved clone must be installed again.
-    stamp=$({ echo "$RLFLOW_ROOT"; cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt"; } | sha256sum | cut -c1-64)
+    # The place belongs to the stamp: a moved clone must be installed again. So do the names that an installation keeps.
+    stamp=$({
+        echo "$RLFLOW_ROOT"
+        cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt" "$RLFLOW_ROOT"/*/*/entry_points.ini
+        (cd "$RLFLOW_ROOT/environments/wrappers" && echo *.py)
+    } | sha256sum | cut -c1-64)
     local larger='run cluster test'
     larger=${larger#"${larger%%"$profile"*}"} # each of these has what the ones before it have
     case $profile in run) larger="$larger browser nethack" ;; browser | nethack) larger=$profile ;; esac

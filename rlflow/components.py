@@ -14,10 +14,11 @@ import importlib.util
 import inspect
 import logging
 import os
+import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -194,7 +195,7 @@ class Kind(Named):
 
 
 ENVIRONMENT = Kind("environment")
-ENGINE = Kind("engine", "rlflow.rollout")
+ENGINE = Kind("engine", "rlflow.rollout.engines")
 TRAINER = Kind("trainer", "rlflow.trainer")
 ADVANTAGE = Kind("advantage", "rlflow.algorithms.advantages", call=1)
 LOSS = Kind("loss", "rlflow.algorithms.losses", call=2)
@@ -209,6 +210,13 @@ SINK = Kind("sink", "rlflow.report", reserved=("directory", "run_name", "config"
 
 PARTS = {kind.name: kind for kind in (ADVANTAGE, LOSS, AGGREGATE, TRANSFORM, FILTER, CURATOR)}
 """Those that an algorithm is made of."""
+
+
+def by_file(package: str, path: Iterable[str], attribute: str) -> dict[str, str]:
+    """The `BUILT_IN` of a package with a file for each component: a file's name -> the `attribute`
+    of that file. path: the package's `__path__`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(path))
+    return {name: f"{package}.{name}:{attribute}" for name in names}
 
 
 def names_code(text: str) -> bool:

@@ -1,6 +1,6 @@
 """What the code costs a reader, as figures to look at: `make house`, or `python -m tests.house`.
 
-The ratchets in tests/unit/test_house.py hold two of them."""
+The ratchets in tests/unit/test_house.py hold some of them, test_changes.py those of changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 
+from tests.changes import CHANGES
 from tests.unit.sources import PACKAGES, ROOT, files, nodes
 
 CONFIG = "RunConfig"
@@ -89,6 +90,10 @@ def main() -> None:
         "folders that they are in": len(folders),
         f"functions that take the whole {CONFIG}": len(functions_that_take(CONFIG)),
         "modules at the root of rlflow/": len(list((ROOT / "rlflow").glob("[!_]*.py"))),
+        **{
+            f"files that a new {name} touches": len(change.touched())
+            for name, change in CHANGES.items()
+        },
     }
     for name, figure in figures.items():
         print(f"{name:58} {figure}")

@@ -25,7 +25,7 @@ from rlflow.storage.child import Child
 from rlflow.values import PositiveFloat
 from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.indices import Retriever
-from rlflow_environments.retrieval.indices.make import RETRIEVER
+from rlflow_environments.retrieval.indices.make import RETRIEVER, retriever_facts
 
 logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a run's log has it
 
@@ -129,10 +129,10 @@ def managed_options(
             "environment.managed: expected the retriever by name and options, found an object."
         )
     described = RETRIEVER.component(component, "environment.retriever")
-    if described.get("name") == "http":
+    if retriever_facts(described, "environment.retriever").elsewhere:
         raise ConfigError(
-            "environment.managed: the retriever is http, a server that runs already. Name the one "
-            "to start."
+            f"environment.managed: the retriever is {described['name']}, a server that runs "
+            "already. Name the one to start."
         )
     given = {} if isinstance(options, bool) else options
     where, reserved = "environment.managed", ("component", "corpus")

@@ -99,3 +99,6 @@ def improved(prompt: Observation, response: str, observation: str) -> Observatio
         return PROMPT.format(prompt=prompt, response=response, observation=observation)
     *before, last = prompt
     return [*before, {**last, "content": improved(last["content"], response, observation)}]
+
+
+WRAPPER = ImprovePrompts

@@ -42,6 +42,7 @@ class IntrinsicRewards(Wrapper):
         "intrinsic_return": Metric(
             "reward",
             "sum of the episode's intrinsic rewards, without their coefficient",
+            chart=True,
         ),
         "intrinsic/labels": Metric("count", "that the annotator has", "sum"),
         "intrinsic/waiting": Metric("count", "questions that were not asked yet", "sum"),
@@ -165,3 +166,6 @@ def make_endpoint(
         max_tokens=MAX_REPLY_TOKENS,
         name_of="environment.endpoint.{}".format,
     )
+
+
+WRAPPER = IntrinsicRewards

@@ -101,3 +101,6 @@ class ProgressRewards(Wrapper):
         if hasattr(self._critic, "close"):
             self._critic.close()
         super().shutdown()
+
+
+WRAPPER = ProgressRewards

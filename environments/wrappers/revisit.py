@@ -103,3 +103,6 @@ class RevisitFailures(Wrapper):
     def shutdown(self) -> None:
         self._threads.close()
         super().shutdown()
+
+
+WRAPPER = RevisitFailures

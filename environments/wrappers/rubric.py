@@ -142,3 +142,6 @@ async def _score(criterion: Criterion, played: Played) -> float:
             f"criterion {criterion.name}: expected a finite number, found {score!r}."
         )
     return float(score)
+
+
+WRAPPER = RubricRewards

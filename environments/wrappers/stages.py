@@ -50,7 +50,9 @@ class StageRewards(Wrapper):
     """
 
     metrics = {
-        "stages_reached": Metric("per episode", "stages that it reached", shown="stages {:.2f}"),
+        "stages_reached": Metric(
+            "per episode", "stages that it reached", shown="stages {:.2f}", chart=True
+        ),
         "valid_result": Metric("share", "of episodes with a valid result, which the base scores"),
     }
 
@@ -149,3 +151,6 @@ def read_stages(reply: str) -> list[str]:
         if isinstance(row, dict) and isinstance(row.get("stages"), list):
             return [name for name in row["stages"] if isinstance(name, str)]
     raise UnreadableReply(f"expected the completed stages as JSON, found {reply[-200:]!r}")
+
+
+WRAPPER = StageRewards

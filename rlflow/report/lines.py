@@ -13,18 +13,19 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from rlflow.errors import command
-from rlflow.report.metrics import PHASES, Metric, Metrics, leading_score, scores, shown
+from rlflow.report.metrics import METRICS, PHASES, Metric, Metrics, leading_score, scores, shown
 
 Records = Sequence[Mapping[str, float]]
-SHOWN = (
-    "entropy {train/entropy:.2f}",
-    "cut at tokens {rollout/truncated_max_tokens:.0%}",
-    "cut at turns {rollout/truncated_max_turns:.0%}",
-    "gap {train/logprob_gap:.1e}",
-    "{speed/tokens_per_s:,.0f} tokens/s",
-    "grad {train/gradient_norm:.2f}",
-    "engine -{memory/engine_freed_gib:.2f} +{memory/engine_taken_gib:.2f} GiB",
+FIRST = (
+    "train/entropy",
+    "rollout/truncated_max_tokens",
+    "rollout/truncated_max_turns",
+    "train/logprob_gap",
+    "speed/tokens_per_s",
+    "train/gradient_norm",
 )
+"""The core's metrics with `shown`, the most telling first; others follow."""
+ENGINE_MEMORY = "engine -{memory/engine_freed_gib:.2f} +{memory/engine_taken_gib:.2f} GiB"
 LOST = ("ABORTED {rollout/aborted:.0%}", "UNSCORABLE {rollout/unscorable:.0%}")
 SHOWN_ABOVE_ZERO = (
     "rollout/aborted",
@@ -62,7 +63,8 @@ def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
         *_leading(metrics, registered, "train"),
         *_filled(there, *LOST),
         *_registered(metrics, registered, shown_names(registered), "rollout"),
-        *_filled(there, *SHOWN),
+        *_registered(there, METRICS, _core_names(), "train"),
+        *_filled(there, ENGINE_MEMORY),
     ]
 
 
@@ -102,6 +104,9 @@ def columns(stream: TextIO) -> int:
 def explanations(parts: Sequence[str], registered: Metrics) -> dict[str, str]:
     """{word: what it means} of the words in parts of a line that do not say it themselves."""
     words = dict(EXPLAINED)
+    for name in shown_names(METRICS):
+        word = _word(shown(name, METRICS[name], 0.0))
+        words.setdefault(word, _meaning(METRICS[name], word))
     for name in (*scores(registered), *shown_names(registered)):
         word = _word(shown(name, registered[name], 0.0))
         words[word] = _meaning(registered[name], word)
@@ -140,6 +145,12 @@ def _filled(metrics: Mapping[str, float], *texts: str) -> list[str]:
 def shown_names(registered: Metrics) -> list[str]:
     """The registered metrics that are no scores and stand in the progress line."""
     return [name for name, metric in registered.items() if metric.shown and not metric.score]
+
+
+def _core_names() -> list[str]:
+    """The core's metrics of the progress line, in its order."""
+    names = shown_names(METRICS)
+    return [*FIRST, *(name for name in names if name not in FIRST)]
 
 
 def _registered(

@@ -34,6 +34,7 @@ class Metric:
     reduction: str = "mean"
     score: bool = False
     shown: str = ""
+    chart: bool = False
     share_of: str = ""
     alarm: float | None = None
     advice: str = ""
@@ -70,7 +71,9 @@ METRICS: Metrics = {
     "train/shaped_reward": Metric(
         "reward", "as train/reward, with what algorithm.transforms added"
     ),
-    "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
+    "train/gradient_norm": Metric(
+        "1", "global L2 norm before clipping, mean over minibatches", shown="grad {:.2f}"
+    ),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric(
         "share", "of trained tokens in the rows that were fed whose ratio was clipped"
@@ -137,12 +140,15 @@ METRICS: Metrics = {
         "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)",
     ),
     "train/teacher_mass": Metric("share", "of the teacher's probability on those tokens"),
-    "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
+    "train/entropy": Metric(
+        "nats/token", "entropy of the distribution sampled from", shown="entropy {:.2f}"
+    ),
     "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
     "train/logprob_gap": Metric(
         "nats",
         "mean absolute difference of engine and trainer log-probs of sampled tokens, before the "
         "update",
+        shown="gap {:.1e}",
     ),
     "train/expert_load_max": Metric(
         "1",
@@ -204,8 +210,12 @@ METRICS: Metrics = {
         "tokens/episode",
         "fed again after forks, rewritten: what was in view before them",
     ),
-    "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
-    "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
+    "rollout/truncated_max_turns": Metric(
+        "share", "of episodes cut by rollout.max_turns", shown="cut at turns {:.0%}"
+    ),
+    "rollout/truncated_max_tokens": Metric(
+        "share", "of episodes cut by a token budget", shown="cut at tokens {:.0%}"
+    ),
     "rollout/aborted": Metric(
         "share", "of episodes lost to infrastructure; out of loss and baseline"
     ),
@@ -277,7 +287,11 @@ METRICS: Metrics = {
         "count", "prompts over data.max_prompt_tokens, of the training split"
     ),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
-    "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
+    "speed/tokens_per_s": Metric(
+        "tokens/s",
+        "train/fed_tokens by the seconds of the whole step",
+        shown="{:,.0f} tokens/s",
+    ),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
     "time/run_s": Metric(

@@ -22,11 +22,3 @@ __all__ = [
     "WeightSync",
     "transcribe",
 ]
-
-BUILT_IN = {
-    "embedded": "rlflow.rollout.embedded.embedded_engine:EmbeddedEngine",
-    "vllm": "rlflow.rollout.vllm.engines:make_vllm_engines",
-    "vllm_server": "rlflow.rollout.vllm.engines:make_vllm_server_engines",
-}
-"""Engines: name -> `module:Name` of a class, or of a function that makes one engine or a list of
-them."""

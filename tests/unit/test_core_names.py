@@ -9,6 +9,18 @@ import pytest
 
 from tests.unit.sources import ROOT
 
+FOLDERS = ("environments", "recipes")
+GENERAL = {"adapters", "browser", "common", "dataset", "endpoint", "jobs", "program", "programs", "tool_use",
+           "wrappers"}  # fmt: skip
+"""Folders of which the core itself speaks in general."""
+
+
+def own_words() -> tuple[str, ...]:
+    """The names of the other folders."""
+    folders = [entry for folder in FOLDERS for entry in (ROOT / folder).iterdir() if entry.is_dir()]
+    return tuple(sorted({entry.name for entry in folders} - GENERAL - {"__pycache__"}))
+
+
 FILES = sorted(
     path
     for path in (ROOT / "rlflow").rglob("*")
@@ -42,7 +54,7 @@ def whole_words(words: tuple[str, ...]) -> str:
     return rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])"
 
 
-NAMED = re.compile(f"{'|'.join(PARTS)}|{whole_words(SYSTEMS)}", re.I)
+NAMED = re.compile(f"{'|'.join(PARTS)}|{whole_words((*SYSTEMS, *own_words()))}", re.I)
 METHOD = re.compile(whole_words(METHODS), re.I)
 # The English word, the methods of `re` and torch, and the optimizers' term.
 HARMLESS = re.compile(r"research|\.search\(|searchsorted|line search", re.I)
@@ -81,28 +93,11 @@ def test_no_file_of_the_core_is_called_after_one() -> None:
     assert not [name for name in names if not name.startswith(CITING) and METHOD.search(name)]
 
 
-@pytest.mark.parametrize("folder", ["environments", "recipes"])
-def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
-    # What the core itself speaks of.
-    general = {
-        "adapters",
-        "browser",
-        "common",
-        "dataset",
-        "endpoint",
-        "jobs",
-        "program",
-        "programs",
-        "tool_use",
-        "wrappers",
-    }
-    general.add("__pycache__")
-    names = [
-        entry.name
-        for entry in (ROOT / folder).iterdir()
-        if entry.is_dir() and entry.name not in general
-    ]
-    assert names and all(NAMED.search(name) for name in names), "add the new folder's name to PARTS"
+def test_every_environment_and_recipe_is_among_the_words() -> None:
+    words = own_words()
+    assert {"nethack", "search", "searchr1", "swarm"} <= set(words)
+    assert all(NAMED.search(f"a {word}_s") for word in words)
+    assert {entry.name for folder in FOLDERS for entry in (ROOT / folder).iterdir()} >= GENERAL
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.report.lines import Records, values_of
-from rlflow.report.metrics import PHASES, Metrics, label, load_registered
+from rlflow.report.metrics import (
+    METRICS,
+    PHASES,
+    Metric,
+    Metrics,
+    label,
+    load_registered,
+    training_name,
+)
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import replacing
@@ -36,6 +44,7 @@ PHASE_COLORS = {
 """Of every chart; no phase has the color of a curve."""
 WIDE, NARROW = 8.6, 3.9
 """Inches of charts on pages: 3.9 are 350 pixels, of a telephone's 390, in which text stays legible."""
+CHARTED = 1.3  # inches of a metric's own axes
 SHORT_NAME = 18  # characters of which two names stand beside each other there
 DASH = 8.0
 """Length of a dash and its gap. Later runs have shorter dashes: each shows where all coincide."""
@@ -99,9 +108,10 @@ def run_png(records: Records, path: str | Path, title: str, registered: Metrics)
     """Writes what a run learned and where its time went; returns whether there was anything."""
     if not has_curves(records, registered):
         return False
-    with figure(10, 6.4, size=11) as made:
+    charted = charted_metrics(records, registered)
+    with figure(10, 6.4 + CHARTED * len(charted), size=11) as made:
         made.suptitle(printable(title), x=0.01, ha="left", size=17, weight="bold", color=INK)
-        draw_run(made, records, drawn_score(records, registered))
+        draw_run(made, records, drawn_score(records, registered), charted)
         told = printable(headline(records, registered))
         made.axes[0].set_title(told, loc="left", size=11)
         with replacing(path, durable=False) as aside:
@@ -111,21 +121,41 @@ def run_png(records: Records, path: str | Path, title: str, registered: Metrics)
 
 def run_svg(records: Records, registered: Metrics, narrow: bool = False) -> str:
     """The same chart for a page, without a title; `narrow`: for a telephone's."""
-    with figure(*((NARROW, 5.4) if narrow else (WIDE, 5.0)), size=9) as made:
-        draw_run(made, records, drawn_score(records, registered))
+    charted = charted_metrics(records, registered)
+    width, height = (NARROW, 5.4) if narrow else (WIDE, 5.0)
+    with figure(width, height + CHARTED * len(charted), size=9) as made:
+        draw_run(made, records, drawn_score(records, registered), charted)
         return svg(made)
 
 
-def draw_run(made: Figure, records: Records, score: str) -> None:
-    """Draws learning, and below it seconds where some were measured."""
+def charted_metrics(records: Records, registered: Metrics) -> dict[str, Metric]:
+    """The measured metrics that have axes of their own, by the names that they are logged under."""
+    known = dict(METRICS)
+    for name, metric in registered.items():
+        known[name if "/" in name else training_name(name, registered)] = metric
+    return {
+        name: metric
+        for name, metric in known.items()
+        if metric.chart and any(name in record for record in records)
+    }
+
+
+def draw_run(
+    made: Figure, records: Records, score: str, charted: Mapping[str, Metric] | None = None
+) -> None:
+    """Draws learning, below it the charted metrics, and seconds where some were measured."""
+    charted = charted or {}
     timed = [record for record in records if "time/step_s" in record]
-    heights = (2.4, 1) if timed else (1,)
+    heights = [2.4] + [1.0] * len(charted) + [1.0] * bool(timed)
     made.subplots(len(heights), sharex=True, height_ratios=heights)
     learning, *below = made.axes
-    learning.set_xlabel("" if timed else "step")
     _draw_learning(learning, records, score)
-    for axes in below:
-        _draw_time(axes, timed)
+    for axes, (name, metric) in zip(below, charted.items(), strict=False):
+        _draw_trained(axes, curve(records, name), name, CURVE_COLORS["trained"])
+        axes.set_ylabel(metric.unit)
+    made.axes[-1].set_xlabel("step")
+    if timed:
+        _draw_time(made.axes[-1], timed)
     for axes in made.axes:
         _name(axes)
     learning.tick_params(labelbottom=True)

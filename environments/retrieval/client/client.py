@@ -28,7 +28,7 @@ from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import QueryRefusedError, RetrievalError
-from rlflow_environments.retrieval.indices.base import check_top_k
+from rlflow_environments.retrieval.indices.base import RetrieverFacts, check_top_k
 from rlflow_environments.retrieval.server.addresses import read_addresses
 
 logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
@@ -52,6 +52,8 @@ class HttpRetriever(AsyncRetriever):
     that fail, time-outs, 429 and 5xx; between attempts it pauses, at random and longer each time,
     or as long as the server asks. Where all attempts fail it raises RetrievalError, which aborts
     the episode; the error never becomes text."""
+
+    facts = RetrieverFacts(shared=False, elsewhere=True)
 
     def __init__(
         self,

@@ -10,15 +10,3 @@ from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, R
 from rlflow_environments.retrieval.indices.make import brings_documents, make_retriever
 
 __all__ = ["CorpusRetriever", "Index", "Ranking", "Retriever", "brings_documents", "make_retriever"]
-
-_FOLDER = "rlflow_environments.retrieval.indices"
-BUILT_IN = {
-    "bm25": f"{_FOLDER}.lexical:bm25_retriever",
-    "dense": f"{_FOLDER}.dense:faiss_retriever",
-    "faiss": f"{_FOLDER}.dense:faiss_retriever",
-    "hybrid": f"{_FOLDER}.make:hybrid_retriever",
-    "qdrant": f"{_FOLDER}.qdrant:qdrant_retriever",
-    "http": "rlflow_environments.retrieval.client.client:HttpRetriever",
-    "random": f"{_FOLDER}.make:random_retriever",
-}
-"""Retrievers: name -> `module:Name`. `dense` and `faiss` are the same."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,39 @@ Ranking = list[tuple[int, float]]
 SHORT = 16 << 20  # numbers that a query is multiplied with: what one core reads in some 5 ms
 
 
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class RetrieverFacts:
+    """What is known of a retriever before it is made.
+
+    package: an optional one that it imports; extra: that of rlflow which installs it. shared:
+    whether each process of a server may make it. elsewhere: whether a server that runs already
+    searches. parts: of a retriever that is made from others, {option: name where it gives none}."""
+
+    package: str = ""
+    extra: str = "search"
+    shared: bool = True
+    elsewhere: bool = False
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+def with_facts(facts: RetrieverFacts) -> Callable[[T], T]:
+    """Marks a function that makes a retriever with what is known of it."""
+
+    def mark(make: T) -> T:
+        make.facts = facts  # type: ignore[attr-defined]
+        return make
+
+    return mark
+
+
 class Retriever(ABC):
     """Finds passages by text. Thread-safe."""
+
+    facts: ClassVar[RetrieverFacts] = RetrieverFacts()
+    """Of the class; a function that makes retrievers has its own (`with_facts`)."""
 
     @abstractmethod
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:

@@ -21,7 +21,9 @@ from rlflow_environments.retrieval.indices.base import (
     CorpusRetriever,
     Ranking,
     Retriever,
+    RetrieverFacts,
     best,
+    with_facts,
 )
 from rlflow_environments.retrieval.indices.faiss_index import (
     UNMEASURED,
@@ -178,6 +180,7 @@ class DenseIndex:
             (scores,), (rows,) = self._search(vector[None], min(8 * len(rows), self.count))
 
 
+@with_facts(RetrieverFacts(package="faiss"))
 @takes(NgramEncoder)
 def faiss_retriever(
     corpus: Sequence[Passage],

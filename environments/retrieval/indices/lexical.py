@@ -12,7 +12,13 @@ from rlflow.errors import ConfigError, DataError, install_command, needing
 from rlflow.values import NonNegativeFloat, NonNegativeInt, Share
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders.ngram import split_words
-from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, best
+from rlflow_environments.retrieval.indices.base import (
+    CorpusRetriever,
+    Ranking,
+    RetrieverFacts,
+    best,
+    with_facts,
+)
 from rlflow_environments.retrieval.indices.folder import BM25, open_folder
 
 _EMPTY = "no_words"
@@ -81,6 +87,7 @@ class BM25Index:
         return best(matching, scores[matching], top_k)
 
 
+@with_facts(RetrieverFacts(package="bm25s"))
 def bm25_retriever(
     corpus: Sequence[Passage],
     *,

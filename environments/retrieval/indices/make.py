@@ -14,9 +14,16 @@ from rlflow.components import Kind
 from rlflow.errors import ConfigError, DataError
 from rlflow.values import PositiveInt, hints_of
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Ranking, Retriever
+from rlflow_environments.retrieval.indices.base import (
+    CorpusRetriever,
+    Index,
+    Ranking,
+    Retriever,
+    RetrieverFacts,
+    with_facts,
+)
 
-RETRIEVER = Kind("retriever", "rlflow_environments.retrieval.indices", reserved=("corpus",))
+RETRIEVER = Kind("retriever", "rlflow_environments.retrieval.retrievers", reserved=("corpus",))
 """A class or function of `corpus`, the passages, and options. Where it may be None, the retriever
 brings its documents."""
 _DAMPING = 60  # Cormack, Clarke and Buettcher 2009
@@ -56,6 +63,13 @@ def brings_documents(component: str | Mapping[str, Any], where: str = "retriever
     return not _needs_corpus(RETRIEVER.resolve(name, where))
 
 
+def retriever_facts(component: str | Mapping[str, Any], where: str = "retriever") -> RetrieverFacts:
+    """What the retriever says about itself. Raises ConfigError for an unknown name."""
+    name = RETRIEVER.component(component, where)["name"]
+    facts: RetrieverFacts = getattr(RETRIEVER.resolve(name, where), "facts", RetrieverFacts())
+    return facts
+
+
 def _needs_corpus(target: Callable[..., Any]) -> bool:
     corpus = inspect.signature(target).parameters.get("corpus")
     return corpus is not None and type(None) not in typing.get_args(hints_of(target).get("corpus"))
@@ -85,6 +99,7 @@ def _fused(rankings: Sequence[Ranking]) -> Ranking:
     return sorted(fused.items(), key=lambda item: (-item[1], item[0]))
 
 
+@with_facts(RetrieverFacts(parts={"bm25": "bm25", "dense": "dense"}))
 def hybrid_retriever(
     corpus: Sequence[Passage],
     *,

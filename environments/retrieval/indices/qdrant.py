@@ -29,7 +29,12 @@ from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage, passage_of
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.errors import RetrievalError
-from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
+from rlflow_environments.retrieval.indices.base import (
+    Retriever,
+    RetrieverFacts,
+    check_top_k,
+    with_facts,
+)
 from rlflow_environments.retrieval.indices.dense import OVERFETCH
 from rlflow_environments.retrieval.indices.folder import EncoderOption, encoder_of, verify_encoder
 
@@ -228,6 +233,7 @@ class QdrantRetriever(Retriever):
         return results
 
 
+@with_facts(RetrieverFacts(package="qdrant_client", extra="qdrant", shared=False))
 @takes(NgramEncoder)
 def qdrant_retriever(
     corpus: Sequence[Passage] | None,

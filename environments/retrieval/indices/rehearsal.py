@@ -22,15 +22,14 @@ from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.corpus import Corpus, check_beginning
 from rlflow_environments.retrieval.encoders.make import ENCODER, is_model
 from rlflow_environments.retrieval.indices.folder import check_encoder_given, open_folder
-from rlflow_environments.retrieval.indices.make import RETRIEVER, brings_documents, without_corpus
+from rlflow_environments.retrieval.indices.make import (
+    RETRIEVER,
+    brings_documents,
+    retriever_facts,
+    without_corpus,
+)
 from rlflow_environments.retrieval.records import KEPT_FROM
 from rlflow_environments.retrieval.server.addresses import read_addresses
-
-PACKAGES = {"bm25": "bm25s", "dense": "faiss", "faiss": "faiss", "qdrant": "qdrant_client"}
-"""What the built-in retrievers import when they are made."""
-PARTS = {"hybrid": {"bm25": "bm25", "dense": "dense"}}
-"""Of a retriever that is made from others: option -> what it is called where the option does not
-say it."""
 
 
 def rehearse_retriever(
@@ -74,11 +73,12 @@ def _rehearse(
     name, encoder, path = described["name"], described.get("encoder"), described.get("path")
     if not has_corpus and not brings_documents(component, where):
         problems.note(without_corpus(name, where))
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        command = install_command("qdrant" if name == "qdrant" else "search")
-        told = f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"
+    facts = retriever_facts(component, where)
+    if facts.package and importlib.util.find_spec(facts.package) is None:
+        command = install_command(facts.extra)
+        told = f"retriever {name}: the package '{facts.package}' is not installed: {command}"
         problems.note(MissingPackageError(told))
-    for option, part in PARTS.get(name, {}).items():
+    for option, part in facts.parts.items():
         given = described.get(option) or {}
         inner = {"name": part, **({"name": given} if isinstance(given, str) else given)}
         _rehearse(inner, passages, has_corpus, f"{where}.{option}", problems)

@@ -30,6 +30,7 @@ from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow_environments.common.commands import log_to_stderr
 from rlflow_environments.common.connections import ImpatientProtocol
+from rlflow_environments.retrieval.indices.make import retriever_facts
 from rlflow_environments.retrieval.server.addresses import BACKLOG, allow_many_files
 from rlflow_environments.retrieval.server.app import Receive, SearchApp, Send
 from rlflow_environments.retrieval.server.index import own_threads
@@ -51,7 +52,6 @@ LOAD_S = 3600.0  # for a process that takes another's place
 DRAIN_S = 1.0  # in which connections leave, each after an answer, before a process is replaced
 AGAIN_S = 3.0  # before a process that cannot load what the others have is started again
 PROBLEM, CHANGES, ASKED = "problem", "changes.json", "asked.json"
-UNSHARED = ("qdrant", "http")
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def make_worker(setup: ServerSetup) -> SearchApp:
 
 def check_sharable(retriever: Mapping[str, Any], processes: int) -> None:
     """Raises ConfigError for a retriever that several processes of one server cannot have."""
-    if retriever.get("name") in UNSHARED:
+    if not retriever_facts(retriever).shared:
         raise ConfigError(
             f"--processes {processes}: the retriever {retriever['name']} is a connection; several "
             "processes cannot share it. Use --processes 1, or several servers."

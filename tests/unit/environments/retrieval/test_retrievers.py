@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, MissingPackageError, install_command
 from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder, split_words
 from rlflow_environments.retrieval.indices import make_retriever
-from rlflow_environments.retrieval.indices.make import HybridIndex
+from rlflow_environments.retrieval.indices.make import HybridIndex, retriever_facts
 
 NAMES = ("bm25", "dense", "hybrid", "random")
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "el", "im", "on", "us")]
@@ -310,3 +312,14 @@ def test_an_empty_corpus_and_a_senseless_top_k_are_refused(retriever):
     with pytest.raises(ConfigError, match="at least 1"):
         retriever.search(["x"], 0)
     assert retriever.search([], 3) == []
+
+
+@pytest.mark.parametrize("name", ["bm25", "faiss", "qdrant"])
+def test_a_retriever_says_which_package_it_needs_and_what_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = retriever_facts(name)
+    monkeypatch.setitem(sys.modules, facts.package, None)
+    told = f"'{facts.package}' is not installed: {install_command(facts.extra)}"
+    with pytest.raises(MissingPackageError, match=re.escape(told)):
+        make_retriever(name, PASSAGES[:3])

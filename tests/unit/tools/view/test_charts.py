@@ -97,6 +97,28 @@ def drawn(records: list[dict[str, float]]) -> list[Any]:
         return made.axes
 
 
+def test_a_metric_with_a_chart_has_axes_between_learning_and_time() -> None:
+    registered = {
+        **REGISTERED,
+        "calls": Metric("per episode", "of tools", chart=True),
+        "search/hits": Metric("share", "of searches", chart=True),
+        "plain": Metric("1", "in no chart"),
+        "never": Metric("1", "not measured", chart=True),
+    }
+    steps = [{**TIMED, "rollout/calls": 2.0, "search/hits": 0.5, "rollout/plain": 7.0}] * 3
+    records = numbered([EVALUATION, *steps])
+    charted = charts.charted_metrics(records, registered)
+    assert list(charted) == ["rollout/calls", "search/hits"]
+    with charts.figure(8, 6, size=9) as made:
+        charts.draw_run(made, records, "exact_match", charted)
+        labels = [axes.get_ylabel() for axes in made.axes]
+        (_, mean) = made.axes[1].lines
+    assert labels[1:] == ["per episode", "share", "seconds per step"]
+    assert mean.get_xydata().tolist() == [[1.0, 2.0], [2.0, 2.0], [3.0, 2.0]]
+    on_page = texts(run_svg(records, registered))
+    assert "calls (training) 2.00" in on_page and not any("plain" in one for one in on_page)
+
+
 def test_steps_on_the_axis_are_whole_however_short_the_run() -> None:
     for last in (1, 2, 3, 7, 60):
         _, time = drawn([EVALUATION, *[TIMED] * last])
