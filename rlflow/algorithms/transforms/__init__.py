@@ -5,7 +5,6 @@ BUILT_IN = {
     "kl_reward": "rlflow.algorithms.transforms.kl_reward:KLReward",
     "overlong": "rlflow.algorithms.transforms.overlong:Overlong",
     "affine_reward": "rlflow.algorithms.transforms.reward_scale:AffineReward",
-    "turn_mean_reward": "rlflow.algorithms.transforms.reward_scale:TurnMeanReward",
     "normalize_advantages": "rlflow.algorithms.transforms.normalize:NormalizeAdvantages",
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
