@@ -19,7 +19,6 @@ BUILT_IN = {
     "sequence_mask": "rlflow.algorithms.transforms.sequence_mask:SequenceMask",
     "high_entropy_tokens": "rlflow.algorithms.transforms.high_entropy_tokens:HighEntropyTokens",
     "high_entropy_steps": "rlflow.algorithms.transforms.high_entropy_steps:HighEntropySteps",
-    "zero_variance_rows": "rlflow.algorithms.transforms.zero_variance_rows:ZeroVarianceRows",
     "only_sources": "rlflow.algorithms.transforms.only_sources:OnlySources",
 }
 """Name -> `module:Name`."""
