@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -42,13 +43,27 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def with_named_rewards(world: Path) -> str:
+    """The override that puts the demo's environment under a rubric, whose criteria are rewards with names."""
+    demo = load_config(DEMO / "config" / "short.yaml", [f"environment.world.directory={world}"])
+    criteria = {
+        "right": "base_return",
+        "searched": {"name": "pattern", "pattern": "<search>", "whole": True},
+    }
+    wrapped = {"name": "rubric", "base": dict(demo.environment), "criteria": criteria}
+    return f"environment={json.dumps(wrapped)}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_trains_three_steps_of_the_demo(
     name: str, world: Path, teacher: Path, tmp_path: Path
 ) -> None:
     asked = asked_of_the_user(name, tmp_path / "shared", teacher)
-    places = [f"run.directory={tmp_path}/{{name}}", f"environment.world.directory={world}"]
+    environment = f"environment.world.directory={world}"
+    if name == "gdpo":
+        environment = with_named_rewards(world)
+    places = [f"run.directory={tmp_path}/{{name}}", environment]
     train(load_config(DEMO / "config" / "short.yaml", [*SHORT, *places, *asked], name))
     records = [
         row for row in read_metrics(tmp_path / "short" / "metrics.jsonl") if "train/loss" in row

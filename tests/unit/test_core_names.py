@@ -44,10 +44,12 @@ SYSTEMS = (
     "verl",
     "skyrl",
     "ragen",
+    "deepswe",
+    "skywork",
 )
 # Methods, as SYSTEMS. Not grpo and gae: the default of a key, and what an error tells the user to set.
-METHODS = ("dapo", "drgrpo", "gspo", "cispo", "aipo", "gmpo", "dppo", "m2po", "icepop", "kpop", "greso", "maxrl", "gdpo", "rloo",
-           "sapo", "trpo", "reinforce")  # fmt: skip
+METHODS = ("dapo", "drgrpo", "gspo", "cispo", "aipo", "gmpo", "dppo", "m2po", "icepop", "kpop", "greso", "maxrl", "gdpo", "gtpo",
+           "rloo", "sapo", "trpo", "reinforce")  # fmt: skip
 
 
 def whole_words(words: tuple[str, ...]) -> str:

@@ -34,7 +34,7 @@ def turn_returns(
     The return-to-go of turn k is r_k + gamma * r_(k+1) + ...: a turn is not paid for what came
     before it. compare: with all turns of the group's attempts, or with the same (the k-th with the
     k-th). Statistics are of the turns in the batch; a set of one turn, or of equal returns, gives
-    exactly 0. Turn-level credit: arXiv 2505.11821."""
+    exactly 0. Turn-level credit: arXiv 2505.11821; normalised discounted returns: arXiv 2511.14846."""
     who = "advantage turn_returns"
     turns = turns_of(batch, who)
     returns = returns_to_go(turns.total(token_rewards(batch, who)), turns.owner, gamma)

@@ -7,6 +7,5 @@ BUILT_IN = {
     "sequence_mean": "rlflow.algorithms.aggregates.means:sequence_mean",
     "trajectory_mean": "rlflow.algorithms.aggregates.means:trajectory_mean",
     "constant": "rlflow.algorithms.aggregates.constant:constant",
-    "loss_scales": "rlflow.algorithms.aggregates.loss_scales:loss_scales",
 }
 """Name -> `module:Name`."""

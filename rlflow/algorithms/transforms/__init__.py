@@ -5,7 +5,6 @@ BUILT_IN = {
     "kl_reward": "rlflow.algorithms.transforms.kl_reward:KLReward",
     "overlong": "rlflow.algorithms.transforms.overlong:Overlong",
     "affine_reward": "rlflow.algorithms.transforms.reward_scale:AffineReward",
-    "turn_mean_reward": "rlflow.algorithms.transforms.reward_scale:TurnMeanReward",
     "normalize_advantages": "rlflow.algorithms.transforms.normalize:NormalizeAdvantages",
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
@@ -20,7 +19,6 @@ BUILT_IN = {
     "sequence_mask": "rlflow.algorithms.transforms.sequence_mask:SequenceMask",
     "high_entropy_tokens": "rlflow.algorithms.transforms.high_entropy_tokens:HighEntropyTokens",
     "high_entropy_steps": "rlflow.algorithms.transforms.high_entropy_steps:HighEntropySteps",
-    "zero_variance_rows": "rlflow.algorithms.transforms.zero_variance_rows:ZeroVarianceRows",
     "only_sources": "rlflow.algorithms.transforms.only_sources:OnlySources",
 }
 """Name -> `module:Name`."""

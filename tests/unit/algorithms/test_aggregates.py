@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.aggregates.loss_scales import loss_scales
 from rlflow.algorithms.aggregates.means import trajectory_mean
 from rlflow.components import AGGREGATE
 from rlflow.errors import ConfigError
@@ -95,48 +94,20 @@ def test_wrong_names_and_a_missing_constant_are_config_errors():
         AGGREGATE.build("constant")
 
 
-def turns(*trajectories: list[tuple[int, bool]]) -> Batch:
-    """Attempts by (tokens, whether in a new segment) of each turn."""
-    return made_of(
-        [Tried([Said(tokens, new_segment=new) for tokens, new in one]) for one in trajectories]
-    )
-
-
 @pytest.mark.parametrize("new_segment", [False, True])
-@pytest.mark.parametrize(
-    ("scales", "expected"),
-    [
-        ([], [1 / 30, 1 / 90, 1 / 60]),  # the mean over three turns of their means
-        (["group"], [1 / 20, 1 / 60, 1 / 40]),
-        (["group", "agent"], [1 / 40, 1 / 120, 1 / 40]),
-        (["group", "agent", "turn"], [0.0125, 0.0125, 0.025]),
-        (None, [0.0125, 0.0125, 0.025]),
-    ],
-)
-def test_loss_scales_of_turns(scales, expected, new_segment):
-    """Turns of 10 and 30 tokens, and one of 20."""
-    batch = turns([(10, False), (30, new_segment)], [(20, False)])
-    weights = AGGREGATE.build(
-        "loss_scales" if scales is None else {"name": "loss_scales", "scales": scales}, tokens=8
-    )(batch)
-    of_turn = [
-        weights[(batch.trajectory[:, None] == owner) & (batch.turn == turn)]
-        for owner, turn in ((0, 0), (0, 1), (1, 0))
-    ]
-    assert [float(one.unique()) for one in of_turn] == pytest.approx(expected, abs=1e-8)
-    assert not weights[~batch.loss_mask].any()
-
-
-def test_all_loss_scales_are_the_mean_over_trajectories():
-    batch = turns([(3, False), (1, True), (4, False)], [(2, False)], [(5, False), (9, True)])
-    torch.testing.assert_close(loss_scales(batch), trajectory_mean(batch))
-
-
-@pytest.mark.parametrize(
-    "scales", [["turn", "agent"], ["group", "group"], ["agent", "group", "turn"]]
-)
-def test_loss_scales_stand_in_their_order_each_once(scales):
-    with pytest.raises(
-        ConfigError, match="expected group, agent, turn in this order, each once at most"
-    ):
-        loss_scales(turns([(1, False)]), scales)
+def test_the_mean_over_trajectories_is_rlinfs_three_loss_scales_of_turns(new_segment):
+    """rlinf/algorithms/loss_scales.py: every turn is a row, whose mean over its tokens is scaled by group (turns / trajectories),
+    agent (1 / turns of the trajectory) and turn (turns of the trajectory * the turn's share of its tokens)."""
+    tokens = [[3, 1, 4], [2], [5, 9]]
+    batch = made_of(
+        [Tried([Said(count, new_segment=new_segment) for count in one]) for one in tokens]
+    )
+    weights = trajectory_mean(batch)
+    rows = sum(map(len, tokens))
+    for owner, counts in enumerate(tokens):
+        for turn, count in enumerate(counts):
+            group = rows / len(tokens)
+            agent = 1 / len(counts)
+            share = len(counts) * count / sum(counts)
+            found = weights[(batch.trajectory[:, None] == owner) & (batch.turn == turn)]
+            assert found.tolist() == pytest.approx([group * agent * share / (rows * count)] * count)

@@ -94,13 +94,21 @@ def test_the_default_algorithm_is_not_hidden_in_a_preset() -> None:
     assert RunConfig().algorithm.losses == [{"name": "ppo_clip"}]
 
 
+def named_rewards(reward: float, attempt: int) -> dict[str, float]:
+    """For `gdpo`: two rewards of other scales, which do not rank a group's attempts alike."""
+    return {"right": float(reward), "brief": 10.0 * (attempt % 3)}
+
+
 def fresh_batch() -> Batch:
     """Attempts of one to three turns whose log-probs are the policy's own, whoever asks; what models know is made up."""
     draw = torch.Generator().manual_seed(1)
     before = itertools.cycle([[], [Said(2, 0.0, 1.0)], [Said(2, 0.0, 1.0), Said(1, 0.0, 2.0)]])
     batch = batch_of(
         *(
-            [Tried([*next(before), Said(3, float(reward), 4.0)]) for reward in group]
+            [
+                Tried([*next(before), Said(3, float(reward), 4.0)], named_rewards(reward, place))
+                for place, reward in enumerate(group)
+            ]
             for group in REWARDS
         )
     )
@@ -186,6 +194,7 @@ def groups_of(trainer: Trainer) -> list[Group]:
                     float(reward),
                     StopReason.TERMINATED,
                     attempt=attempt,
+                    rewards=named_rewards(reward, attempt),
                 )
             )
         stamp(attempts)

@@ -14,7 +14,7 @@ from rlflow.algorithms.rewards import add_reward_term, per_trajectory, token_rew
 from rlflow.algorithms.transforms.kl_reward import KLReward
 from rlflow.algorithms.transforms.normalize import NormalizeAdvantages
 from rlflow.algorithms.transforms.overlong import Overlong
-from rlflow.algorithms.transforms.reward_scale import AffineReward, TurnMeanReward
+from rlflow.algorithms.transforms.reward_scale import AffineReward
 from rlflow.batching import make_batch
 from rlflow.components import TRANSFORM
 from rlflow.errors import ConfigError, RLFlowError
@@ -45,11 +45,6 @@ def test_the_length_is_that_of_all_segments_and_the_budget_of_the_run_is_the_lim
     assert term.term(batch).tolist() == [-0.5, -0.5, 0]
     with pytest.raises(ConfigError, match="expected a buffer of at most the 3 tokens, found 4"):
         Overlong(buffer=4, tokens=3)
-
-
-def test_the_mean_of_turn_rewards_in_place_of_their_sum():
-    batch = batch_of([Tried([Said(1, 1.0), Said(1, 0.0, new_segment=True), Said(1, 0.5)]), 2.0])
-    assert TurnMeanReward()(batch).rewards.tolist() == pytest.approx([0.5, 0.5, 2.0])
 
 
 def test_rewards_on_another_scale():

@@ -1,4 +1,4 @@
-"""Transforms that say which tokens, turns and rows a minibatch learns from."""
+"""Transforms that say which tokens and turns a minibatch learns from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 from rlflow.algorithms import token_weights
 from rlflow.algorithms.transforms.high_entropy_steps import HighEntropySteps
 from rlflow.algorithms.transforms.high_entropy_tokens import HighEntropyTokens, quantile
-from rlflow.algorithms.transforms.zero_variance_rows import ZeroVarianceRows
 from rlflow.batching import make_batch
 from rlflow.types import Batch, Segment, StopReason, Trajectory, Turn
-from tests.unit.algorithms.groups import group
 
 STEPS = [0.1, 0.4, 0.2, 0.8, 0.5, 0.3, 0.9, 0.7, 0.6, 1.0]
 """Entropies of ten steps; their 20% quantile is .28 (spec 11)."""
@@ -78,7 +76,7 @@ def test_selection_depends_neither_on_the_order_of_rows_nor_on_padding() -> None
         make_batch([played("a", 4), played("a", 6), played("b", 3)]),
         [STEPS[:4], STEPS[4:], [0.3, 0.1, 0.2]],
     )
-    for part in (HighEntropySteps(), HighEntropyTokens(0.3), ZeroVarianceRows()):
+    for part in (HighEntropySteps(), HighEntropyTokens(0.3)):
         whole, mixed = part(batch), part(batch.select([2, 0, 1]))
         for row, source in enumerate([2, 0, 1]):
             length = int(batch.lengths[source])
@@ -108,17 +106,3 @@ def test_a_minibatch_without_a_trained_token_stays_as_it_is(
     batch = with_entropies(make_batch([played("a", 1)]), [[1.0]])
     batch = batch.replace(loss_mask=torch.zeros_like(batch.loss_mask))
     assert part(batch) is batch
-
-
-def test_rows_of_groups_without_variance_lose_their_weight_to_the_others() -> None:
-    groups = [group("a", [1, 0]), group("b", [1, 1]), group("c", [0.1 + 0.2, 0.3])]
-    batch = make_batch([one for some in groups for one in some.trajectories])
-    batch = batch.replace(weights=token_weights(batch))
-    weights = ZeroVarianceRows()(batch).weights
-    assert float(weights.sum()) == pytest.approx(1) and weights[:2].sum(
-        dim=1
-    ).tolist() == pytest.approx([0.5, 0.5])
-    assert not weights[2:].any()
-    assert not ZeroVarianceRows()(batch.select([2, 3])).weights.any()
-    unstamped = batch.replace(group_size=torch.zeros_like(batch.group_size))
-    assert torch.allclose(ZeroVarianceRows()(unstamped).weights, batch.weights)

@@ -343,14 +343,14 @@ def test_the_reference_is_refreshed_after_every_so_many_steps(
     assert found == [[False, True, True, True], [False, True, False, True]]
 
 
-def test_a_run_puts_reward_terms_turn_credit_scales_and_row_weights_together(
+def test_a_run_puts_reward_terms_turn_credit_and_row_weights_together(
     model: Path, tmp_path: Path, records: Any
 ) -> None:
     values = (
         "run.steps=2", "evaluation.at_start=false", "evaluation.every_steps=0", "algorithm.minibatches_per_step=2",
         "algorithm.transforms=[{name: kl_reward, coefficient: 0.1}, {name: overlong, buffer: 4}, normalize_advantages, "
         "duration_weight, size_weight, kept_mean]",
-        "algorithm.advantage=turn_returns", "algorithm.aggregate=loss_scales",
+        "algorithm.advantage=turn_returns", "algorithm.aggregate=trajectory_mean",
         "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.01}, {name: entropy_target, target: 9, step: .5}]",
     )  # fmt: skip
     train(letters_config(model, tmp_path, *TINY, *values))

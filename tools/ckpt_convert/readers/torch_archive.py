@@ -3,7 +3,20 @@ tensors' bytes are.
 
 Such a file is a zip archive that is not compressed: `data.pkl`, and one entry per storage. A tensor
 is a window of a storage, so several tensors may share one (Megatron's parameters may be windows of
-one large buffer)."""
+one large buffer).
+
+torch.load(weights_only=True, mmap=True) does not serve here (torch 2.13):
+
+- Other programs' checkpoints hold objects beside the weights (Megatron's arguments, OmegaConf).
+  torch refuses a file whose names are not registered one by one, as importable classes; here each
+  name has a stand-in, and nothing is imported.
+- A chunk of a torch_dist checkpoint is an archive within a larger file, and torch maps whole files
+  alone.
+- It gives tensors. A conversion copies ranges of bytes by the kernel and verifies their CRC-32:
+  of a storage with a flipped byte torch.load says nothing.
+- Importing torch costs 2 s and 190 MiB, in each process that reads; tables take it 2.5 times as
+  long.
+"""
 
 from __future__ import annotations
 
