@@ -78,7 +78,6 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "httpx>=0.27",
-        "fastapi>=0.115",
         "omegaconf>=2.4",  # argument objects in checkpoints of other programs
         "ruff>=0.6",
         "mypy>=1.11",

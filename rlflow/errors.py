@@ -124,12 +124,18 @@ class MissingPackageError(RLFlowError):
     """An optional package is needed for what was asked."""
 
 
-def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known word, or `""` where none is as alike as
-    `likeness` of 1. Of equally close ones it is that with the same letters: gpro is grpo."""
+def closest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The closest known word, or None where none is as alike as `likeness` of 1. Of equally close
+    ones it is that with the same letters: gpro is grpo."""
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=likeness)
-    close.sort(key=lambda one: sorted(one) != sorted(word))
-    return f" Did you mean '{close[0]}'?" if close else ""
+    close.sort(key=lambda known_word: sorted(known_word) != sorted(word))
+    return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Returns `" Did you mean 'x'?"` for the `closest` known word, or `""` without one."""
+    meant = closest(word, known, likeness)
+    return f" Did you mean '{meant}'?" if meant is not None else ""
 
 
 def described(error: BaseException) -> str:

@@ -5,8 +5,8 @@
 #                         (130 MB): a folder of packages, looked into last
 #   RLFLOW_TE_PACKAGES    Transformer Engine's Python without its kernels (13 MB): a folder of packages, for tests on a GPU that
 #                         is not there
-#   RLFLOW_ADAPTERS       what the adapters adapt beyond the tests' environment, over it (0.7 GB). Two, as verifiers 0.4 has dropped
-#                         what 0.3 is: their interpreters, one word each
+#   RLFLOW_ADAPTERS       what the adapters adapt beyond the tests' environment, over it (0.7 GB). Two, as openenv and verifiers
+#                         need different versions of mcp: their interpreters, one word each
 #   RLFLOW_MEGATRON       another megatron-core, over the tests' environment: 0.19.2 with triton (0.8 GB), or 0.16.1 where the tests' is
 #                         newer: its interpreter. Tests that read what other versions wrote take it too (RLFLOW_MEGATRON_PATHS)
 #
@@ -14,7 +14,7 @@
 # ${XDG_CACHE_HOME:-~/.cache}/rlflow, once. Where that cannot be done, the tests are skipped and a line says why; nothing fails.
 
 RLFLOW_TE="transformer-engine==2.20.2 einops==0.8.2"
-RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0 verifiers==0.3.1" "verifiers==0.4.0 uv==0.13.9")
+RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0" "verifiers==0.4.0 uv==0.13.9")
 
 # Arguments: name of the folder, what it holds, GiB of disk it needs while it is made, a command that takes the folder and more
 # arguments. Prints the folder; fails, with a line that says why, where there is none. Made again where an argument has changed, or the

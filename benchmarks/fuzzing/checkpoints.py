@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fuzzing import nonsense
 from fuzzing.cases import Wrong, command, forked
 from fuzzing.task import settings, write_model
+from tests.unit.tools.legacy_files import write_checkpoint
 
 DEADLINE_S = 60.0
 CODES = (0, *range(2, 12))
@@ -28,20 +30,7 @@ class Checkpoints:
         self._model = write_model(folder / "model")
         self._whole = _tensors(self._model)
         for kind in FORMATS[:2]:
-            arguments = [
-                "convert",
-                "to-megatron",
-                str(self._model),
-                str(folder / kind),
-                "--format",
-                kind,
-                "--tp",
-                "2",
-                "--pp",
-                "2",
-            ]
-            if not forked(command(arguments), folder, DEADLINE_S).check():
-                raise SystemExit(f"{kind} cannot be written")
+            write_checkpoint(self._model, folder / kind, kind, CheckpointLayout(2, 2))
         self._train(folder, 2)
         self._run = (folder / "fuzz").rename(folder / "run")
         self._resumed = self._resume(folder / "resumed")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +11,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rlflow.components import Kind
 from rlflow.config.keys import described_keys, elsewhere
 from rlflow.config.yaml_text import parsed, problem_of, read_yaml
-from rlflow.errors import ConfigError, RLFlowError, did_you_mean
+from rlflow.errors import ConfigError, closest, did_you_mean
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
 from rlflow.values import checked, is_component, section_hints, section_of, show
@@ -248,9 +245,7 @@ class _Draft:
         for key in raw:
             if key not in fields:
                 here = (*path, str(key))
-                # A file names what may be imported, its misspelt keys do not import it
-                ours = self.origins.get(".".join(here)) == COMMAND_LINE
-                hint = _suggest(here, list(fields), self.schema, self.raw if ours else {})
+                hint = _suggest(here, list(fields), self.schema)
                 raise ConfigError(f"{self.where(here)}: unknown key.{hint}")
         return cls(
             **{key: self.value(fields[key], value, (*path, key)) for key, value in raw.items()}
@@ -304,51 +299,17 @@ def _place(node: Any, path: tuple[str, ...]) -> Any:
     )
 
 
-def _suggest(
-    path: tuple[str, ...], siblings: list[str], root: type, chosen: Mapping[str, Any]
-) -> str:
-    """A hint: the option of the environment that is called so, else the key that other libraries
-    call so, else a similar sibling, else an option of a component of this section, else such a key
-    in another section, else what is known here. chosen: the components at the top."""
-    in_a_section = len(path) <= 2  # what is nested deeper has few keys, which are told
-    option = _option_of_a_component(path, root, chosen)
-    if option and not path[:-1] and option.endswith(f".{path[-1]}"):
-        return f" Did you mean '{option}'?"
-    if in_a_section and (known := elsewhere(path[-1])):
+def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
+    """A hint: the key that has this name in other libraries, else the closest key of this section,
+    else of any, else the keys of this section."""
+    *section, word = path
+    if known := elsewhere(word):
         return known
-    close = [name for name in siblings if did_you_mean(path[-1], [name])]
-    if close:
-        return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
-    shortest_first = sorted(config_keys(root), key=lambda key: key.count("."))
-    everywhere = {key: key.split(".")[-1] for key in shortest_first}
-    same = [key for key, name in everywhere.items() if name == path[-1]]
-    if option and (path[:-1] or not same):
-        return f" Did you mean '{option}'?"
-    same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
-    if same and in_a_section:
-        return f" Did you mean '{same[0]}'?"
-    section = f" of {'.'.join(path[:-1])}" if path[:-1] else ""
-    return f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
-
-
-def _option_of_a_component(
-    path: tuple[str, ...], root: type, chosen: Mapping[str, Any]
-) -> str | None:
-    """The component or option that a key was meant for: trainer.min_lr: trainer.schedule.min_lr. At
-    the top, of the components that are chosen alone."""
-    for hint, place in _component_hints(root, ()):
-        if place[:-1] != path[:-1]:
-            continue
-        single = is_component(hint)
-        about = (hint if single else typing.get_args(hint)[0]).__metadata__
-        kind = next(item for item in about if isinstance(item, Kind))
-        names = kind.names()
-        if not path[:-1]:
-            component = chosen.get(place[0])
-            names = [str(component.get("name"))] if isinstance(component, dict) else []
-        for name in names:
-            with contextlib.suppress(RLFlowError):
-                options = difflib.get_close_matches(path[-1], kind.options(name), n=1)
-                if name == path[-1] or options:
-                    return ".".join((*place, *options) if single and options else place)
-    return None
+    here = {name: ".".join((*section, name)) for name in siblings}
+    deepest_first = sorted(config_keys(root), key=lambda key: -key.count("."))
+    anywhere = {key.rpartition(".")[2]: key for key in deepest_first}
+    for places in (here, anywhere):
+        if meant := closest(word, places):
+            return f" Did you mean '{places[meant]}'?"
+    of_section = f" of {'.'.join(section)}" if section else ""
+    return f" Known keys{of_section}: {', '.join(siblings)}; `rlflow config WORD` finds more."

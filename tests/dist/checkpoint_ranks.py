@@ -328,23 +328,14 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
-    if (job.load_from / ".metadata").is_file():
-        content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
-        strict = StrictHandling.RETURN_ALL
-        loaded, unused, lacking = dist_checkpointing.load(
-            content, str(job.load_from), strict=strict
-        )
-        assert not lacking, f"Megatron asks for {sorted(lacking)[:4]}"
-        weights = [key for key in unused if "_extra_state" not in key]
-        assert not weights, f"Megatron does not ask for {weights[:4]}"
-        for number, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"model{number}"])
-    else:
-        directory = rank_directory(job)
-        content = torch.load(job.load_from / directory / "model_optim_rng.pt", weights_only=False)
-        assert content["args"].tensor_model_parallel_size == job.tensor
-        for number, chunk in enumerate(chunks):
-            chunk.load_state_dict(content["model" if len(chunks) == 1 else f"model{number}"])
+    content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
+    strict = StrictHandling.RETURN_ALL
+    loaded, unused, lacking = dist_checkpointing.load(content, str(job.load_from), strict=strict)
+    assert not lacking, f"Megatron asks for {sorted(lacking)[:4]}"
+    weights = [key for key in unused if "_extra_state" not in key]
+    assert not weights, f"Megatron does not ask for {weights[:4]}"
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
     wrong = []
     for shard in shards(chunks, job):
         want = expected(shard, job.vocab).view(shard.data.shape)

@@ -50,7 +50,7 @@ SPARSE: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "expert": 2, "expert_tensor": 1},
     {"pipeline": 2, "expert": 2},
 )
-BACK = (  # (layout that torch_dist is cut for, layout that loads it, which is also that of the legacy files)
+BACK = (  # (layout that torch_dist is cut for, layout that loads it)
     (CheckpointLayout(1, 1, vocab_multiple=8, fused=False), {"tensor": 2, "pipeline": 2}),
     (CheckpointLayout(4, 2, vocab_multiple=2, fused=False), {"pipeline": 2, "virtual": 2}),
     (CheckpointLayout(2, 1, vocab_multiple=4, fused=False), {"tensor": 1}),
@@ -128,29 +128,14 @@ def test_imports_load_in_megatron_at_other_layouts(
             if family == "deepseek_v3" and layout.tensor == 4:
                 continue  # 4 latent ranks do not divide its compressed keys
             place = tmp_path / f"{name}-{number}"
-            own = CheckpointLayout(**loads, vocab_multiple=layout.vocab_multiple, fused=False)
             if family == "qwen3_moe":
-                loads, own = (
-                    {**loads, "expert": 2},
-                    CheckpointLayout(
-                        **loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False
-                    ),
-                )
-            to_megatron(model, place / "torch_dist", Options(layout=layout, verify="full"))
-            to_megatron(model, place / "torch", Options(layout=own, format="torch", verify="full"))
+                loads = {**loads, "expert": 2}
+            to_megatron(model, place, Options(layout=layout, verify="full"))
             rows = {"options": {"vocab_multiple": layout.vocab_multiple}}
-            for saved in ("torch_dist", "torch"):
-                result = place / f"{saved}.pt"
-                jobs.append(
-                    Job(
-                        job.config,
-                        result,
-                        VOCAB,
-                        load_from=place / saved / "release",
-                        **loads,
-                        **rows,
-                    )
-                )
+            result = tmp_path / f"{name}-{number}.pt"
+            jobs.append(
+                Job(job.config, result, VOCAB, load_from=place / "release", **loads, **rows)
+            )
     launch(jobs, limit_s=1200)
     assert {
         str(job.load_from): torch.load(job.result)["wrong"]

@@ -142,7 +142,7 @@ def _add_to_megatron(actions: Commands) -> None:
     parser.add_argument("model", metavar="HF", type=Path, help=model)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     layout = parser.add_argument_group(
-        "layout", "torch_dist loads in every layout; a legacy checkpoint only in its own."
+        "layout", "How tensors are cut; Megatron loads them in every layout."
     )
     for name, what in {
         "tp": "tensor-parallel ranks",
@@ -156,7 +156,7 @@ def _add_to_megatron(actions: Commands) -> None:
         option(layout, f"--{end}-stage-layers", "N", what, type=parse_positive)
     multiple = "pad the vocabulary to a multiple of N x TP, as make_vocab_size_divisible_by"
     option(layout, "--vocab-multiple", "N", multiple, 128, type=parse_positive)
-    _add_choice(parser, "format", ("torch_dist", "torch"), "torch: legacy mp_rank_* files")
+    _add_choice(parser, "format", ("torch_dist",), "legacy mp_rank_* files are only read")
     layers = "names of Transformer Engine's or Megatron's own layers"
     _add_choice(parser, "spec", ("te", "local"), layers)
     _add_writing_options(parser)
@@ -246,7 +246,6 @@ def run_to_megatron(args: argparse.Namespace) -> None:
     options = Options(
         **_writing_options(args),
         layout=CheckpointLayout(*sizes, args.spec == "te", *ends),
-        format=args.format,
     )
     if args.dry_run:
         check_output(args.out, args.overwrite, args.model)

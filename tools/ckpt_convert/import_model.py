@@ -23,10 +23,8 @@ from .readers.folders import TRACKER
 from .readers.formats import open_source
 from .readers.safetensors_files import read_huggingface
 from .stream import Copier, Progress, check_equal
-from .writers.checkpoint import Checkpoint
 from .writers.directory import check_output, write_directory
-from .writers.legacy import legacy_checkpoint
-from .writers.torch_dist import torch_dist_checkpoint
+from .writers.torch_dist import Checkpoint, torch_dist_checkpoint
 
 FOLDER = "release"
 """Where Megatron looks for weights without an iteration: it then loads neither optimizer nor
@@ -42,10 +40,7 @@ def prepare_import(path: str | Path, options: Options) -> tuple[Import, Checkpoi
     arguments = arguments_of(
         config, model, options.layout, work.dtype_of(own_rule(model, EMBEDDING), 0)
     )
-    if options.format == "torch":
-        checkpoint = legacy_checkpoint(work, FOLDER, arguments)
-    else:
-        checkpoint = torch_dist_checkpoint(work, FOLDER, arguments, options.shard_bytes)
+    checkpoint = torch_dist_checkpoint(work, FOLDER, arguments, options.shard_bytes)
     plan = Plan(tuple(target for file in checkpoint.files for target in file.targets), work.equal)
     plan.check()
     return work, checkpoint, plan
@@ -83,7 +78,7 @@ def to_megatron(
     record = {
         "source": {"format": work.source.format, **origin},
         "family": work.model.family,
-        "format": options.format,
+        "format": "torch_dist",
         "layout": asdict(options.layout),
         "tensors": len(shapes),
         "parameters": sum(map(math.prod, shapes.values())),

@@ -13,7 +13,7 @@ class Options:
     time. verify: `fast`, `full`, `logits` or `none`.
 
     expected: sizes that a checkpoint must have: fields of Architecture, `tensor_parallel`, ...,
-    `iteration`. layout, format: of a checkpoint that is written; `torch`: legacy mp_rank_*."""
+    `iteration`. layout: of a checkpoint that is written."""
 
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9
@@ -22,4 +22,3 @@ class Options:
     verify: str = "fast"
     expected: dict[str, int] = field(default_factory=dict)
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
-    format: str = "torch_dist"

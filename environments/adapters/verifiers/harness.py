@@ -16,8 +16,12 @@ from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, described
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.adapters.verifiers.shared import METRICS, VerifiersError
-from rlflow_environments.adapters.verifiers.tasksets import LoadedTaskset, measured
+from rlflow_environments.adapters.verifiers.tasksets import (
+    METRICS,
+    LoadedTaskset,
+    VerifiersError,
+    measured,
+)
 from rlflow_environments.endpoint import AgentSession, Endpoint
 from rlflow_environments.program.agents import AgentEnvironment
 from rlflow_environments.program.running import AgentTask

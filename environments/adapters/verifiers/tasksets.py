@@ -14,16 +14,18 @@ from itertools import islice
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, described
+from rlflow.errors import ConfigError, RLFlowError, described
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.adapters.verifiers.shared import (
-    METRICS,
-    VerifiersError,
-    as_message,
-    split_rows,
-)
 
 MOST_TASKS = 100_000  # some tasksets never end
+HELD_OUT = 10  # every tenth task is for validation
+METRICS = {"rubric": Metric("points", "what the taskset's rewards give, weighted", score=True)}
+
+
+class VerifiersError(RLFlowError):
+    """A task holds what cannot be written into one conversation, or failed: the episode is
+    aborted."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class LoadedTaskset:
             played_by = loaders.environment_class(name)
         except Exception as problem:  # noqa: BLE001 -- theirs may raise anything
             raise ConfigError(
-                f"environment.environment: '{name}' cannot be made: {described(problem)} (a "
-                "package with load_environment needs a verifiers before 0.4)"
+                f"environment.environment: '{name}' cannot be made: {described(problem)} (expected a "
+                "taskset of verifiers 0.4 or later)"
             ) from None
         if played_by is not v1.SingleAgentEnv:
             raise ConfigError(
@@ -55,7 +57,8 @@ class LoadedTaskset:
             )
         for problem in filter(None, map(_refused, tasks)):
             raise ConfigError(f"environment.environment: '{name}': a task {problem}.")
-        return cls(v1, taskset, split_rows(tasks))
+        training = [task for number, task in enumerate(tasks) if number % HELD_OUT]
+        return cls(v1, taskset, {"train": training, "val": tasks[::HELD_OUT]})
 
     def needs_harness(self) -> bool:
         """Whether a task takes more than a prompt and one response."""
@@ -72,7 +75,7 @@ class LoadedTaskset:
         return [
             Task(
                 f"{split}-{number}",
-                [as_message(message) for message in _prompt(self.v1, task)],
+                [_as_message(message) for message in _prompt(self.v1, task)],
                 getattr(task.data, "answer", None),
                 {"split": split, "number": number},
             )
@@ -124,6 +127,17 @@ def _prompt(v1: Any, task: Any) -> list[Any]:
     system, prompt = task.data.system_prompt, task.data.prompt
     told = [v1.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
     return [*([v1.SystemMessage(content=system)] if system else []), *told]
+
+
+def _as_message(message: Any) -> dict[str, str]:
+    """A message of theirs for the policy's chat template. Raises VerifiersError for what is not
+    text."""
+    content = message.content
+    if isinstance(content, list) and all(part.type == "text" for part in content):
+        content = "".join(part.text for part in content)
+    if not isinstance(content, str) or getattr(message, "tool_calls", None):
+        raise VerifiersError(f"expected chat messages of text, found {str(message)[:200]}.")
+    return {"role": message.role, "content": content}
 
 
 def _refused(task: Any) -> str:

@@ -8,6 +8,6 @@ COMMANDS = {
     ),
     "serve": ("serve an index over HTTP, wire-compatible with the field", f"{__name__}.serve"),
     "query": ("try an index or a server in the terminal", f"{__name__}.query"),
-    "check": ("test any retrieval server against the wire format", f"{__name__}.check"),
+    "check": ("check that an index is what was built", f"{__name__}.check"),
 }
 """Command -> (its line in the help, its module)."""

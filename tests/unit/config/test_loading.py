@@ -216,31 +216,13 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("trainer.offload_optimizer=true", "Did you mean 'trainer.optimizer'?"),
         ("metrics.tensorboard=true", "Did you mean 'metrics.sinks'?"),
         ("metrics.wandb_project=x", "Did you mean 'metrics.sinks'?"),
-        ("rollout.max_concurrency=3", "Did you mean 'rollout.engine.max_concurrency'?"),
+        ("evaluation.steps=3", "Did you mean 'evaluation.every_steps'?"),
         ("rollout.max_observation_tokens=a", "expected a whole number above 0 or null"),
     ],
 )
 def test_mistakes_say_where_what_and_how(override: str, expected: str) -> None:
     message = error_of(override)
     assert message.startswith("command line: ") and expected in message
-
-
-def test_an_option_of_the_environment_without_its_section_is_suggested_with_it(
-    tmp_path: Path,
-) -> None:
-    own = write(tmp_path / "own.py", "def make(length: int = 2, mode: str = ''): ...\n")
-    chosen = f"environment.name={own}:make"
-    for word, expected in (("lenght", "environment.length"), ("length", "environment.length"), ("mode", "environment.mode"),
-                           ("lr", "trainer.lr"), ("dat", "data")):  # fmt: skip
-        with pytest.raises(
-            ConfigError, match=f"command line: {word}: unknown key. Did you mean '{expected}'"
-        ):
-            load_run_config(None, [chosen, f"{word}=2"])
-    silent = write(
-        tmp_path / "silent.py", f"open('{tmp_path}/imported', 'w')\ndef make(length=2): ...\n"
-    )
-    file = write(tmp_path / "top.yaml", f"environment: {{name: '{silent}:make'}}\nlenght: 2\n")
-    assert "Known keys: run, model" in error_of(file=file) and not (tmp_path / "imported").exists()
 
 
 def test_mistakes_in_files_name_the_file_that_holds_them(tmp_path: Path) -> None:

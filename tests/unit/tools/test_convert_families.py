@@ -94,9 +94,8 @@ def test_export_computes_what_megatron_computes(
     assert (logits(tmp_path / "torch") - expected).abs().max() <= bound
 
 
-@pytest.mark.parametrize("saved", ["torch_dist", "torch"])
 def test_import_loads_in_megatron_with_the_same_parameters(
-    saved: str, made: dict[str, tuple[Path, Job]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: dict[str, tuple[Path, Job]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By megatron-core's own model and `dist_checkpointing.load`, of every family of the tables."""
     monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 10_000)  # most matrices in several chunks
@@ -106,11 +105,9 @@ def test_import_loads_in_megatron_with_the_same_parameters(
         assert job.save_to is not None
         model, out = tmp_path / f"{number}-hf", tmp_path / f"{number}-megatron"
         to_huggingface(job.save_to / "torch", model, reference, Options(verify="none"))
-        # torch_dist is cut for other ranks than those that load it; legacy files are for the ranks that they name.
-        layout = CheckpointLayout(
-            tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False
-        )
-        to_megatron(model, out, Options(layout=layout, format=saved, verify="full"))
+        # Cut for other ranks than those that load it.
+        layout = CheckpointLayout(tensor=2, vocab_multiple=8, fused=False)
+        to_megatron(model, out, Options(layout=layout, verify="full"))
         rows = {"vocab_multiple": layout.vocab_multiple}
         result, loads = tmp_path / f"{number}.pt", out / "release"
         jobs.append(Job(job.config, result, VOCAB, load_from=loads, dtype=job.dtype, options=rows))

@@ -1,6 +1,7 @@
 """Legacy checkpoints, one file per rank: every layout round-trips, and what is wrong with one is said in a line.
 
-The files are made by to-megatron, which genuine Megatron models load (test_convert_families.py), and damaged here."""
+The files are made by legacy_files.py, whose logits in Megatron are checked in test_convert_logits.py, and damaged here. Files of
+genuine ranks are read in test_convert_families.py and dist/test_convert_matrix.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ import torch
 from fixtures import tiny_config, tiny_model
 from rlflow_tools.ckpt_convert.describe import describe
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.arguments import contradictions
 from rlflow_tools.ckpt_convert.readers.legacy import read_legacy
@@ -23,6 +23,7 @@ from rlflow_tools.ckpt_convert.readers.legacy import read_legacy
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.huggingface import digest, iterate_weights
+from tests.unit.tools.legacy_files import write_checkpoint, write_legacy
 from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
 from tools.ckpt_convert.command import main
 
@@ -62,9 +63,7 @@ def test_there_and_back_is_bit_exact(
     model = tiny_model(
         tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes
     )
-    options = Options(layout=layout, format=saved, shard_bytes=50_000, verify="full")
-    manifest = to_megatron(model, tmp_path / "megatron", options)
-    assert manifest["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(model))
+    write_checkpoint(model, tmp_path / "megatron", saved, layout)
     to_huggingface(
         tmp_path / "megatron", tmp_path / "back", model
     )  # full: test_convert_families.py
@@ -76,7 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with hf/ and its checkpoint megatron/ of two tensor and two pipeline ranks."""
     root = tmp_path_factory.mktemp("legacy")
     model = tiny_model(root / "hf", "qwen3", tokenizer=False, vocab_size=101)
-    to_megatron(model, root / "megatron", Options(layout=CheckpointLayout(2, 2), format="torch"))
+    write_legacy(model, root / "megatron", CheckpointLayout(2, 2))
     return root
 
 
@@ -406,8 +405,7 @@ def test_what_contradicts(
 
 def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen3_moe", tokenizer=False)
-    layout = CheckpointLayout(tensor=1, expert=2)
-    to_megatron(model, tmp_path / "megatron", Options(layout=layout, format="torch"))
+    write_legacy(model, tmp_path / "megatron", CheckpointLayout(tensor=1, expert=2))
     assert sorted(path.name for path in (tmp_path / "megatron" / "release").iterdir()) == [
         "mp_rank_00_000",
         "mp_rank_00_001",

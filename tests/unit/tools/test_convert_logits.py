@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-from rlflow_tools.ckpt_convert.import_model import Options, to_megatron
+from rlflow_tools.ckpt_convert.import_model import to_megatron
 from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
 from tests import rounding
+from tests.unit.tools.legacy_files import write_checkpoint
 from tools.ckpt_convert.command import main
 from tools.ckpt_convert.oracle.logits import ROWS, WIDTH, check_logits
 
@@ -42,7 +43,7 @@ def test_both_directions_verify(
     family: str, layout: CheckpointLayout, saved: str, tmp_path: Path
 ) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
-    to_megatron(model, tmp_path / "megatron", Options(layout=layout, format=saved))
+    write_checkpoint(model, tmp_path / "megatron", saved, layout)
     rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
     _, bound = rounding.logits(model, rows)  # of each side
     assert check_logits(tmp_path / "megatron", model) <= 2 * bound

@@ -21,12 +21,13 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import to_huggingface
-from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.options import Options
 from rlflow_tools.ckpt_convert.readers.formats import open_source
 
 from rlflow.errors import ConversionError
 from rlflow.models.huggingface import digest, iterate_weights
+from tests.unit.tools.legacy_files import write_checkpoint
 from tools.ckpt_convert.command import main
 
 OMEGACONF = (
@@ -112,7 +113,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("other")
     model = tiny_model(root / "hf", "qwen3", tokenizer=False, vocab_size=101)
     for name in ("torch", "torch_dist"):
-        to_megatron(model, root / name, Options(format=name))
+        write_checkpoint(model, root / name, name, CheckpointLayout())
     return root
 
 

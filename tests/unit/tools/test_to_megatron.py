@@ -155,7 +155,7 @@ def test_embedding_repeated_as_output_layer_of_a_tied_model_is_left_out(tmp_path
     to_megatron(
         model,
         tmp_path / "megatron",
-        Options(layout=CheckpointLayout(1, 2), format="torch", verify="full"),
+        Options(layout=CheckpointLayout(1, 2), verify="full"),
     )
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     assert "lm_head.weight" not in dict(iterate_weights(tmp_path / "back"))
@@ -181,14 +181,13 @@ def test_routers_bias_keeps_its_dtype_when_the_model_is_cast(tmp_path: Path) -> 
     assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
-@pytest.mark.parametrize("saved", ["torch_dist", "torch"])
 def test_output_does_not_depend_on_workers_and_block_size(
-    saved: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for workers, block in ((1, 2 << 20), (5, 1000)):
         monkeypatch.setattr("rlflow_tools.ckpt_convert.stream.BLOCK_BYTES", block)
         layout = CheckpointLayout(2)
-        options = Options(layout=layout, format=saved, shard_bytes=50_000, workers=workers)
+        options = Options(layout=layout, shard_bytes=50_000, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
     single, five = (
         {
@@ -222,12 +221,21 @@ def test_existing_output_is_replaced_only_when_asked(
     assert json.loads(capsys.readouterr().out)["files"] == 1 and not (tmp_path / "out").exists()
     assert main(call) == 0
     assert main(call) == 9
-    assert main([*call, "--overwrite", "--format", "torch", "--json"]) == 0
-    assert not (tmp_path / "out" / "release" / ".metadata").exists(), (
-        "files of the first are still there"
-    )
+    assert main([*call, "--overwrite", "--shard-size", "50KB", "--json"]) == 0
+    several = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]
+    assert len(several) > 4
+    assert main([*call, "--overwrite", "--format", "torch_dist"]) == 0
+    left = sorted(file.name for file in (tmp_path / "out" / "release").glob("*.distcp"))
+    assert left == ["__0_0.distcp"], "files of the second are still there"
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert main(["to-megatron", str(model), str(model), "--overwrite"]) == 9
+
+
+def test_legacy_files_are_not_written(model: Path, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["to-megatron", str(model), str(tmp_path / "out"), "--format", "torch"])
+    message = capsys.readouterr().err
+    assert "argument --format: invalid choice: 'torch'" in message and "torch_dist" in message
 
 
 ROUTES: dict[str, tuple[dict[str, Any], tuple[str, bool, bool]]] = {

@@ -1,7 +1,4 @@
-"""The plan of an import: from HuggingFace tensors, every rank's part of every Megatron tensor.
-
-Both formats are made of the same parts. torch_dist (writers/torch_dist.py) keeps them as chunks of
-whole tensors, legacy files (writers/legacy.py) as the tensors of one rank's module."""
+"""The plan of an import: from HuggingFace tensors, every rank's part of every Megatron tensor."""
 
 from __future__ import annotations
 
@@ -51,17 +48,11 @@ class Import:
             local = rule.split is Split.LATENT and not self.layout.fused
             yield (dataclasses.replace(rule, split=Split.COLUMN) if local else rule), layer
 
-    def tied_output(self) -> list[tuple[Rule, int]]:
-        """The embedding's copy on the last of several pipeline stages."""
-        return (
-            [(tied_output(self.model), 0)] if self.model.tied and self.layout.pipeline > 1 else []
-        )
-
     def shape_of(self, rule: Rule, layer: int) -> tuple[int, ...]:
         """Of the whole tensor, padding included."""
         return self._whole(rule, layer)[0]
 
-    def parts(self, rule: Rule, layer: int, rank: int, most: int = 2**63) -> list[RankPart]:
+    def parts(self, rule: Rule, layer: int, rank: int, most: int) -> list[RankPart]:
         """What a tensor-parallel rank has of a tensor, in the order in which it has it; of at most
         `most` elements each, or one row."""
         shape, tiles = self._whole(rule, layer)

@@ -10,10 +10,11 @@ distributed/checkpoint/filesystem.py, _write_files_from_queue)."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from ..mapping.find import Place, stacked_place
 from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
 from ..stream import Copier
-from .checkpoint import Checkpoint, common_state
 from .files import HashedFile, OutputFile
 
 CHUNK_BYTES = 8 << 20
@@ -50,6 +50,15 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint to be written. files: those with weights. finish: writes the others into a
+    directory that has these."""
+
+    files: tuple[OutputFile, ...]
+    finish: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,13 @@ def torch_dist_checkpoint(
         (place / ".metadata").write_bytes(pickle.dumps(_tables(data)))
 
     return Checkpoint(tuple(files), finish)
+
+
+def common_state(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has beside the model: Megatron's arguments, with torch's dtype."""
+    dtype = getattr(torch, arguments["params_dtype"].name)
+    args = argparse.Namespace(**{**arguments, "params_dtype": dtype})
+    return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
 
 
 def _tables(files: Sequence[_DataFile]) -> Metadata:

@@ -4,7 +4,6 @@ installs beside rlflow (tests/environments.sh)."""
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.types import Episode, Step
 from rlflow_environments.adapters.actions import action_of
-from rlflow_environments.adapters.verifiers import _own_signal_handlers
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config
 from tests.reference import ORACLE
@@ -445,159 +443,9 @@ def test_a_server_that_fails_hangs_or_dies_aborts_the_episode_in_time() -> None:
 
 
 @pytest.fixture
-def classic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package verifiers, where it has environments with `env_response`; those of packages/ can be imported."""
-    library = pytest.importorskip(
-        "verifiers", reason="verifiers is not installed: pip install 'verifiers<0.4'"
-    )
-    if not hasattr(library, "load_environment"):
-        pytest.skip(
-            f"verifiers {library.__version__} has tasksets only: pip install 'verifiers<0.4'"
-        )
-    monkeypatch.syspath_prepend(HERE / "packages")
-    return library
-
-
-@pytest.mark.slow
-def test_environments_of_verifiers_keep_the_contract_and_train(
-    classic: Any, tmp_path: Path
-) -> None:
-    for kind in ("single", "multi", "tools"):
-        keeps_the_contract(made("verifiers:classic_games", options={"kind": kind}))
-    assert (
-        one_step(
-            tmp_path,
-            "{name: 'verifiers:classic_games', options: {kind: multi}}",
-            "rollout.max_turns=3",
-        )
-        == 4.0
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "replies"),
-    [
-        ("single", ["cba"]),
-        ("single", ["bc"]),
-        ("multi", ["3", "1"]),
-        ("multi", ["2", "3", "9", "4"]),
-        ("multi", ["1"]),
-    ],
-)
-def test_rewards_metrics_and_messages_are_those_of_verifiers_own_rollout(
-    classic: Any, kind: str, replies: list[str]
-) -> None:
-    """Oracle: `Environment.rollout` with a client that says the same."""
-    from verifiers import types
-    from verifiers.clients import Client
-
-    said = iter(replies)
-
-    async def reply(self: Any, prompt: Any, *_: Any, **__: Any) -> Any:
-        message = types.ResponseMessage(
-            content=next(said), finish_reason="stop", is_truncated=False
-        )
-        return types.Response(id="1", created=0, model="policy", message=message)
-
-    methods = {**dict.fromkeys(Client.__abstractmethods__, reply), "get_response": reply}
-    client = type("Scripted", (Client,), methods)(None)
-    environment = made("verifiers:classic_games", options={"kind": kind})
-    with _own_signal_handlers():
-        theirs = classic.load_environment("classic_games", kind=kind)
-    row = environment._rows["val"][0]
-
-    async def rollout() -> Any:
-        state = await theirs.rollout(row, client, "policy", {})
-        await theirs.rubric.score_rollout(state)
-        return state
-
-    state = asyncio.run(rollout())
-    episode, steps = played(environment, *replies, split="val")
-    assert [step.terminated for step in steps] == [False] * (len(replies) - 1) + [True]
-    assert steps[-1].reward == pytest.approx(state["reward"])
-    assert steps[-1].metrics == pytest.approx({**state["metrics"], "rubric": state["reward"]})
-    prompt = [
-        {"role": message.role, "content": message.content}
-        for message in state["trajectory"][-1]["prompt"]
-    ]
-    ours = list(episode.task.prompt)
-    for response, step in zip(replies[:-1], steps[:-1], strict=True):
-        ours += [{"role": "assistant", "content": response}, *step.observation]
-    assert ours == prompt
-
-
-@pytest.mark.slow
-def test_tools_of_verifiers_are_called_in_the_form_of_the_chat_templates(classic: Any) -> None:
-    environment = made("verifiers:classic_games", options={"kind": "tools"})
-    assert environment.tools[0]["function"]["name"] == "square"
-    call = '<tool_call>{"name": "square", "arguments": {"number": %s}}</tool_call>'
-    _, steps = played(environment, call % 12, call % '"x"', "<tool_call>{no json</tool_call> opst")
-    assert steps[0].observation == [{"role": "tool", "content": "144"}]
-    assert "can't multiply sequence" in steps[1].observation[0]["content"]
-    assert steps[2].terminated and steps[2].reward == 1.0  # all letters of "pots"
-    assert (steps[2].metrics["square_calls"], steps[2].metrics["num_turns"]) == (2.0, 3.0)
-
-
-@pytest.mark.slow
-def test_what_does_not_map_is_refused_with_the_reason(classic: Any) -> None:
-    from rlflow_environments.adapters.verifiers.shared import VerifiersError
-
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ConfigError, match="scores groups of rollouts together"):
-        made("verifiers:classic_games", options={"kind": "group"})
-    with pytest.raises(ConfigError, match=r"found 'bash': verifiers before 0\.4 has no harnesses"):
-        made("verifiers:classic_games", harness="bash")
-    with pytest.raises(ConfigError, match="'no_such_package' cannot be made"):
-        made("verifiers:no_such_package")
-    environment = made("verifiers:classic_games", options={"kind": "multi", "rewritten": True})
-    with pytest.raises(VerifiersError, match="rewrites earlier messages"):
-        played(environment, "5", task=1)
-    assert environment._environment.cleaned == 1  # close, after the failure
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.mark.slow
-def test_an_error_of_a_tool_is_scored_and_any_other_is_no_verdict(classic: Any) -> None:
-    """As in their own rollout a tool's error ends it with the rubric's score; infrastructure's is left out."""
-    environment = made("verifiers:classic_games", options={"kind": "multi"})
-    _, (step,) = played(environment, "tool", task=1)
-    assert (step.terminated, step.reward) == (True, 0.0)
-    for said, told in (("infra", "the sandbox is gone"), ("noted", "the disk is full")):
-        with pytest.raises(Exception, match=told):
-            played(environment, said, task=1)
-    assert environment._environment.cleaned == 3
-
-
-@pytest.mark.slow
-def test_a_rollout_that_is_cut_is_scored_and_cleaned_up_once(classic: Any) -> None:
-    environment = made("verifiers:classic_games", options={"kind": "multi"})
-
-    async def cut() -> Step:
-        episode = await environment.reset(environment.tasks("train")[8])
-        for turns_left, response in ((1, "1"), (0, "2")):
-            episode.turns, episode.turns_left = episode.turns + 1, turns_left
-            step = await environment.step(episode, response)
-        await environment.close(episode)
-        return step
-
-    step = asyncio.run(cut())
-    assert (
-        not step.terminated and step.reward == pytest.approx(-0.1) and step.metrics["hints"] == 1.0
-    )
-    assert environment._environment.cleaned == 1
-
-
-@pytest.fixture
 def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package verifiers from 0.4 on."""
-    library = pytest.importorskip(
-        "verifiers", reason="verifiers is not installed: pip install verifiers"
-    )
-    if hasattr(library, "load_environment"):
-        pytest.skip(
-            f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'"
-        )
+    """The package verifiers; the tasksets of packages/ can be imported."""
+    pytest.importorskip("verifiers.v1", reason="needs: pip install 'verifiers>=0.4'")
     monkeypatch.syspath_prepend(HERE / "packages")
 
 

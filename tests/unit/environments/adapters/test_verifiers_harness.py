@@ -23,13 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip(
-        "verifiers", reason="verifiers is not installed: pip install verifiers"
-    )
-    if hasattr(library, "load_environment"):
-        pytest.skip(
-            f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'"
-        )
+    pytest.importorskip("verifiers.v1", reason="needs: pip install 'verifiers>=0.4'")
     pytest.importorskip("uv", reason="uv is not installed: pip install uv")
     monkeypatch.syspath_prepend(PACKAGES)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGES))  # of the tools' servers

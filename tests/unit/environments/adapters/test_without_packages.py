@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rlflow_environments.adapters.openenv import OpenEnvError
 NAMES = {
     "gymnasium:Taxi-v4": ("gymnasium", "pip install gymnasium"),
     "reasoning_gym:leg_counting": ("reasoning_gym", "pip install reasoning-gym"),
-    "verifiers:wordle": ("verifiers", "pip install verifiers"),
+    "verifiers:wordle": ("verifiers", "pip install 'verifiers>=0.4'"),
 }
 
 
@@ -31,6 +32,19 @@ def test_a_missing_package_is_one_line_with_the_command(
     with pytest.raises(MissingPackageError) as caught:
         ENVIRONMENT.build(name)
     assert str(caught.value).endswith(f"not installed: {command}") and "\n" not in str(caught.value)
+
+
+def test_a_verifiers_before_tasksets_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "verifiers-0.3.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: verifiers\nVersion: 0.3.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackageError) as caught:
+        ENVIRONMENT.build("verifiers:wordle")
+    told = "expected verifiers 0.4 or later, found 0.3.1: pip install 'verifiers>=0.4'"
+    assert str(caught.value) == f"environment verifiers: {told}"
 
 
 class Server:

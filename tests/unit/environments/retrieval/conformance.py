@@ -1,5 +1,5 @@
-"""Checks of a retrieval server, anybody's, against the wire format that clients of the field rely
-on: what they test for is what servers of the field get wrong (docs/search_server.md)."""
+"""Checks of a retrieval server against the wire format that clients of the field rely on: they test
+for what servers of the field get wrong (docs/search_server.md)."""
 
 from __future__ import annotations
 
@@ -282,13 +282,11 @@ async def answers(probe: Probe, path: str, key: str = "") -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """A claim about the server. run: raises Broken with what it found, or Skipped. required:
-    clients of the field break where it does not hold."""
+    """A claim about the server. run: raises Broken with what it found, or Skipped."""
 
     name: str
     claim: str
     run: Callable[[Probe], Awaitable[None]]
-    required: bool = True
 
 
 GETS = (
@@ -325,7 +323,7 @@ CHECKS = (
     Check("no pages", "/access takes an empty list, refuses wrong types", access_of_nothing),
     Check("index.php", "/access knows the index.php/ form of a URL", index_php_is_rewritten),
     *(
-        Check(name, f"GET /{name}{told}", partial(answers, path=f"/{name}", key=key), False)
+        Check(name, f"GET /{name}{told}", partial(answers, path=f"/{name}", key=key))
         for name, told, key in GETS
     ),
 )
@@ -336,8 +334,7 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out of one check. outcome: pass, fail, missing (of something that is not required)
-    or skip."""
+    """The result of a check. outcome: pass, fail or skip."""
 
     check: Check
     outcome: str
@@ -349,37 +346,31 @@ def check_server(
     *,
     seeds: Sequence[str] = SEEDS,
     timeout_s: float = 60.0,
-    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
     """The verdicts of all checks, in order. seeds: queries to begin with. timeout_s: of one
     request.
 
-    Raises Broken where the server does not answer a plain search at all, ConfigError for an address
-    that is none."""
+    Raises Broken where the server does not answer a plain search at all."""
 
-    async def check() -> list[Verdict]:
-        verdicts = []
+    async def check_all() -> list[Verdict]:
         # A connection per request: uvicorn closes one on which a request failed, and the check
         # after it would be blamed.
         session = Session(keepalive_s=0, timeout_s=timeout_s)
         try:
             probe = Probe(session, server_url(url))
             await _sample(probe, seeds)
-            for one in CHECKS:
-                verdicts.append(await _verdict(one, probe))
-                on_verdict(verdicts[-1])
+            return [await _verdict(check, probe) for check in CHECKS]
         finally:
             await session.close()
-        return verdicts
 
-    return asyncio.run(check())
+    return asyncio.run(check_all())
 
 
 async def _verdict(check: Check, probe: Probe) -> Verdict:
     try:
         await check.run(probe)
     except Broken as problem:
-        return Verdict(check, "fail" if check.required else "missing", str(problem))
+        return Verdict(check, "fail", str(problem))
     except Skipped as reason:
         return Verdict(check, "skip", str(reason))
     return Verdict(check, "pass")
@@ -396,5 +387,4 @@ async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
         titles = [line.strip().strip('"')[:TITLE_CHARACTERS] for line in lines]
         found |= dict.fromkeys([seed, *titles] if hits else [])
     probe.queries = [query for query in found if query.strip()][:QUERIES]
-    told = f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds"
-    expect(probe.queries, f"{told} something with --query")
+    expect(probe.queries, f"finds nothing for any of {', '.join(map(repr, seeds))}")
