@@ -98,16 +98,17 @@ def test_wrong_names_and_a_missing_constant_are_config_errors():
 def test_the_mean_over_trajectories_is_rlinfs_three_loss_scales_of_turns(new_segment):
     """rlinf/algorithms/loss_scales.py: every turn is a row, whose mean over its tokens is scaled by group (turns / trajectories),
     agent (1 / turns of the trajectory) and turn (turns of the trajectory * the turn's share of its tokens)."""
-    tokens = [[3, 1, 4], [2], [5, 9]]
+    lengths = [[3, 1, 4], [2], [5, 9]]
     batch = made_of(
-        [Tried([Said(count, new_segment=new_segment) for count in one]) for one in tokens]
+        [Tried([Said(length, new_segment=new_segment) for length in turns]) for turns in lengths]
     )
     weights = trajectory_mean(batch)
-    rows = sum(map(len, tokens))
-    for owner, counts in enumerate(tokens):
-        for turn, count in enumerate(counts):
-            group = rows / len(tokens)
-            agent = 1 / len(counts)
-            share = len(counts) * count / sum(counts)
-            found = weights[(batch.trajectory[:, None] == owner) & (batch.turn == turn)]
-            assert found.tolist() == pytest.approx([group * agent * share / (rows * count)] * count)
+    rows = sum(map(len, lengths))
+    for owner, turns in enumerate(lengths):
+        for number, length in enumerate(turns):
+            group = rows / len(lengths)
+            agent = 1 / len(turns)
+            turn = len(turns) * length / sum(turns)
+            weight = group * agent * turn / (rows * length)
+            tokens = (batch.trajectory[:, None] == owner) & (batch.turn == number)
+            assert weights[tokens].tolist() == pytest.approx([weight] * length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rlflow.rollout.embedded.facts import EmbeddedFacts
 from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.rollout.vllm.facts import VLLMFacts
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "engines.md"
 OWN = """
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine_facts import EngineFacts, with_facts
@@ -53,6 +55,16 @@ def test_an_own_engine_is_known_by_what_it_says(own: Path) -> None:
     assert type(engine_facts({"name": f"{own}:make_vllm_engines"})) is EngineFacts
     large = engine_facts({"name": f"{own}:make_large", "engines": 3})
     assert (large.count, large.memory_known, large.start_limit_s()) == (3, True, 120.0)
+
+
+def test_the_example_of_the_page_is_known_by_what_it_says(tmp_path: Path) -> None:
+    example = re.search(r"```python\n(# my_engine.py\n.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert example is not None
+    file = tmp_path / "page_engine.py"
+    file.write_text(example[1])
+    facts = engine_facts({"name": f"{file}:MyEngine", "share": 0.3, "tensor_parallel": 2})
+    assert (facts.own_gpus, facts.gpus_each, facts.start_limit_s()) == (True, 2, 300.0)
+    assert facts.gpu_memory(1000)[0] == {"my engine": 300}
 
 
 def test_adapters_are_kept_in_float32_where_the_engine_adds_them_itself() -> None:

@@ -150,8 +150,10 @@ def test_an_engine_that_ended_is_started_again_as_often_as_it_ends(
     keeper.sync(1, in_flight=False)
     assert (keeper.restarts, keeper.lost, engine.version, engine.failure) == (3, None, 1, "")
     assert keeper.metrics()["rollout/engine_restarts"] == 3
-    told = [record.getMessage() for record in caplog.records if "Starting it again" in record.msg]
-    assert len(told) == 3 and told[-1].endswith("3 of 3 times")
+    warnings = [
+        record.getMessage() for record in caplog.records if "Starting it again" in record.msg
+    ]
+    assert len(warnings) == 3 and warnings[-1].endswith("3 of 3 times")
 
 
 def test_one_that_ends_once_more_is_lost_after_its_step_was_counted(
