@@ -26,6 +26,7 @@ case "$*" in
 *"pip install"*--index-url*) ;;
 *"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { printf "${FAKE_NONE:-No matching distribution found\\n}"; exit 1; } ;;
 *"pip install -e"*) printf "${FAKE_SAYS:-}"; sleep "${FAKE_SECONDS:-0}"
+    for _ in {1..300}; do grep -q "${FAKE_UNTIL:-}" "$FAKE_SEEN"/std* && break; sleep 0.1; done
     [ "${FAKE_BROKEN:-}" != silently ] || exit 1
     [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
 esac
@@ -36,7 +37,8 @@ Shell = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """Runs a bash command after sourcing common.sh, with a base Python that only pretends. Variables by keyword."""
+    """Runs a bash command after sourcing common.sh, with a base Python that only pretends. Variables by keyword: FAKE_UNTIL
+    is what it waits for among the words that a person sees."""
     tools = tmp_path / "tools"
     tools.mkdir()
     python = tools / "python3"
@@ -46,11 +48,17 @@ def shell(tmp_path: Path) -> Shell:
     def run(command: str, **variables: str) -> subprocess.CompletedProcess:
         environment = {
             "PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "FAKE_LOG": str(tmp_path / "log"), "FAKE_CPU_BUILD": "yes",
+            "FAKE_SEEN": str(tmp_path),
             "RLFLOW_BASE_PYTHON": str(python), "RLFLOW_VENV": str(tmp_path / "venv"), **variables,
         }  # fmt: skip
         program = f'set -euo pipefail; . "{ROOT}/recipes/common.sh"; {command}'
-        return subprocess.run(
-            ["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        shown = tmp_path / "stdout", tmp_path / "stderr"
+        with shown[0].open("w") as out, shown[1].open("w") as err:
+            done = subprocess.run(
+                ["bash", "-c", program], env=environment, stdout=out, stderr=err, timeout=60
+            )
+        return subprocess.CompletedProcess(
+            done.args, done.returncode, *(path.read_text() for path in shown)
         )
 
     return run
@@ -69,18 +77,27 @@ def installs(tmp_path: Path) -> list[str]:
 
 def test_a_set_up_says_package_and_size_while_it_goes_on(shell: Shell, tmp_path: Path) -> None:
     downloading = "Collecting numpy>=1.26\\n  Downloading https://host/numpy-2.4.6-cp311-cp311-linux.whl (16.9 MB)\\n"
-    done = shell("rlflow_setup run", FAKE_SAYS=downloading, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
+    done = shell(
+        "rlflow_setup run", FAKE_SAYS=downloading, FAKE_UNTIL="numpy", RLFLOW_PROGRESS_S="1"
+    )
     assert re.search(
-        r"^\[rlflow\]   [1-3] s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M
+        r"^\[rlflow\]   [0-9]+ s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M
     ), done.stderr
     shutil.rmtree(tmp_path / "venv")
     installing = "  Downloading a-1-b.whl (1 kB)\\nInstalling collected packages: a, b, c\\n"
-    done = shell("rlflow_setup run", FAKE_SAYS=installing, FAKE_SECONDS="2", RLFLOW_PROGRESS_S="1")
+    done = shell(
+        "rlflow_setup run",
+        FAKE_SAYS=installing,
+        FAKE_UNTIL="installing packages",
+        RLFLOW_PROGRESS_S="1",
+    )
     assert "s: installing packages: 0 of 3\n" in done.stderr
     shutil.rmtree(tmp_path / "venv")
     typed = f"script -qec 'bash -c \". {ROOT}/recipes/common.sh; rlflow_setup run\"' /dev/null"
-    done = shell(typed, FAKE_SAYS=downloading, FAKE_SECONDS="3")
-    lines = re.findall(r"\n\x1b\[K\[rlflow\]   \d s: (.+)", done.stdout)  # text mode reads \r as \n
+    done = shell(typed, FAKE_SAYS=downloading, FAKE_UNTIL="numpy")
+    lines = re.findall(
+        r"\n\x1b\[K\[rlflow\]   \d+ s: (.+)", done.stdout
+    )  # text mode reads \r as \n
     assert "downloading numpy 2.4.6 (16.9 MB)" in lines, "in a terminal one line that moves"
 
 
