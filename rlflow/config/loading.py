@@ -301,15 +301,16 @@ def _place(node: Any, path: tuple[str, ...]) -> Any:
 
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     """A hint: the key that has this name in other libraries, else the closest key of this section,
-    else of any, else the keys of this section."""
+    else of any, else the keys of this section. Deeper sections have few keys, which are named."""
     *section, word = path
     if known := elsewhere(word):
         return known
     here = {name: ".".join((*section, name)) for name in siblings}
     deepest_first = sorted(config_keys(root), key=lambda key: -key.count("."))
     anywhere = {key.rpartition(".")[2]: key for key in deepest_first}
-    for places in (here, anywhere):
+    for places in (here, anywhere) if len(section) <= 1 else (here,):
         if meant := closest(word, places):
             return f" Did you mean '{places[meant]}'?"
     of_section = f" of {'.'.join(section)}" if section else ""
-    return f" Known keys{of_section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
+    hint = f" Known keys{of_section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
+    return hint if section else f"{hint} An option of the environment is environment.{word}."
