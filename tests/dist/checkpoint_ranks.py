@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist.megatron_ranks import join
+from tests.dist.megatron_ranks import forget_groups, join
 
 TOKENS = torch.randint(0, 101, (2, 11), generator=torch.Generator().manual_seed(5))
 ITERATION = 7
@@ -112,7 +112,6 @@ def _rank_main(rank: int, port: int, ranks: int, jobs: Sequence[Job]) -> None:
 
 def run(job: Job) -> None:
     """One job on this rank."""
-    from megatron.core import parallel_state
     from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
     from rlflow_tools.ckpt_convert.oracle import model as oracle
 
@@ -134,7 +133,8 @@ def run(job: Job) -> None:
         if torch.distributed.get_rank() == 0:
             torch.save(result, job.result)
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
+        del chunks
+        forget_groups()
 
 
 def padded(job: Job) -> int:

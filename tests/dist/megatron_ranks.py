@@ -170,7 +170,7 @@ def run_jobs(rank: int, jobs: list[dict[str, Any]]) -> None:
         result["same_on_all_ranks"] = all(other == same[0] for other in same)
         if rank == 0:
             torch.save(result, job["result"])
-        gc.collect()  # see _forget_groups
+        gc.collect()  # see forget_groups
 
 
 Work = Callable[[int, list[dict[str, Any]]], None]
@@ -189,17 +189,19 @@ def _serve(rank: int, port: int) -> None:
             break
         work, jobs = torch.load(path, weights_only=False)
         work(rank, jobs)
-        _forget_groups()
+        forget_groups()
         store.add(f"done {number}", 1)
     dist.destroy_process_group()
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """Ends the groups that a work leaves behind, those of trainers that it did not close too. Each has threads that wake up
     a hundred times a second, and Megatron's modules hold theirs in circles."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    RotaryEmbedding.forward.cache_clear()  # remembers its model, and that its groups
     parallel_state.destroy_model_parallel()  # forgets them only
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
