@@ -40,7 +40,7 @@ from rlflow_environments.retrieval.indices.folder import (
     write_meta,
 )
 
-logger = logging.getLogger("rlflow.search.build")
+logger = logging.getLogger(__name__)
 
 _COMPARED = 32 << 20  # bytes of vectors that recall is measured on at a time
 _FLAT_HEADER = np.dtype(

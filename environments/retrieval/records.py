@@ -26,7 +26,7 @@ from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import BadRow, existing, records, refuse
 from rlflow_environments.common.text import load_json
 
-logger = logging.getLogger("rlflow.search.corpus")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 PARTIAL, WHOLE, EMPTY = range(3)
 """A record is sent to clients as it stands if it is whole, else completed, and never if empty."""

@@ -23,7 +23,7 @@ from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.protocols import Call, Result
 from rlflow_environments.search.rewards import scoring
 
-logger = logging.getLogger("rlflow.search.lookups")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 
 class Lookups:

@@ -27,7 +27,7 @@ from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.retrieval.indices.make import RETRIEVER, retriever_facts
 
-logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 STOP_S = 12.0  # the server itself takes at most 10
 NAME = "environment.managed: the retrieval service"

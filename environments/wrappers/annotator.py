@@ -23,7 +23,7 @@ from rlflow.storage.files import replacing
 from rlflow_environments.common.endpoint import ChatEndpoint
 from rlflow_environments.wrappers.reward_models import Question, RewardModel
 
-logger = logging.getLogger("rlflow.annotator")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 SAVE_S = 30.0  # between two savings
 END_S = 10.0  # for the thread to end

@@ -53,8 +53,10 @@ def told(world: Path, path: Path, *overrides: str) -> list[str]:
     train(load_config("recipes/searchr1/config/short.yaml", [*SHORT, *places, *overrides]))
     run = RunFiles.open(path / "short")
     found, log = Watch(run.registered).recall(run.metrics), (path / "short" / "log.txt").read_text()
-    assert all(f"WARNING rlflow.run.run: step {fault.step}: {fault.text}" in log for fault in found)
-    assert log.count("WARNING rlflow.run.run: ") == len(found)
+    assert all(
+        f"WARNING rlflow.run.step_log: step {fault.step}: {fault.text}" in log for fault in found
+    )
+    assert log.count("WARNING rlflow.run.step_log: ") == len(found)
     assert findings(run)[: len(found)] == found
     return [fault.name for fault in found]
 

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "own_documents.md").read_text(encoding="utf-8")
 SIZES = re.search(r"<!-- test: sizes -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
 BLOCKS = re.findall(r"<!-- test -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
-PLUGIN = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", COMMAND_PLUG_INS)
+COMMANDS = [
+    metadata.EntryPoint("search", "rlflow_environments.search.commands:add", COMMAND_PLUG_INS),
+    metadata.EntryPoint("show", "rlflow_tools.view.commands.show:add", COMMAND_PLUG_INS),
+]
 
 
 def printed_commands(sizes: dict[str, str]) -> list[list[str]]:
@@ -42,7 +45,7 @@ def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, str
     monkeypatch.setattr(
         metadata,
         "entry_points",
-        lambda group: [PLUGIN] if group == COMMAND_PLUG_INS else installed(group=group),
+        lambda group: COMMANDS if group == COMMAND_PLUG_INS else installed(group=group),
     )
     for program, *arguments in printed_commands(sizes):
         if program == "rlflow":

@@ -39,7 +39,7 @@ from .page import (
 )
 from .recorded import RunFiles
 
-logger = logging.getLogger("rlflow.view.live")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 REST = 10.0  # times what a look at the files took, until the next one: 10% of a processor at most
 WRITTEN = ("metrics.jsonl", "trajectories", "tokens", "evaluations", "summary.json")

@@ -31,7 +31,7 @@ from rlflow_environments.retrieval.errors import QueryRefusedError, RetrievalErr
 from rlflow_environments.retrieval.indices.base import RetrieverFacts, check_top_k
 from rlflow_environments.retrieval.server.addresses import read_addresses
 
-logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0

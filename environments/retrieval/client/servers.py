@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rlflow.errors import ConfigError
 from rlflow.net.http import backoff_s
 
-logger = logging.getLogger("rlflow.search.client")
+logger = logging.getLogger(__name__)
 
 REST_S = 0.5
 LONGEST_REST_S = 30.0

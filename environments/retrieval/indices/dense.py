@@ -47,7 +47,7 @@ from rlflow_environments.retrieval.indices.folder import (
     verify_encoder,
 )
 
-logger = logging.getLogger("rlflow.search.index")  # under `rlflow`, so that a run's log has it
+logger = logging.getLogger(__name__)
 
 BLOCK = 2048  # passages encoded at a time: what a killed build loses at most
 OVERFETCH = 8  # proposals beyond top_k: a cut within rounding is rare, and costs a second scan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
 
@@ -22,6 +23,15 @@ def test_records_from_before_the_file_come_first_and_later_ones_at_once(tmp_path
         assert path.read_text().endswith("WARNING rlflow.anything: after\n")
     logger.warning("too late")
     assert [line.split(": ")[1] for line in path.read_text().splitlines()] == ["before", "after"]
+
+
+@pytest.mark.parametrize("module", ["rlflow_environments.mathematics", "rlflow_tools.view.live"])
+def test_what_plug_ins_and_tools_say_is_in_the_log_too(tmp_path: Path, module: str) -> None:
+    importlib.import_module(module.split(".")[0])
+    with RunLog() as log:
+        log.write_to(tmp_path / "log.txt")
+        logging.getLogger(module).info("so many rows")
+    assert f"INFO {module}: so many rows" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_log_without_a_file_leaves_nothing_behind() -> None:

@@ -43,7 +43,7 @@ from .answers import answer_problem, timed_method
 from .plays import Play, describe, describe_player
 from .report import ContractReport
 
-logger = logging.getLogger("rlflow.kit.checks")  # under `rlflow`, which the command line shows
+logger = logging.getLogger(__name__)
 
 WORD_S, LIMIT_S = 10, 60
 """Seconds without the end of a call after which the check says so, and after which it ends."""

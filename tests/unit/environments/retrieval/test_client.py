@@ -133,7 +133,7 @@ def test_a_server_that_starts_again_is_waited_for_with_one_line_in_the_log(caplo
         with serving(server := Scripted(), port):
             return server, await asyncio.gather(*searches)
 
-    with caplog.at_level("INFO", "rlflow.search.client"):
+    with caplog.at_level("INFO", "rlflow_environments"):
         server, found = asyncio.run(many())
     assert [hits[0].id for hits in found] == [f"s/q{i}" for i in range(20)]
     assert len(server.requests) == 20

@@ -418,7 +418,7 @@ def test_what_hangs_is_told_of_and_ends_the_check(
         environment.places.acquire()
     report = check_environment(environment, episodes=1)
     assert any(expected in problem for problem in report.problems), str(report)
-    shown = [line.message for line in caplog.records if line.name.startswith("rlflow.")]
+    shown = [line.message for line in caplog.records if line.name.startswith("rlflow")]
     assert any("waiting for" in message for message in shown)
 
 
