@@ -3,13 +3,14 @@
 #
 #   bash tests/run.sh [--full | --matrix] [pytest arguments]
 #
-#   (none)    every claim at its smallest size; 7 minutes on two cores (13 where they are slow)
+#   (none)    every claim at its smallest size; 7 minutes on two cores, more where they are slow
 #   --full    also kill tests, real engines, other packages' versions; 40 to 90 minutes
 #   --matrix  instead the same claims in every layout, family and preset, and with another megatron-core; under 60 minutes
 #
-# RLFLOW_TEST_PROCESSES=1 runs one test after another (3; 2 with --full and --matrix). Both make environments with vLLM, TRL, Transformer Engine's Python, what the
-# adapters adapt and another megatron-core, once, where that can be (5.1 GB; RLFLOW_VLLM_PYTHON and others: see environments.sh; `none`
-# leaves one out). The tests of adapters, and of the other megatron-core, run when there are no further arguments.
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (3; 2 with --full and --matrix). Both of these make environments with vLLM,
+# TRL, Transformer Engine's Python, what the adapters adapt and another megatron-core, once, where that can be (5.1 GB;
+# RLFLOW_VLLM_PYTHON and others: see environments.sh; `none` leaves one out). The tests of adapters, and of the other megatron-core,
+# run when there are no further arguments.
 # All tests with another megatron-core: make an environment that has it the active one.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
