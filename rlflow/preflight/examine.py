@@ -218,16 +218,9 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config.data, config.rollout, found)
             found.problems.attempt(_check_answers, environment, split, found)
-        found.notes += (
-            found.problems.attempt(
-                _task_notes,
-                environment,
-                config.data,
-                config.run.steps,
-                config.rollout.prompts_per_step,
-            )
-            or []
-        )
+        steps, prompts = config.run.steps, config.rollout.prompts_per_step
+        notes = found.problems.attempt(_task_notes, environment, config.data, steps, prompts)
+        found.notes += notes or []
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:

@@ -106,7 +106,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     timer.on_enter = progress.phase
 
     sizes = run_sizes(config, policy_architecture(config.model.path))
-    stored = partial(store_bytes, config.model, sizes.engine, config.trainer.lora is not None)
+    adapters = config.trainer.lora is not None
+    stored = partial(store_bytes, config.model, sizes.engine, adapters)
     placement = _open_placement(sizes, stored, progress, stack)
     rollout = _open_rollout(config, placement, progress, stack)
     tasks = _read_tasks(config.data, rollout)
@@ -120,7 +121,6 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     source, groups = _open_groups(
         config.run, config.rollout, config.data, rollout, tasks.train, algorithm.max_rounds, stack
     )
-    adapters = config.trainer.lora is not None
     engines = make_engine_keeper(
         config.rollout, config.model.dtype, adapters, rollout, trainer, tasks.train
     )
