@@ -186,7 +186,7 @@ class CoalescedSearch(Generic[Hit]):
         if self._usual_s < self._here_s:
             loop.call_soon(self._drain_here, loop)
         else:
-            self._owner.submit(self._drain)
+            self._owner.submit(self._drain, loop)
 
     def _drain_here(self, loop: asyncio.AbstractEventLoop) -> None:
         if batch := self._take(_HERE_BATCH):
@@ -207,10 +207,14 @@ class CoalescedSearch(Generic[Hit]):
                 f"{self._max_waiting}."
             )
 
-    def _drain(self) -> None:
-        """Searches batch after batch until nothing waits."""
+    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Searches batch after batch until nothing waits, or the loop can do it itself."""
         while batch := self._take(self._max_batch):
             self._answer(batch)
+            if self._usual_s < self._here_s:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: go on here
+                    loop.call_soon_threadsafe(self._drain_here, loop)
+                    return
 
     def _take(self, most: int) -> list[_Lookup[Hit]]:
         """The search whose turn it is and following ones with the same top_k, at most `most`,
