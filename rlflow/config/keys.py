@@ -40,7 +40,7 @@ _OTHERS = {
     "trainer.recompute=full": "gradient_checkpointing",
     "trainer.schedule": "lr_scheduler_type",
     "trainer.schedule.min_lr": "min_lr",
-    "trainer.schedule.warmup_steps": "lr_warmup_steps warmup_steps",
+    "trainer.schedule.warmup_steps": "lr_warmup_steps warmup warmup_steps",
     "trainer.tensor_parallel": "tensor_model_parallel_size",
     "trainer.tokens_per_microbatch": "micro_batch_size per_device_train_batch_size",
 }

@@ -37,8 +37,8 @@ class EntropyTargetLoss(Loss):
     mean entropy was below the target it grows by `step`, after one above it shrinks by as much, and
     it counts only while the last entropy was at most the target.
 
-    Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; step .005 and a first coefficient of
-    0). target: nats per token. most: its upper limit; the lower one is 0. Metrics: entropy (nats),
+    Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; its text gives a step of .005 and a
+    first coefficient of 0, its released scripts steps of 1e-4 and 1e-3). target: nats per token. most: its upper limit; the lower one is 0. Metrics: entropy (nats),
     entropy_coefficient."""
 
     needs = frozenset({"entropy"})
