@@ -17,7 +17,7 @@ from rlflow.components import check_options
 from rlflow.errors import ConfigError, PolicyError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlflow_environments.common.endpoint import (
+from rlflow_environments.common.chat_endpoint import (
     ChatEndpoint,
     EndpointError,
     EndpointRefusedError,

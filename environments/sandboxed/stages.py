@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from rlflow_environments.common.blocks import blocks
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import JudgeEndpoint, UnreadableVerdictError
 from rlflow_environments.common.patterns import Pattern
 

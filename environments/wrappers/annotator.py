@@ -20,7 +20,7 @@ import torch
 from rlflow.errors import DataError
 from rlflow.storage.daemon import start_daemon
 from rlflow.storage.files import replacing
-from rlflow_environments.common.endpoint import ChatEndpoint
+from rlflow_environments.common.chat_endpoint import ChatEndpoint
 from rlflow_environments.wrappers.reward_models import Question, RewardModel
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import re
 from rlflow.components import Kind
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.values import PositiveInt
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import JudgeEndpoint, JudgeError, RefusedVerdictError
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.wrappers.wrapper import Played

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.components import Kind, takes
 from rlflow.errors import EnvironmentContractError
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import JudgeEndpoint, JudgeError, RefusedVerdictError
 
 LONGEST_TEXT = 10_000  # characters of an observation that the critic reads, the last ones

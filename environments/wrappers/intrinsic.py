@@ -13,7 +13,7 @@ from rlflow.components import check_options
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component, NonNegativeFloat, PositiveFloat, PositiveInt
-from rlflow_environments.common.endpoint import ChatEndpoint
+from rlflow_environments.common.chat_endpoint import ChatEndpoint
 from rlflow_environments.common.text import well_formed
 from rlflow_environments.wrappers.annotator import Annotator
 from rlflow_environments.wrappers.reward_models import REWARD_MODEL, RewardModel

@@ -11,7 +11,7 @@ from typing import Any
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import RefusedVerdictError, make_judge
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.common.threads import beside_the_loop

@@ -96,7 +96,7 @@ def _model(
 ) -> Compose | None:
     """What composes the questions with a model; None for the rules."""
     from rlflow.errors import ConfigError
-    from rlflow_environments.common.endpoint import ChatEndpoint
+    from rlflow_environments.common.chat_endpoint import ChatEndpoint
     from rlflow_environments.search.own_documents.writing import ask_model
 
     if args.endpoint is None and args.model is None:

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rlflow_environments.common.endpoint import ChatEndpoint
+from rlflow_environments.common.chat_endpoint import ChatEndpoint
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, names_of

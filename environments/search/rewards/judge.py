@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from rlflow.components import takes
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import JudgeEndpoint
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.common.endpoint import ChatEndpoint, EndpointError
+from rlflow_environments.common.chat_endpoint import ChatEndpoint, EndpointError
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.writing import read_reply
 from rlflow_environments.search.world.world import make_world

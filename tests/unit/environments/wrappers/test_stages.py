@@ -11,7 +11,7 @@ from rlflow_tools.kit.checks.environments import check_environment
 from rlflow import Environment, Metric, Step, Task
 from rlflow.errors import ConfigError
 from rlflow_environments.common import judge as judging
-from rlflow_environments.common.endpoint import UnreadableReply
+from rlflow_environments.common.chat_endpoint import UnreadableReply
 from rlflow_environments.common.judge import JudgeError
 from rlflow_environments.wrappers.stages import StageRewards, read_stages
 from tests.unit.environments.common.chat_server import ChatServer

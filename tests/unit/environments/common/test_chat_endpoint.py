@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.common.endpoint import (
+from rlflow_environments.common.chat_endpoint import (
     ChatEndpoint,
     EndpointError,
     EndpointRefusedError,
