@@ -1,6 +1,6 @@
 """Machines of a Ray cluster on this one: network namespaces of Linux, each with its address, host name and shared memory.
 
-Two of them are joined by one cable, which can be cut and mended. Needs root and iproute2; `refusal` says what is missing."""
+Each has a cable to one switch, which can be cut and mended. Needs root and iproute2; `refusal` says what is missing."""
 
 from __future__ import annotations
 
@@ -47,75 +47,55 @@ def refusal() -> str:
 
 
 class Machines:
-    """Two machines, 0 and 1, with a cable between them; gone, with all that runs on them, after `close`."""
+    """Machines 0, 1, ... on one switch; gone, with all that runs on them, after `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         unique = f"{os.getpid()}-{next(_NUMBERS)}"
-        self._names = [f"rlflow-{unique}-{number}" for number in range(2)]
-        self.addresses = ["10.77.0.1", "10.77.0.2"]
+        self._switch = f"rlflow-{unique}-switch"
+        self._names = [f"rlflow-{unique}-{number}" for number in range(count)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self._folder = tempfile.mkdtemp(prefix="ray")  # short, for the names of Ray's sockets
         self._holders: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[bytes]] = []
         try:
-            for name in self._names:
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
-            one, other = self._names
-            _ip(
-                "link",
-                "add",
-                "cable",
-                "netns",
-                one,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "cable",
-                "netns",
-                other,
-            )
-            for name, address in zip(self._names, self.addresses, strict=True):
-                _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-                _ip("-n", name, "link", "set", "cable", "up")
-                _ip("-n", name, "route", "add", "default", "dev", "cable")
-                inside = (
-                    'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo && exec sleep infinity'
-                )
-                holder = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    "unshare",
-                    "--uts",
-                    "--mount",
-                    "sh",
-                    "-c",
-                    inside,
-                    name,
-                ]
-                self._holders.append(subprocess.Popen(holder, stdout=subprocess.PIPE))
-                assert (
-                    self._holders[-1].stdout is not None and self._holders[-1].stdout.readline()
-                ), "no machine"
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "switch", "up")
+            for number in range(count):
+                self._connect(number)
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, number: int) -> None:
+        """A machine with a cable to the switch."""
+        name, plug = self._names[number], f"plug{number}"
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        cable = ["cable", "netns", name, "type", "veth"]
+        _ip("link", "add", *cable, "peer", "name", plug, "netns", self._switch)
+        _ip("-n", self._switch, "link", "set", plug, "master", "switch", "up")
+        _ip("-n", name, "address", "add", f"{self.addresses[number]}/24", "dev", "cable")
+        _ip("-n", name, "link", "set", "cable", "up")
+        _ip("-n", name, "route", "add", "default", "dev", "cable")
+        inside = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && echo && exec sleep infinity'
+        unshare = ["unshare", "--uts", "--mount", "sh", "-c", inside, name]
+        holder = subprocess.Popen(["ip", "netns", "exec", name, *unshare], stdout=subprocess.PIPE)
+        self._holders.append(holder)
+        assert holder.stdout is not None and holder.stdout.readline(), "no machine"
 
     @property
     def cluster(self) -> str:
         """The address of the Ray cluster whose head is machine 0."""
         return f"{self.addresses[0]}:{PORT}"
 
-    def cut(self) -> None:
-        """No packet gets from one to the other from now on, and nobody is told."""
-        _ip("-n", self._names[1], "link", "set", "cable", "down")
+    def cut(self, machine: int = 1) -> None:
+        """No packet reaches the machine or leaves it from now on, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", f"plug{machine}", "nomaster")
 
-    def mend(self) -> None:
-        """The cable is whole again."""
-        _ip("-n", self._names[1], "link", "set", "cable", "up")
-        _ip("-n", self._names[1], "route", "replace", "default", "dev", "cable")
+    def mend(self, machine: int = 1) -> None:
+        """Its cable is whole again."""
+        _ip("-n", self._switch, "link", "set", f"plug{machine}", "master", "switch")
 
     def command(self, machine: int, command: Sequence[str]) -> list[str]:
         """The command on that machine, which has a host name and a /dev/shm of its own."""
@@ -198,7 +178,7 @@ class Machines:
         """Ends what runs there, and removes the machines."""
         for node in self._started:
             self.end_ray(node, signal.SIGKILL)
-        for machine, name in enumerate(self._names):
+        for machine in range(len(self._names)):
             left = self.processes(machine)
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -206,6 +186,7 @@ class Machines:
             psutil.wait_procs(left, timeout=10)
             if machine < len(self._holders):
                 self._holders[machine].wait()
+        for name in (*self._names, self._switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
