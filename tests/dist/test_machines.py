@@ -1,4 +1,5 @@
-"""Rollout workers on another machine of the Ray cluster, which joins, is cut off, comes back, and loses its power."""
+"""Rollout workers and trainer ranks on other machines of the Ray cluster, which join, are cut off, come back, and lose their
+power."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from rlflow.run.directory import RunDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts, no package
 
 from chaos_runs import problems_of, write_run
+from hosts import CUT_S, play
 
 from tests.machines import CLEAN, Machines, refusal
 
@@ -33,8 +35,6 @@ pytestmark = [
     ),
 ]
 LIMIT_S = 150.0
-CUT_S = 20.0
-"""Twice as long as a worker may be silent; Ray itself gives a machine up later."""
 
 
 @pytest.fixture
@@ -140,3 +140,13 @@ def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_no
     while worker_there() and time.monotonic() < until:
         time.sleep(0.2)
     assert not worker_there()
+
+
+@pytest.mark.timeout(1500)
+def test_ranks_on_two_machines_outlive_a_pulled_cable_and_resume_after_a_machine_was_lost() -> None:
+    if missing := refusal():
+        pytest.skip(missing)
+    figures = play(harm=True)
+    assert figures["problems"] == []
+    assert figures["rank_machine_lost"]["exit_status"] not in (0, -signal.SIGKILL)
+    assert figures["rank_machine_lost"]["steps_lost"] <= 5  # a checkpoint every four, one in flight
