@@ -22,7 +22,7 @@ from rlflow.models.huggingface import (
     read_object,
     why_occupied,
 )
-from rlflow.models.layer_rules import dtype_of
+from rlflow.models.layer_rules import ADAPTER_SCALE, dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
@@ -85,16 +85,45 @@ class Adapter:
                 )
             if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
                 raise ModelError(
-                    f"{where}: the factors of '{layer}' do not fit: A {tuple(a.shape)}, B "
-                    f"{tuple(b.shape)}."
+                    f"{where}: '{layer}{_A}' {tuple(a.shape)} and '{layer}{_B}' {tuple(b.shape)} "
+                    "do not fit."
                 )
             factors[layer] = (a, b)
         return cls(factors, scale)
+
+    @classmethod
+    def of_update(cls, named: Mapping[str, Tensor], where: str) -> Adapter:
+        """From the tensors of `adapter_update`. Raises ModelError where they are no adapter."""
+        factors = dict(named)
+        scale = factors.pop(ADAPTER_SCALE, None)
+        if scale is None or scale.numel() != 1 or not factors:
+            raise ModelError(
+                f"{where}: expected '{ADAPTER_SCALE}' and the factors of some layers, found "
+                f"{len(factors)} factors {'without' if scale is None else 'with'} it; give "
+                "trainer.adapters()."
+            )
+        return cls.of(factors.items(), float(scale), where)
 
     def change(self, layer: str) -> Tensor:
         """(out, in) float32: what is added to the weight of a layer."""
         a, b = self.factors[layer]
         return self.scale * (b.float() @ a.float())
+
+
+def adapter_update(
+    scale: float, factors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that engines take of adapters alone: the scale, then the factors as of
+    `Adapter.of`."""
+    import torch
+
+    yield ADAPTER_SCALE, torch.tensor(scale, dtype=torch.float32)
+    yield from factors
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor is one of `adapter_update`; else it is a weight of the model."""
+    return name == ADAPTER_SCALE or name.endswith((_A, _B))
 
 
 def write_adapter(

@@ -117,6 +117,10 @@ class Engine(ABC):
     """Whether `load_weights` takes tensors where the trainer has them, on a GPU too, and keeps none
     of them; else they are copies on the CPU."""
 
+    takes_adapters: bool = False
+    """Whether `load_weights` takes adapters alone too (`rlflow.models.adapter.adapter_update`),
+    over the weights of the directory that the engine was made with."""
+
     sharing: GpuSharing | None = None
     """How `load_weights` opens the trainer's GPU memory: it takes an asynchronous `Weights` of
     `GpuBucket` then, and has read one before it asks for the next."""
@@ -157,7 +161,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights in place. Requests in flight continue with the new ones (their
+        """Replaces the weights in place, or the adapters over those of the engine's directory,
+        where `takes_adapters` says so. Requests in flight continue with the new ones (their
         caches are recomputed), each token recording the version that sampled it. Nothing is sampled
         from half-loaded weights: where the load fails, requests in flight fail and later ones are
         refused until one succeeded."""
@@ -197,7 +202,8 @@ class Engine(ABC):
         no error."""
 
     async def weights_digest(self) -> str:
-        """`rlflow.models.huggingface.digest` of the weights in use, of `weight_names` in `dtype`.
+        """`rlflow.models.huggingface.digest` of what the last `load_weights` brought: weights, of
+        `weight_names`, in `dtype`; or adapters, in `dtype`, with their scale.
 
         Raises RolloutError where the engine cannot tell (`hashes_weights` is False)."""
         raise RolloutError(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.adapter import is_of_adapter
 from rlflow.models.huggingface import combined_hash, tensor_hash
 from rlflow.models.layer_rules import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions
@@ -175,7 +176,7 @@ class InProcessSync:
                             name, tensor if dtype is None else tensor.to(dtype_of(name, dtype))
                         )
                         for name, tensor in pairs
-                        if names is None or name in names
+                        if names is None or name in names or is_of_adapter(name)
                     ]
                 giving.result()
             self.thread.run(handover.finish())

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlflow.components import TRAINER
 from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.models.adapter import adapter_update
 from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions, section
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
@@ -34,6 +35,10 @@ class Trainer(ABC):
 
     routing: Routing | None = None
     """Of a policy with experts, where `score` can be asked for them (`routes`)."""
+
+    adapter_scale: float | None = None
+    """What the product of the adapters' factors is multiplied by; None where all weights are
+    trained."""
 
     @staticmethod
     def from_pretrained(
@@ -129,6 +134,17 @@ class Trainer(ABC):
         layer, by its HuggingFace name, `LAYER.lora_A.weight` (rank, in) and `LAYER.lora_B.weight`
         (out, rank), full tensors on the CPU."""
         return iter(())
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Today's policy for engines that take adapters alone (`Engine.takes_adapters`) over the
+        weights that training began from: their scale, then `adapter_weights`. Raises ConfigError
+        where all weights are trained."""
+        if self.adapter_scale is None:
+            raise ConfigError(
+                "trainer.adapters: all weights are trained; give engines trainer.weights(), or set "
+                "trainer.lora."
+            )
+        return adapter_update(self.adapter_scale, self.adapter_weights())
 
     @abstractmethod
     def save(self, path: str | Path, step: int) -> None:
@@ -239,6 +255,9 @@ class ActorCritic(Trainer):
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.adapter_weights()
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.adapters()
 
     def save(self, path: str | Path, step: int) -> None:
         self.policy.save(path, step)

@@ -104,6 +104,7 @@ class ReferenceTrainer(Trainer):
         self.vocab = known_vocab(path, _rows(policy))
         self.model = (Critic(policy) if values else policy).to(self.device)
         self.lora = given.lora
+        self.adapter_scale = None if given.lora is None else given.lora.scale
         self.adapters = {} if self.lora is None else attach(self.model, self.lora, seed)
         self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
         parameters = list(self._trained().values())

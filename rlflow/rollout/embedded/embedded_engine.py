@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from rlflow.errors import ConfigError, RolloutError, did_you_mean
+from rlflow.errors import ConfigError, ModelError, RolloutError, did_you_mean
+from rlflow.models.adapter import Adapter, is_of_adapter
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import digest, find_not_finite, iterate_weights, read_config
 from rlflow.models.vocabulary import known_vocab
@@ -85,6 +86,7 @@ class EmbeddedEngine(Engine):
     facts = EmbeddedFacts
     hashes_weights = True
     takes_device_tensors = True
+    takes_adapters = True
     max_tokens: int
     dtype: torch.dtype
     weight_names: frozenset[str]
@@ -147,6 +149,7 @@ class EmbeddedEngine(Engine):
         self._seed, self._arrivals = seed, 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
         self._loading = self._asleep = False
+        self._own_weights = True  # those of `path`
         self._broken = ""  # why the weights cannot be used
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,8 +190,8 @@ class EmbeddedEngine(Engine):
                 self._scheduler.remove(sequence)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights between two steps; none is made until the last tensor is there. See
-        `Engine.load_weights`."""
+        """Replaces the weights, or the adapters over those of `path`, between two steps; none is
+        made until the last tensor is there. See `Engine.load_weights`."""
         self._enter_loop()
         if self._state == "closed" or self._loading:
             raise RolloutError(
@@ -196,10 +199,7 @@ class EmbeddedEngine(Engine):
             )
         self._loading = True
         try:
-            missing = set(self._model.parameters)
-            async for name, tensor in each_weight(weights):
-                self._model.copy_in(name, tensor, missing)
-            check_complete(missing)
+            await self._take(weights)
         except BaseException as error:
             self._broken = "the last load_weights did not complete"
             told = f"weights of version {version} were half loaded when it failed: {error!r}"
@@ -211,6 +211,33 @@ class EmbeddedEngine(Engine):
         self._scheduler.runner.version = version
         self._scheduler.forget_cache()
         self._ensure_driver()
+
+    async def _take(self, weights: Weights) -> None:
+        """All tensors of an update."""
+        missing = set(self._model.parameters)
+        factors: dict[str, torch.Tensor] = {}
+        async for name, tensor in each_weight(weights):
+            if is_of_adapter(name):
+                if name in factors:
+                    raise ModelError(f"engine.load_weights: tensor '{name}' came twice.")
+                factors[name] = tensor.clone()  # the trainer's own may change
+                continue
+            if self._model.adapter is not None:
+                self._model.adapter = None
+                self._scheduler.runner.forget_graphs()
+            self._own_weights = False
+            self._model.copy_in(name, tensor, missing)
+        if not factors:
+            check_complete(missing)
+            return
+        if missing != set(self._model.parameters):
+            raise ModelError("engine.load_weights: weights and adapters came in one update.")
+        adapter = Adapter.of_update(factors, "engine.load_weights")
+        if not self._own_weights:
+            self._model.load(iterate_weights(self.path))
+            self._own_weights = True
+        if not self._model.adapt(adapter):
+            self._scheduler.runner.forget_graphs()
 
     async def sleep(self) -> int:
         """Gives the memory of keys and values back; see `Engine.sleep`."""
@@ -235,8 +262,9 @@ class EmbeddedEngine(Engine):
         return used_bytes(self.device) - before
 
     async def weights_digest(self) -> str:
-        """Content hash of the weights in use; see `Engine.weights_digest`."""
-        return digest(self._model.named_weights())
+        """Content hash of the adapter in use, else of the weights; see `Engine.weights_digest`."""
+        adapter = self._model.adapter
+        return digest(self._model.named_weights() if adapter is None else adapter.named_tensors())
 
     @property
     def version(self) -> int:

@@ -96,6 +96,7 @@ class MegatronTrainer(Trainer):
         self._unchanged: set[str] = set()  # snapshots under which no adapter changes anything
         self._frozen: dict[str, FrozenModel] = {}
         self._lora = given.lora
+        self.adapter_scale = None if given.lora is None else given.lora.scale
         self._saving: writing.OngoingWrite | None = None
         self._world = world.join(layout, seed)
         try:
