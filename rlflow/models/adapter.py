@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a transformer's layer that can have adapters."""
 PREFIX = "base_model.model."
 """What peft puts before the names of the base's layers."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -103,6 +105,12 @@ class Adapter:
                 "trainer.adapters()."
             )
         return cls.of(factors.items(), float(scale), where)
+
+    def named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `of` was made from."""
+        for layer, (a, b) in self.factors.items():
+            yield layer + _A, a
+            yield layer + _B, b
 
     def change(self, layer: str) -> Tensor:
         """(out, in) float32: what is added to the weight of a layer."""
@@ -246,15 +254,23 @@ def merge_adapter(
     StorageError."""
     if (reason := why_occupied(Path(out), overwrite, adapter=Path(folder))) is not None:
         raise StorageError(reason)
-    adapter, config = read_adapter(folder)
-    place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
-    if base is None and not (place / "config.json").is_file():
-        raise ModelError(
-            f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is "
-            "no model directory of that name here; give it with --base DIR."
-        )
+    adapter, _ = read_adapter(folder)
+    place = adapter_base(folder, "--base") if base is None else Path(base)
     weights = merged_model(adapter, place)
     return write_model(out, weights, place, overwrite=overwrite, mixed=True)
+
+
+def adapter_base(folder: str | Path, option: str = "--hf") -> Path:
+    """The model directory that an adapter's folder names. option: what names another one. Raises
+    ModelError where it is not here."""
+    config = Path(folder) / ADAPTER_CONFIG
+    named = str(read_object(config).get("base_model_name_or_path") or "")
+    if not Path(named, "config.json").is_file():
+        raise ModelError(
+            f"{config}: names the base '{named[:200]}', and there is no model directory of that "
+            f"name here; give it with {option} DIR."
+        )
+    return Path(named)
 
 
 def merged_model(

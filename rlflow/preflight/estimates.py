@@ -93,7 +93,7 @@ def run_sizes(config: RunConfig, model: Architecture) -> RunSizes:
     rollout = config.rollout
     engine = engine_facts(rollout.engine)
     on_gpus = config.cluster.on_gpus
-    engine_dtype = engine.dtype(config.model.dtype, config.trainer.lora is not None)
+    engine_dtype = engine.dtype(config.model.dtype)
     episodes = rollout.prompts_per_step * rollout.samples_per_prompt
     needs = algorithm_needs(config.algorithm)
     # Engines of rollout workers, and those that sample while the trainer works, go on

@@ -18,6 +18,8 @@ from rlflow.models.adapter import adapter_update
 from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions, section
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
+BASE = "base"
+"""The model below the adapters, for `Trainer.score`."""
 CRITIC = "critic"
 """The folder of the critic in a checkpoint."""
 
@@ -78,7 +80,8 @@ class Trainer(ABC):
     ) -> dict[str, Tensor]:
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the
         row's temperature; of tokens that are not `Batch.wanted`, 0 where that saves work. model:
-        policy, or the name of a snapshot or of a frozen model. want:
+        policy, the name of a snapshot or of a frozen model, or with adapters `base`, the policy
+        without them. want:
         logprobs, entropy; with a critic values (of the state before the token); with `routing`
         routes (B, T, layers, k), the experts that the policy chooses itself. top_k: `top_ids`
         (B, T, k) too, the likeliest tokens in the place of each, and `top_logprobs`. Raises

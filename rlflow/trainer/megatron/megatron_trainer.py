@@ -16,7 +16,7 @@ from rlflow.batching import ROUTES, teaches
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.models.vocabulary import known_vocab
-from rlflow.trainer.base import LossFunction, Trainer, check_wanted
+from rlflow.trainer.base import BASE, LossFunction, Trainer, check_wanted
 from rlflow.trainer.lora import check_layers
 from rlflow.trainer.megatron import (
     adapters,
@@ -339,6 +339,8 @@ class MegatronTrainer(Trainer):
         """Inside, the parameters hold a snapshot's values."""
         if name == "policy":
             return contextlib.nullcontext()
+        if name == BASE and name not in self._snapshots and self._lora is not None:
+            return adapters.switched_off(self._chunks)
         if name not in self._snapshots:
             raise unknown_model(name, [*self._snapshots, *self._frozen])
         if name in self._unchanged:

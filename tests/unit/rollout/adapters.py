@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlflow.models.adapter import adapter_update
+from rlflow.models.adapter import PROJECTIONS, adapter_update
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import read_config
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def drawn_adapter(

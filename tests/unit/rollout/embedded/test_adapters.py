@@ -12,10 +12,12 @@ from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.errors import ModelError, RolloutError
+from rlflow.models.adapter import PROJECTIONS
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Sampling
-from tests.unit.rollout.adapters import PROJECTIONS, drawn_adapter
+from tests.unit.rollout.adapters import drawn_adapter
+from tests.unit.rollout.embedded.test_graphs import Recorder, recording_engine
 
 PROMPT = [10, 20, 30, 40, 50]
 ATTENTION = PROJECTIONS[:4]
@@ -122,3 +124,19 @@ def test_what_is_no_adapter_of_this_model_is_refused_and_a_whole_one_repairs_it(
     fresh = EmbeddedEngine(qwen)
     load(fresh, update)
     assert greedy(engine).logprobs == greedy(fresh).logprobs
+
+
+def test_recorded_steps_follow_an_adapter_and_are_recorded_anew_for_one_of_another_form(
+    qwen: Path,
+) -> None:
+    recorder, other = Recorder(), dict(drawn_adapter(qwen, seed=1))
+    engine, plain = recording_engine(qwen, recorder), EmbeddedEngine(qwen)
+    counts = []
+    for update in (dict(drawn_adapter(qwen)), other, dict(drawn_adapter(qwen, rank=2))):
+        for one in (engine, plain):
+            load(one, update)
+        assert greedy(engine).tokens == greedy(plain).tokens
+        counts.append(recorder.recorded)
+    assert counts[0] == counts[1] < counts[2]
+    load(engine, dict(iterate_weights(qwen)))
+    assert greedy(engine).tokens == greedy(EmbeddedEngine(qwen)).tokens
