@@ -305,7 +305,9 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
         config.environment |= data_options(config.environment, data)
     config.model.path = str(path)
     # Of the run that it is from: what is evaluated has its adapters merged in, or beside it
-    lora = model.adapter and _adapter_options(model.adapter, config.rollout.engine)
+    lora = None
+    if model.adapter is not None:
+        lora = _adapter_options(model.adapter, config.rollout.engine)
     config.trainer = replace(config.trainer, lora=lora)
     return config
 
