@@ -212,12 +212,18 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
 
 
 def test_with_adapters_the_engine_keeps_what_the_policy_is_in(qwen: Architecture) -> None:
-    half, lora = "model.dtype=bfloat16", "trainer.lora.rank=8"
-    plain, adapted, whole = (
+    half, lora = "model.dtype=bfloat16", "trainer.lora={rank: 8, targets: [q_proj]}"
+    plain, adapted, merged, whole = (
         engine_memory(sizes(qwen, *overrides))["engine's weights"]
-        for overrides in ((half,), (half, lora), (half, lora, "rollout.engine.dtype=float32"))
+        for overrides in (
+            (half,),
+            (half, lora),
+            (half, lora, "trainer.lora.sync=merged"),
+            (half, lora, "rollout.engine.dtype=float32"),
+        )
     )
-    assert adapted == plain == whole / 2
+    factors = 28 * 8 * (3584 + 3584)  # layers, rank, inputs and outputs
+    assert plain == merged == adapted - 2 * factors == (whole - 4 * factors) / 2
 
 
 def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> (
