@@ -275,8 +275,8 @@ METRICS: Metrics = {
     "sync/adapters_applied": Metric(
         "share",
         "of what LoRA adapters change in the log-probs of sampled tokens that is in the engines', "
-        "where they get adapters alone; 1 but for rounding. Measured in steps 1, 2, 4, 8 and every "
-        "16th",
+        "where they get adapters alone: 1, or a half where rounding hides the change. Measured in "
+        "steps 1, 2, 4, 8 and every 16th",
     ),
     "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
     "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),

@@ -21,9 +21,10 @@ FEWEST_TOKENS = 64
 EVERY_STEPS = 16
 LEAST_EFFECT = 1e-3
 """Nats per token that adapters change in the mean: below it the base is as good as the policy."""
-LOWEST, HIGHEST = 0.5, 1.5
-"""Bounds of the share: below the first the engine is nearer to the base than to the policy, above
-the second further from it than any rounding explains."""
+LOWEST, HIGHEST = 0.25, 1.5
+"""Bounds of the share. It is 1 where the adapters change much, and a half where rounding alone
+makes policy and base differ, as what the engine rounds is as near to the one as to the other; of an
+engine without adapters it is from 0 to a half."""
 STANDARD_ERRORS = 4.0
 """By how many the share must be outside of its bounds: noise alone ends no run."""
 
