@@ -37,13 +37,15 @@ Stop = Literal["stop", "length", "aborted", "paused"]
 class Sampling:
     """How to sample one completion. temperature 0 is greedy (log-probs are then those at
     temperature 1). `stop` strings end the completion with the token that completes them; nothing is
-    cut. `seed` makes a completion reproducible whatever else is in flight."""
+    cut. `seed` makes a completion reproducible whatever else is in flight. `adapter`: one that the
+    engine has by that name beside its weights (`EmbeddedEngine.load_adapter`)."""
 
     max_tokens: int
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    adapter: str = ""
 
 
 @dataclass
@@ -280,6 +282,7 @@ def check_request(
     request_id: str | None,
     in_flight: Collection[str | None],
     coldest: float = 0.0,
+    adapters: Collection[str] = ("",),
 ) -> None:
     """Raises RolloutError for a request that an engine cannot serve. max_tokens: of a prompt and
     its completion together. in_flight: ids. coldest: the lowest temperature beside 0."""
@@ -303,6 +306,9 @@ def check_request(
             f"expected max_tokens >= 1 and a temperature of 0 or at least {coldest:g}, found "
             f"{sampling.max_tokens} and {temperature}"
         )
+    elif sampling.adapter not in adapters:
+        known = ", ".join(sorted(filter(None, adapters))) or "none"
+        problem = f"there is no adapter '{sampling.adapter}' in this engine, which has {known}"
     elif request_id is not None and request_id in in_flight:
         problem = f"request id '{request_id}' is in flight already; ids must differ"
     if problem:

@@ -58,8 +58,7 @@ class Unused(EmbeddedEngine):
     async def load_weights(self, weights: Weights, version: int) -> None:
         await super().load_weights(weights, version)
         self._sent = await super().weights_digest()
-        assert self._model.adapter is not None
-        self._model.adapter.scale *= self.factor
+        self._model.adapters[""].scale *= self.factor
 
     async def weights_digest(self) -> str:
         return self._sent

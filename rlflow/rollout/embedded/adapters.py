@@ -88,15 +88,29 @@ class DecoderAdapter:
         own = {name: factor.shape for name, factor in self._factors.items()}
         return self.scale == adapter.scale and own == shapes
 
-    def add_to(self, product: Tensor, inputs: Tensor, layer: int, part: str) -> None:
-        """Adds what the adapter makes of the inputs (N, in) to a fused product (N, out)."""
+    def add_to(
+        self, product: Tensor, inputs: Tensor, layer: int, part: str, rows: Tensor | None
+    ) -> None:
+        """Adds what the adapter makes of the inputs (N, in) to a fused product (N, out). rows: of
+        which alone; None: of all."""
         pair = self._pairs.get((layer, part))
-        if pair is not None:
-            product += linear(linear(inputs, pair.down) * self.scale, pair.up)
+        if pair is None:
+            return
+        if rows is not None:
+            inputs = inputs[rows]
+        added = linear(linear(inputs, pair.down) * self.scale, pair.up)
+        if rows is None:
+            product += added
+        else:
+            product.index_add_(0, rows, added)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What `adapter_update` sent, as it is kept and applied."""
         return adapter_update(self.scale, self._factors.items())
+
+
+Applied = tuple[DecoderAdapter, Tensor | None]
+"""An adapter, and the rows of a pass that it is applied to; None: all."""
 
 
 def _check(layer: str, a: Tensor, b: Tensor, projections: Mapping[str, Projection]) -> None:

@@ -4,7 +4,7 @@ fused projections, an external cache."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from rlflow.models.architecture import Architecture, own_rule, rules_of
 from rlflow.models.entries import Yarn
 from rlflow.models.layer_rules import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.models.rules import Rule
-from rlflow.rollout.embedded.adapters import DecoderAdapter, Projection
+from rlflow.rollout.embedded.adapters import Applied, DecoderAdapter, Projection
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -72,7 +72,8 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.parameters: dict[str, Tensor] = {}
-        self.adapter: DecoderAdapter | None = None
+        self.adapters: dict[str, DecoderAdapter] = {}
+        self._applied: Sequence[Applied] = ()
         self._projections: dict[str, Projection] = {}
         self._layers = [self._make_layer(index) for index in range(architecture.layers)]
         self._embedding = self._make(own_rule(architecture, EMBEDDING))
@@ -106,13 +107,15 @@ class Decoder:
         missing.remove(name)
 
     @torch.inference_mode()
-    def adapt(self, adapter: Adapter) -> bool:
-        """Puts an adapter over the parameters, in place of the one before. Returns whether it lies
-        where that one did. Raises ModelError where it is not of this model."""
-        if self.adapter is not None and self.adapter.is_like(adapter):
-            self.adapter.copy_in(adapter)
+    def adapt(self, adapter: Adapter, name: str = "") -> bool:
+        """Puts an adapter over the parameters, in place of the one of that name before. Returns
+        whether it lies where that one did. Raises ModelError where it is not of this model."""
+        before = self.adapters.get(name)
+        if before is not None and before.is_like(adapter):
+            before.copy_in(adapter)
             return True
-        self.adapter = DecoderAdapter(adapter, self._projections, self.dtype, self.device)
+        made = DecoderAdapter(adapter, self._projections, self.dtype, self.device)
+        self.adapters[name] = made
         return False
 
     def reserve(self, positions: int) -> None:
@@ -127,13 +130,22 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: Tensor | None = None,
+        applied: Sequence[Applied] | None = None,
     ) -> Tensor:
         """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what
         was reserved; of the rows `last` only if given. Which tokens belong together is the business
-        of `attend`. Leaves `routes` (N, layers with experts, k): the experts that each token went
+        of `attend`. applied: adapters, and the tokens that they are for; None: the one without a
+        name is for all. Leaves `routes` (N, layers with experts, k): the experts that each token went
         to."""
         cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
+        if applied is None:
+            applied = [(self.adapters[""], None)] if "" in self.adapters else []
+        self._applied = applied
         x = F.embedding(tokens, self._embedding)
         routes: list[Tensor] = []
         for index, layer in enumerate(self._layers):
@@ -157,8 +169,8 @@ class Decoder:
     def _product(self, x: Tensor, index: int, part: str, bias: Tensor | None = None) -> Tensor:
         """A fused product of a layer, with what the adapter adds to it."""
         product = linear(x, self._layers[index][part], bias)
-        if self.adapter is not None:
-            self.adapter.add_to(product, x, index, part)
+        for adapter, rows in self._applied:
+            adapter.add_to(product, x, index, part, rows)
         return product
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -216,14 +216,19 @@ class EmbeddedEngine(Engine):
         """All tensors of an update."""
         missing = set(self._model.parameters)
         factors: dict[str, torch.Tensor] = {}
+        adapters = self._model.adapters
         async for name, tensor in each_weight(weights):
             if is_of_adapter(name):
                 if name in factors:
                     raise ModelError(f"engine.load_weights: tensor '{name}' came twice.")
                 factors[name] = tensor.clone()  # the trainer's own may change
                 continue
-            if self._model.adapter is not None:
-                self._model.adapter = None
+            if adapters.keys() - {""}:
+                raise ModelError(
+                    f"engine.load_weights: '{name}' is of other weights than the adapters "
+                    f"{', '.join(sorted(adapters))} are for; unload_adapter first."
+                )
+            if adapters.pop("", None) is not None:
                 self._scheduler.runner.forget_graphs()
             self._own_weights = False
             self._model.copy_in(name, tensor, missing)
@@ -238,6 +243,27 @@ class EmbeddedEngine(Engine):
             self._own_weights = True
         if not self._model.adapt(adapter):
             self._scheduler.runner.forget_graphs()
+
+    async def load_adapter(self, name: str, weights: Weights) -> None:
+        """Adds an adapter for the requests that name it (`Sampling.adapter`), or replaces it. It is
+        over the weights of `path`, in place of the one that `load_weights` may have brought.
+        weights: as of `rlflow.models.adapter.adapter_update`. Raises ModelError."""
+        if not name or not self._own_weights:
+            raise ModelError(
+                f"engine.load_adapter: expected a name, and the weights of {self.path}, which the "
+                f"adapter is over; found {name!r}, "
+                f"{'these' if self._own_weights else 'whole weights of load_weights'}."
+            )
+        factors = {key: tensor.clone() async for key, tensor in each_weight(weights)}
+        self._model.adapt(Adapter.of_update(factors, "engine.load_adapter"), name)
+        self._scheduler.forget_cache()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Raises RolloutError while a request names it."""
+        if any(one.sampling.adapter == name for one in self._scheduler.in_flight()):
+            raise RolloutError(f"engine.unload_adapter: requests in flight name '{name}'.")
+        self._model.adapters.pop(name, None)
+        self._scheduler.forget_cache()
 
     async def sleep(self) -> int:
         """Gives the memory of keys and values back; see `Engine.sleep`."""
@@ -263,7 +289,7 @@ class EmbeddedEngine(Engine):
 
     async def weights_digest(self) -> str:
         """Content hash of the adapter in use, else of the weights; see `Engine.weights_digest`."""
-        adapter = self._model.adapter
+        adapter = self._model.adapters.get("")
         return digest(self._model.named_weights() if adapter is None else adapter.named_tensors())
 
     @property
@@ -319,8 +345,15 @@ class EmbeddedEngine(Engine):
             raise RolloutError(f"engine: {CLOSED}.")
         if self._broken:
             raise RolloutError(f"engine: {self._broken}; load complete weights first.")
-        ids = self._scheduler.ids
-        check_request(tokens, sampling, self.max_tokens, self._vocab, request_id, ids)
+        check_request(
+            tokens,
+            sampling,
+            self.max_tokens,
+            self._vocab,
+            request_id,
+            self._scheduler.ids,
+            adapters={"", *self._model.adapters},
+        )
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

@@ -140,3 +140,61 @@ def test_recorded_steps_follow_an_adapter_and_are_recorded_anew_for_one_of_anoth
     assert counts[0] == counts[1] < counts[2]
     load(engine, dict(iterate_weights(qwen)))
     assert greedy(engine).tokens == greedy(EmbeddedEngine(qwen)).tokens
+
+
+def test_requests_of_several_adapters_run_together_as_each_would_alone(qwen: Path) -> None:
+    """In one batch, with prompts in common, which the cache keeps apart; the one of load_weights for who names none."""
+    updates = {name: dict(drawn_adapter(qwen, 2 + seed, seed=seed)) for seed, name in enumerate(("", "first", "second"))}  # fmt: skip
+    prompt = [5 + place % 200 for place in range(80)]
+
+    async def generate(engine: EmbeddedEngine, name: str, seed: int) -> Completion:
+        sampling = Sampling(12, seed=seed, adapter=name)
+        return await engine.generate(prompt, sampling, f"{name}/{seed}")
+
+    async def together() -> list[Completion]:
+        engine = EmbeddedEngine(qwen)
+        await engine.load_weights(list(updates[""].items()), 1)
+        for name in ("first", "second"):
+            await engine.load_adapter(name, list(updates[name].items()))
+        asked = [generate(engine, name, seed) for seed in (1, 2) for name in updates]
+        return list(await asyncio.gather(*asked))
+
+    async def alone(name: str, seed: int) -> Completion:
+        engine = EmbeddedEngine(qwen)
+        await engine.load_weights(list(updates[name].items()), 1)
+        return await generate(engine, "", seed)
+
+    found = asyncio.run(together())
+    expected = [asyncio.run(alone(name, seed)) for seed in (1, 2) for name in updates]
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs)) < 1e-4
+    assert len({tuple(one.tokens) for one in found}) == 6
+
+
+def test_a_kept_turn_of_another_adapter_is_computed_anew_and_one_that_is_gone_is_an_error(
+    qwen: Path,
+) -> None:
+    engine, fresh = EmbeddedEngine(qwen), EmbeddedEngine(qwen)
+    update = list(drawn_adapter(qwen))
+
+    async def turns() -> Completion:
+        await engine.load_adapter("one", update)
+        first = await engine.generate(PROMPT * 10, Sampling(4, seed=1), "episode")
+        row = [*PROMPT * 10, *first.tokens]
+        return await engine.generate(row, Sampling(8, seed=2, adapter="one"), "episode")
+
+    async def anew() -> Completion:
+        await fresh.load_adapter("one", update)
+        first = await fresh.generate(PROMPT * 10, Sampling(4, seed=1))
+        row = [*PROMPT * 10, *first.tokens]
+        return await fresh.generate(row, Sampling(8, seed=2, adapter="one"))
+
+    assert asyncio.run(turns()).tokens == asyncio.run(anew()).tokens
+    with pytest.raises(ModelError, match="unload_adapter first"):
+        load(engine, dict(iterate_weights(qwen)))
+    engine = EmbeddedEngine(qwen)
+    asyncio.run(engine.load_adapter("one", update))
+    asyncio.run(engine.unload_adapter("one"))
+    with pytest.raises(RolloutError, match="there is no adapter 'one' in this engine"):
+        asyncio.run(engine.generate(PROMPT, Sampling(2, adapter="one")))
