@@ -161,6 +161,10 @@ class RayTrainer(Trainer):
         self._call("start_weights", "adapter_weights")
         return self._streamed(copy=True)
 
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        self._call("start_weights", "adapters")
+        return self._streamed(copy=True)
+
     def _streamed(self, copy: bool) -> Iterator[tuple[str, Tensor]]:
         """From rank 0 in chunks, the next one under way while this one is used; all ranks take
         part."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rlflow.config.schema import EvaluationSection, RolloutSection, RunConfig, RunSection
     from rlflow.rollout import Rollout
     from rlflow.run.origin import ModelDirectory
+    from rlflow.trainer.options import LoraOptions
 
 
 def add(commands: Commands) -> None:
@@ -48,12 +50,13 @@ def add(commands: Commands) -> None:
         """,
         """
         rlflow eval --model runs/my-run/export
+        rlflow eval --model runs/my-run/adapter    # over the base that it names, or --hf DIR
         rlflow eval --model runs/my-run/checkpoints/step_000100    # converted beside it first
         rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500
         rlflow eval --server http://localhost:8000/v1 --config my.yaml
         """,
     )
-    model = "HuggingFace directory (e.g. a run's export/), a name on the hub, a run (its newest"
+    model = "HuggingFace directory (e.g. a run's export/), a LoRA adapter's, a name on the hub, a run (newest"
     option(parser, "--model", "PATH", f"{model} checkpoint) or a Megatron checkpoint")
     server = "in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1"
     option(parser, "--server", "URL", f"{server}; text, no exact tokens")
@@ -105,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             rollout = _server_rollout(args, config.environment, config.rollout, config.run)
         with rollout:
+            if model.adapter is not None:
+                _load_adapter(rollout, model.adapter)
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(
                 rollout, config.data.val_split, config.data.max_prompt_tokens
@@ -159,7 +164,34 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
     if args.server is not None:
         name = (args.server_model or "server").rpartition("/")[2]
         return nullcontext(ModelDirectory(Path(), name, None))
-    return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
+    say = partial(print, file=sys.stderr)
+    return model_directory(args.model, args.hf, say, adapters=True)
+
+
+def _adapter_options(folder: Path, engine: Mapping[str, Any]) -> LoraOptions:
+    """What an engine over the base is told of an adapter. Raises ConfigError where it takes
+    none."""
+    from rlflow.models.adapter import read_adapter
+    from rlflow.rollout.engine_facts import engine_facts
+    from rlflow.trainer.options import LoraOptions
+
+    if not engine_facts(engine).takes_adapters:
+        raise ConfigError(
+            f"--model {folder}: a LoRA adapter, and rollout.engine={engine['name']} takes none; "
+            "merge it first: rlflow merge ADAPTER OUT."
+        )
+    adapter, config = read_adapter(folder)
+    targets: Any = sorted({layer.rpartition(".")[2] for layer in adapter.factors})
+    return LoraOptions(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
+
+
+def _load_adapter(rollout: Rollout, folder: Path) -> None:
+    """Gives the engines the adapter; vLLM, which hashes no weights, says which it has."""
+    from rlflow.models.adapter import adapter_update, read_adapter
+
+    adapter, _ = read_adapter(folder)
+    rollout.verify_weights = rollout.hashes_weights
+    rollout.load_weights(adapter_update(adapter.scale, adapter.named_factors()), version=0)
 
 
 def _server_rollout(
@@ -272,6 +304,11 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
         environment_name(config.environment)  # there must be one
         config.environment |= data_options(config.environment, data)
     config.model.path = str(path)
+    # Of the run that it is from: what is evaluated has its adapters merged in, or beside it
+    lora = None
+    if model.adapter is not None:
+        lora = _adapter_options(model.adapter, config.rollout.engine)
+    config.trainer = replace(config.trainer, lora=lora)
     return config
 
 

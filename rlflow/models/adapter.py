@@ -22,7 +22,7 @@ from rlflow.models.huggingface import (
     read_object,
     why_occupied,
 )
-from rlflow.models.layer_rules import dtype_of
+from rlflow.models.layer_rules import ADAPTER_SCALE, dtype_of
 from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a transformer's layer that can have adapters."""
 PREFIX = "base_model.model."
 """What peft puts before the names of the base's layers."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -85,16 +87,51 @@ class Adapter:
                 )
             if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
                 raise ModelError(
-                    f"{where}: the factors of '{layer}' do not fit: A {tuple(a.shape)}, B "
-                    f"{tuple(b.shape)}."
+                    f"{where}: '{layer}{_A}' {tuple(a.shape)} and '{layer}{_B}' {tuple(b.shape)} "
+                    "do not fit."
                 )
             factors[layer] = (a, b)
         return cls(factors, scale)
+
+    @classmethod
+    def of_update(cls, named: Mapping[str, Tensor], where: str) -> Adapter:
+        """From the tensors of `adapter_update`. Raises ModelError where they are no adapter."""
+        factors = dict(named)
+        scale = factors.pop(ADAPTER_SCALE, None)
+        if scale is None or scale.numel() != 1 or not factors:
+            raise ModelError(
+                f"{where}: expected '{ADAPTER_SCALE}' and the factors of some layers, found "
+                f"{len(factors)} factors {'without' if scale is None else 'with'} it; give "
+                "trainer.adapters()."
+            )
+        return cls.of(factors.items(), float(scale), where)
+
+    def named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `of` was made from."""
+        for layer, (a, b) in self.factors.items():
+            yield layer + _A, a
+            yield layer + _B, b
 
     def change(self, layer: str) -> Tensor:
         """(out, in) float32: what is added to the weight of a layer."""
         a, b = self.factors[layer]
         return self.scale * (b.float() @ a.float())
+
+
+def adapter_update(
+    scale: float, factors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that engines take of adapters alone: the scale, then the factors as of
+    `Adapter.of`."""
+    import torch
+
+    yield ADAPTER_SCALE, torch.tensor(scale, dtype=torch.float32)
+    yield from factors
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor is one of `adapter_update`; else it is a weight of the model."""
+    return name == ADAPTER_SCALE or name.endswith((_A, _B))
 
 
 def write_adapter(
@@ -217,15 +254,23 @@ def merge_adapter(
     StorageError."""
     if (reason := why_occupied(Path(out), overwrite, adapter=Path(folder))) is not None:
         raise StorageError(reason)
-    adapter, config = read_adapter(folder)
-    place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
-    if base is None and not (place / "config.json").is_file():
-        raise ModelError(
-            f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is "
-            "no model directory of that name here; give it with --base DIR."
-        )
+    adapter, _ = read_adapter(folder)
+    place = adapter_base(folder, "--base") if base is None else Path(base)
     weights = merged_model(adapter, place)
     return write_model(out, weights, place, overwrite=overwrite, mixed=True)
+
+
+def adapter_base(folder: str | Path, option: str = "--hf") -> Path:
+    """The model directory that an adapter's folder names. option: what names another one. Raises
+    ModelError where it is not here."""
+    config = Path(folder) / ADAPTER_CONFIG
+    named = str(read_object(config).get("base_model_name_or_path") or "")
+    if not Path(named, "config.json").is_file():
+        raise ModelError(
+            f"{config}: names the base '{named[:200]}', and there is no model directory of that "
+            f"name here; give it with {option} DIR."
+        )
+    return Path(named)
 
 
 def merged_model(

@@ -60,9 +60,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return read_object(file)
 
 
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder holds an adapter and no model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
 def refuse_adapter(path: str | Path) -> None:
     """Raises ModelError for a folder that holds an adapter and no model."""
-    if (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file():
+    if is_adapter(path):
         raise ModelError(
             f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its "
             f"base first: rlflow merge {path} OUT"

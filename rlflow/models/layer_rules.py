@@ -170,10 +170,14 @@ ROUTER_BIAS = _rule(
 )
 
 
+ADAPTER_SCALE = "lora_scale"
+"""The name of the number by which adapters are multiplied, among the tensors of an update."""
+
+
 def is_exact(name: str) -> bool:
-    """Whether a HuggingFace tensor is in float32 whatever the model's dtype: a router's bias
-    (`Rule.exact`)."""
-    return name.endswith(ROUTER_BIAS.sources[0][0].rpartition(".")[2])
+    """Whether a tensor is in float32 whatever the model's dtype: a router's bias (`Rule.exact`),
+    the scale of adapters."""
+    return name == ADAPTER_SCALE or name.endswith(ROUTER_BIAS.sources[0][0].rpartition(".")[2])
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -14,6 +14,7 @@ from rlflow.config.schema import AlgorithmSection, ClusterSection, RunConfig
 from rlflow.models.architecture import Architecture, architecture, padded_vocab
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine_facts import EngineFacts, EngineLoad, engine_facts
+from rlflow.run.gpus import adapters_alone
 from rlflow.trainer.layout import ParallelLayout, stage_parameters
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 
@@ -93,9 +94,13 @@ def run_sizes(config: RunConfig, model: Architecture) -> RunSizes:
     rollout = config.rollout
     engine = engine_facts(rollout.engine)
     on_gpus = config.cluster.on_gpus
-    engine_dtype = engine.dtype(config.model.dtype, config.trainer.lora is not None)
+    engine_dtype = engine.dtype(config.model.dtype)
     episodes = rollout.prompts_per_step * rollout.samples_per_prompt
     needs = algorithm_needs(config.algorithm)
+    lora = config.trainer.lora
+    beside = 0
+    if adapters_alone(lora, engine):  # a whole one, however many ranks the trainer has
+        beside = adapter_parameters(TrainerOptions(lora=lora), model)
     # Engines of rollout workers, and those that sample while the trainer works, go on
     taking_turns = not (config.cluster.rollout_workers or rollout.asynchronous.overlap)
     return RunSizes(
@@ -119,7 +124,7 @@ def run_sizes(config: RunConfig, model: Architecture) -> RunSizes:
         engine=engine,
         engine_load=EngineLoad(
             model=model,
-            parameters=stage_parameters(model, ParallelLayout())[0],
+            parameters=stage_parameters(model, ParallelLayout())[0] + beside,
             width=torch_dtype(engine_dtype).itemsize,
             episodes=episodes,
             max_total_tokens=rollout.max_total_tokens,

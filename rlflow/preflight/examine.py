@@ -52,8 +52,10 @@ from rlflow.run.assemble import (
     rollout_over,
 )
 from rlflow.run.directory import RunDirectory, run_path
+from rlflow.run.gpus import adapters_alone
 from rlflow.run.resume import check_continuation
 from rlflow.trainer.layout import ParallelLayout
+from rlflow.trainer.options import LoraOptions
 
 PROMPTS_READ = 1000  # of each split
 GIB = 2**30
@@ -106,7 +108,8 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     if not found.problems:
         found.problems.attempt(check_continuation, config)
     if config.trainer.lora is not None:
-        found.notes += _adapter_notes(config.model.dtype, engine_facts(config.rollout.engine))
+        engine = engine_facts(config.rollout.engine)
+        found.notes += _adapter_notes(config.trainer.lora, config.model.dtype, engine)
     if found.model is not None:
         found.sizes = found.problems.attempt(run_sizes, config, found.model)
     if found.sizes is not None:
@@ -117,17 +120,17 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     return found
 
 
-def _adapter_notes(model_dtype: str, engine: EngineFacts) -> list[str]:
-    """What the engine's precision does to adapters over bfloat16 weights."""
-    if model_dtype != "bfloat16":
+def _adapter_notes(lora: LoraOptions, model_dtype: str, engine: EngineFacts) -> list[str]:
+    """What becomes of adapters that are merged into the engine's weights."""
+    if adapters_alone(lora, engine):
         return []
-    if engine.dtype(model_dtype, adapters=True) == "float32":
-        return [
-            "rollout.engine keeps float32, at twice the memory of bfloat16, in which most of what "
-            "adapters learn would be lost for many updates (rollout.engine.dtype)"
-        ]
+    why = (
+        "trainer.lora.sync=merged" if lora.sync == "merged" else "rollout.engine takes no adapters"
+    )
+    if engine.dtype(model_dtype) == "float32":
+        return [f"{why}: the engine gets whole weights, with the adapters in them"]
     return [
-        "trainer.lora over bfloat16 weights: the engine keeps bfloat16, in which most of what the "
+        f"{why}: the engine gets whole weights, rounded to bfloat16, in which most of what the "
         "adapters learn is lost for many updates (sync/adapters_arrived); "
         "rollout.engine.dtype=float32 keeps it, at twice the memory"
     ]

@@ -216,8 +216,8 @@ def rounded_away(recent: Records) -> str:
     return (
         f"Of what the adapters add to the weights, {shares[-1]:.0%} is in those of the engines, "
         f"for {LASTING} steps: the rest is lost as they are rounded to bfloat16, and episodes are "
-        "played by another policy than the one that is trained. Set rollout.engine.dtype=float32 "
-        "(twice the memory of the engine), or a larger trainer.lr."
+        "played by another policy than the one that is trained. Set trainer.lora.sync=adapters "
+        "where the engine takes them, or rollout.engine.dtype=float32 (twice its memory)."
     )
 
 

@@ -269,8 +269,14 @@ METRICS: Metrics = {
     ),
     "sync/adapters_arrived": Metric(
         "share",
-        "of what LoRA adapters add to the weights that is in those of the engines: 1 less the norm "
-        "of what rounding loses over that of what was added",
+        "of what LoRA adapters add to the weights that is in those of the engines, where they get "
+        "merged ones: 1 less the norm of what rounding loses over that of what was added",
+    ),
+    "sync/adapters_applied": Metric(
+        "share",
+        "of what LoRA adapters change in the log-probs of sampled tokens that is in the engines', "
+        "where they get adapters alone: 1, or a half where rounding hides the change. Measured in "
+        "steps 1, 2, 4, 8 and every 16th",
     ),
     "time/sync_gather_s": Metric("s", "the trainer making full tensors"),
     "time/sync_publish_s": Metric("s", "hashing and storing them for rollout workers"),

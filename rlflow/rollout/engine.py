@@ -37,13 +37,15 @@ Stop = Literal["stop", "length", "aborted", "paused"]
 class Sampling:
     """How to sample one completion. temperature 0 is greedy (log-probs are then those at
     temperature 1). `stop` strings end the completion with the token that completes them; nothing is
-    cut. `seed` makes a completion reproducible whatever else is in flight."""
+    cut. `seed` makes a completion reproducible whatever else is in flight. `adapter`: one that the
+    engine has by that name beside its weights (`EmbeddedEngine.load_adapter`)."""
 
     max_tokens: int
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    adapter: str = ""
 
 
 @dataclass
@@ -117,6 +119,10 @@ class Engine(ABC):
     """Whether `load_weights` takes tensors where the trainer has them, on a GPU too, and keeps none
     of them; else they are copies on the CPU."""
 
+    takes_adapters: bool = False
+    """Whether `load_weights` takes adapters alone too (`rlflow.models.adapter.adapter_update`),
+    over the weights of the directory that the engine was made with."""
+
     sharing: GpuSharing | None = None
     """How `load_weights` opens the trainer's GPU memory: it takes an asynchronous `Weights` of
     `GpuBucket` then, and has read one before it asks for the next."""
@@ -157,7 +163,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights in place. Requests in flight continue with the new ones (their
+        """Replaces the weights in place, or the adapters over those of the engine's directory,
+        where `takes_adapters` says so. Requests in flight continue with the new ones (their
         caches are recomputed), each token recording the version that sampled it. Nothing is sampled
         from half-loaded weights: where the load fails, requests in flight fail and later ones are
         refused until one succeeded."""
@@ -197,7 +204,8 @@ class Engine(ABC):
         no error."""
 
     async def weights_digest(self) -> str:
-        """`rlflow.models.huggingface.digest` of the weights in use, of `weight_names` in `dtype`.
+        """`rlflow.models.huggingface.digest` of what the last `load_weights` brought: weights, of
+        `weight_names`, in `dtype`; or adapters, in `dtype`, with their scale.
 
         Raises RolloutError where the engine cannot tell (`hashes_weights` is False)."""
         raise RolloutError(
@@ -274,6 +282,7 @@ def check_request(
     request_id: str | None,
     in_flight: Collection[str | None],
     coldest: float = 0.0,
+    adapters: Collection[str] = ("",),
 ) -> None:
     """Raises RolloutError for a request that an engine cannot serve. max_tokens: of a prompt and
     its completion together. in_flight: ids. coldest: the lowest temperature beside 0."""
@@ -297,6 +306,9 @@ def check_request(
             f"expected max_tokens >= 1 and a temperature of 0 or at least {coldest:g}, found "
             f"{sampling.max_tokens} and {temperature}"
         )
+    elif sampling.adapter not in adapters:
+        known = ", ".join(sorted(filter(None, adapters))) or "none"
+        problem = f"there is no adapter '{sampling.adapter}' in this engine, which has {known}"
     elif request_id is not None and request_id in in_flight:
         problem = f"request id '{request_id}' is in flight already; ids must differ"
     if problem:

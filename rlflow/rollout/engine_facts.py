@@ -50,6 +50,9 @@ class EngineFacts:
     memory_known = False
     """Whether its memory is planned; else it manages its own, and none is counted."""
 
+    takes_adapters = False
+    """Whether its engines take adapters alone; else these come merged into whole weights."""
+
     process = ""
     """What its own processes are called in tables."""
 
@@ -61,9 +64,8 @@ class EngineFacts:
         self.count = int(options.get("engines", 1))
         self.gpus_each = int(options.get("tensor_parallel") or 1)
 
-    def dtype(self, model_dtype: str, adapters: bool) -> str:
-        """What it keeps weights in: its own `dtype`, else that of the model. adapters: those are
-        trained, and merged into what it gets."""
+    def dtype(self, model_dtype: str) -> str:
+        """What it keeps weights in: its own `dtype`, else that of the model."""
         return str(self.options.get("dtype") or model_dtype)
 
     def start_limit_s(self) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.adapter import is_of_adapter
 from rlflow.models.huggingface import combined_hash, tensor_hash
 from rlflow.models.layer_rules import dtype_of
 from rlflow.rollout.engine import Completion, Engine, Pairs, Sampling, Sent, in_portions
@@ -163,19 +164,20 @@ class InProcessSync:
         raises."""
         hashed = [engine for engine in self.engines if self.verify and engine.hashes_weights]
         hashes: dict[Kept, list[str]] = {_kept(engine): [] for engine in hashed}
-        handover = Handover()
+        handover, adapters = Handover(), False
         try:
             self.thread.run(handover.start(self.engines, version))
             for portion in _portions(weights):
                 giving = self.thread.start(handover.put(portion))
                 pairs = [] if isinstance(portion, GpuBucket) else portion
+                adapters = adapters or any(is_of_adapter(name) for name, _ in pairs)
                 for (names, dtype), found in hashes.items():
                     found += [
                         tensor_hash(
                             name, tensor if dtype is None else tensor.to(dtype_of(name, dtype))
                         )
                         for name, tensor in pairs
-                        if names is None or name in names
+                        if names is None or name in names or is_of_adapter(name)
                     ]
                 giving.result()
             self.thread.run(handover.finish())
@@ -183,17 +185,17 @@ class InProcessSync:
             self.thread.run(handover.cancel())
             raise
         with self.report.part("verify"):
-            self._compare(hashed, hashes, version)
+            self._compare(hashed, hashes, version, "adapters" if adapters else "weights")
 
     def _compare(
-        self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int
+        self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int, sent: str
     ) -> None:
         for engine in hashed:
             expected = combined_hash(hashes[_kept(engine)])
             found = self.thread.run(engine.weights_digest())
             if expected != found:
                 raise RolloutError(
-                    f"weight sync: after version {version} the engine's weights hash to "
+                    f"weight sync: after version {version} the engine's {sent} hash to "
                     f"{found[:12]}, those sent to {expected[:12]}; it would sample from a policy "
                     "that is not the trainer's."
                 )

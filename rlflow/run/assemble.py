@@ -40,10 +40,11 @@ from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.engine_keeper import EngineKeeper
+from rlflow.run.gpus import adapters_alone
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.options import torch_dtype
+from rlflow.trainer.options import LoraOptions, torch_dtype
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -108,12 +109,12 @@ def make_engine(
     """The engine of a configuration, over the model that it names."""
     section = config.rollout
     check_secrets({"rollout": {"engine": section.engine}})
-    adapters = config.trainer.lora is not None
-    engine_dtype = engine_facts(section.engine).dtype(config.model.dtype, adapters)
+    facts = engine_facts(section.engine)
+    lora = config.trainer.lora
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
-        "dtype": engine_dtype,
+        "dtype": facts.dtype(config.model.dtype),
         "max_tokens": section.max_total_tokens,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
@@ -121,6 +122,8 @@ def make_engine(
         **({"devices": gpus} if gpus else {}),
         **({"routes": True} if config.trainer.router_replay == "rollout" else {}),
     }
+    if lora is not None and adapters_alone(lora, facts):
+        offered["adapters"] = {"rank": lora.rank, "targets": list(lora.targets)}
     engine: Engine = ENGINE.build(section.engine, "rollout.engine", **offered)
     return engine
 
@@ -311,24 +314,26 @@ def require_trainable(rollout: Rollout) -> None:
 def make_engine_keeper(
     section: RolloutSection,
     model_dtype: str,
-    adapters: bool,
+    lora: LoraOptions | None,
     rollout: Rollout,
     trainer: Trainer,
     tasks: Sequence[Task],
 ) -> EngineKeeper:
-    """What keeps the engines of a run in step with its trainer. adapters: the trainer merges some
-    into the weights. tasks: the prompts of some are those of a probe."""
+    """What keeps the engines of a run in step with its trainer. lora: what it says of adapters.
+    tasks: the prompts of some are those of a probe."""
     asynchrony = section.asynchronous
+    engine = engine_facts(section.engine)
+    alone = adapters_alone(lora, engine)
     merged_dtype = None
-    if adapters:  # rounded once, to what the engines keep
-        engine = engine_facts(section.engine)
-        merged_dtype = torch_dtype(engine.dtype(model_dtype, adapters=True))
+    if lora is not None and not alone:  # rounded once, to what the engines keep
+        merged_dtype = torch_dtype(engine.dtype(model_dtype))
     return EngineKeeper(
         rollout,
         trainer,
         make_probe(rollout, trainer, tasks, model_dtype),
         on_update=asynchrony.on_update,
         overlap=asynchrony.overlap,
+        adapters_alone=alone,
         merged_dtype=merged_dtype,
     )
 

@@ -26,9 +26,10 @@ class EngineKeeper:
     """Keeps a run's engines in step with its trainer.
 
     probe: for engines that cannot hash their weights. on_update: what becomes of requests in flight
-    when the weights change. overlap: the engines sample while the trainer works. merged_dtype:
-    what adapters are merged in, for the engines; None: there are none. restarts: how often engines
-    were started again. lost: what ends the run once its step is counted."""
+    when the weights change. overlap: the engines sample while the trainer works. adapters_alone:
+    they get adapters, not weights. merged_dtype: what adapters are merged in, for the engines; None:
+    there are none, or they are not merged. restarts: how often engines were started again. lost:
+    what ends the run once its step is counted."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class EngineKeeper:
         *,
         on_update: PauseMode,
         overlap: bool,
+        adapters_alone: bool = False,
         merged_dtype: torch.dtype | None = None,
     ) -> None:
         self.probe = probe
@@ -47,6 +49,7 @@ class EngineKeeper:
         self._trainer = trainer
         self._on_update: PauseMode = on_update
         self._overlap = overlap
+        self.adapters_alone = adapters_alone
         # A backend without adapters need not know of it
         self._merged = () if merged_dtype is None else (merged_dtype,)
         self._freed_bytes = 0
@@ -103,14 +106,19 @@ class EngineKeeper:
         logger.warning("%s Starting it again: %d of %d times", ended, self.restarts, MOST_RESTARTS)
 
     def _weights(self) -> Iterator[Sent]:
+        if self.adapters_alone:
+            return self._trainer.adapters()
         sharing = sharing_of(self._rollout.engines)
         if sharing is not None:
             return self._trainer.gpu_weights(sharing, *self._merged)
         return self._trainer.weights(self._rollout.weights_device, *self._merged)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step: restarts, and memory that went to the trainer and back."""
+        """Metrics of the step: restarts, what of merged adapters arrived, and memory that went to
+        the trainer and back."""
         metrics = {}
+        if self._merged and (arrived := self._trainer.adapters_arrived()) is not None:
+            metrics["sync/adapters_arrived"] = arrived
         if self.may_end:
             metrics["rollout/engine_restarts"] = float(self.restarts)
         if not self._overlap and any(engine.sleeps for engine in self._rollout.engines):

@@ -14,7 +14,7 @@ from rlflow.devices.gpu_plan import plan as plan_gpus
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import WeightFiles
 from rlflow.rollout.engine_facts import EngineFacts
-from rlflow.trainer.options import torch_dtype
+from rlflow.trainer.options import LoraOptions, torch_dtype
 
 VERSIONS_STORED, BATCHES_BYTES = 3, 2**30
 
@@ -90,15 +90,25 @@ def check_gpus(section: ClusterSection, engine: EngineFacts) -> None:
         gpu_demand(section, engine).plan(visible_gpus())
 
 
-def store_bytes(section: ModelSection, engine: EngineFacts, adapters: bool) -> int:
-    """What Ray's object store holds at a time: the two newest versions of the weights, what readers
-    have of a third, and batches. adapters: they are merged into the weights, as the engines keep
-    them."""
-    values = sum(map(math.prod, WeightFiles(section.path).shapes().values()))
+def adapters_alone(lora: LoraOptions | None, engine: EngineFacts) -> bool:
+    """Whether engines get adapters alone; else whole weights, with adapters merged in."""
+    return lora is not None and lora.sync == "adapters" and engine.takes_adapters
+
+
+def store_bytes(section: ModelSection, engine: EngineFacts, lora: LoraOptions | None) -> int:
+    """What Ray's object store holds at a time: the two newest versions of what engines get, what
+    readers have of a third, and batches."""
+    shapes = WeightFiles(section.path).shapes()
     width = torch_dtype(section.dtype).itemsize
-    if adapters:
-        engine_dtype = engine.dtype(section.dtype, adapters=True)
-        width = max(width, torch_dtype(engine_dtype).itemsize)
+    if lora is not None and adapters_alone(lora, engine):
+        adapted = (
+            shape for name, shape in shapes.items() if name.split(".")[-2:][0] in lora.targets
+        )
+        values = sum(lora.rank * sum(shape) for shape in adapted)
+    else:
+        values = sum(map(math.prod, shapes.values()))
+        if lora is not None:  # merged, in what the engines keep
+            width = max(width, torch_dtype(engine.dtype(section.dtype)).itemsize)
     return VERSIONS_STORED * values * width + BATCHES_BYTES
 
 

@@ -106,8 +106,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     timer.on_enter = progress.phase
 
     sizes = run_sizes(config, policy_architecture(config.model.path))
-    adapters = config.trainer.lora is not None
-    stored = partial(store_bytes, config.model, sizes.engine, adapters)
+    lora = config.trainer.lora
+    stored = partial(store_bytes, config.model, sizes.engine, lora)
     placement = _open_placement(sizes, stored, progress, stack)
     rollout = _open_rollout(config, placement, progress, stack)
     tasks = _read_tasks(config.data, rollout)
@@ -122,7 +122,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         config.run, config.rollout, config.data, rollout, tasks.train, algorithm.max_rounds, stack
     )
     engines = make_engine_keeper(
-        config.rollout, config.model.dtype, adapters, rollout, trainer, tasks.train
+        config.rollout, config.model.dtype, lora, rollout, trainer, tasks.train
     )
 
     # Only now: a failed start takes no directory, and `overwrite` throws nothing away

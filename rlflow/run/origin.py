@@ -27,8 +27,9 @@ from rlflow.config.loading import to_dict
 from rlflow.config.schema import AlgorithmSection, ModelSection, RunConfig, load_config
 from rlflow.config.yaml_text import read_yaml
 from rlflow.errors import ConfigError, ConversionError
+from rlflow.models.adapter import adapter_base
 from rlflow.models.hub import is_hub_name, local_model
-from rlflow.models.huggingface import refuse_adapter
+from rlflow.models.huggingface import is_adapter, refuse_adapter
 from rlflow.run.directory import RunDirectory
 from rlflow.run.places import project_folder
 from rlflow.storage.files import holding, leaves, write_text
@@ -167,11 +168,13 @@ class Converter(Protocol):
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A HuggingFace directory at `path`. name: of its results. config: of the run it is from."""
+    """A HuggingFace directory at `path`. name: of its results. config: of the run it is from.
+    adapter: a LoRA adapter's folder, over its weights."""
 
     path: Path
     name: str
     config: Path | None
+    adapter: Path | None = None
 
 
 def fetch_models(
@@ -193,22 +196,31 @@ def fetch_models(
 
 @contextmanager
 def model_directory(
-    given: str | Path, reference: str | Path | None, say: Callable[[str], None]
+    given: str | Path,
+    reference: str | Path | None,
+    say: Callable[[str], None],
+    adapters: bool = False,
 ) -> Iterator[ModelDirectory]:
     """A HuggingFace directory as it is; a checkpoint, or a run's newest, after conversion.
 
     The converted one stays beside the checkpoint as `<name>.hf` and serves again while checkpoint
     and reference are the same; where that place cannot be written, it is temporary. reference: the
-    directory with config and tokenizer; None: the model that the run started from.
+    directory with config and tokenizer; None: the model that the run started from. adapters: a LoRA
+    adapter's folder is over its base, which is the reference, else the one that it names.
 
     Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA
-    adapter, ConversionError for a checkpoint that cannot be converted."""
+    adapter that is not asked for, ConversionError for a checkpoint that cannot be converted."""
     path = Path(local_model(str(given), key="--model").path)
     if not path.is_dir():
         expected = "a model directory, a run, a checkpoint, or a name on the hub"
         raise ConfigError(f"--model {path}: no such directory; expected {expected}.")
-    refuse_adapter(path)
     beside = path.resolve().parent / "config.yaml"
+    if adapters and is_adapter(path):
+        base = Path(reference or adapter_base(path))
+        name = path.resolve().parent.name if path.resolve().name == "adapter" else path.name
+        yield ModelDirectory(base, name, beside if beside.is_file() else None, path.resolve())
+        return
+    refuse_adapter(path)
     if (path / "config.json").is_file():
         whole = path.resolve()
         name = whole.parent.name if whole.name == "export" else whole.name

@@ -322,7 +322,7 @@ def make_worker_rollout(config: RunConfig, placement: Placement | None = None) -
         gpus=section.gpus_per_rank,
         each=demand.each,
         cpus=section.rollout_workers * section.threads_per_rank,
-        store_bytes=store_bytes(config.model, engine, config.trainer.lora is not None),
+        store_bytes=store_bytes(config.model, engine, config.trainer.lora),
         placement=placement if section.gpus_per_rank and demand.shared else None,
     )
     try:

@@ -19,6 +19,8 @@ from rlflow.report.reductions import rollout_metrics, scores_by_set, staleness_m
 from rlflow.report.timer import Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout
 from rlflow.rollout.groups import Groups
+from rlflow.run import arrival
+from rlflow.run.arrival import Effect
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
 from rlflow.run.engine_keeper import EngineKeeper
@@ -60,6 +62,7 @@ class Run:
     step: int = 0
     saved_step: int = -1
     _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
+    _effect: Effect | None = None  # of the adapters on what engines sampled in the step
     _before_step: dict[str, Any] | None = None  # the state, while a step's groups are waited for
 
     @property
@@ -109,9 +112,15 @@ class Run:
         return self.algorithm.admit(groups)
 
     def observe(self, batch: Batch, groups: Sequence[Group]) -> None:
-        """Told of a step's batch, with advantages, before the first update."""
+        """Told of a step's batch, with advantages, before the first update. Raises RolloutError
+        where engines do not apply the adapters."""
         with self.timer.phase("score"):
             self.log.observe(batch, groups, self.trainer)
+            self._effect = None
+            if self.engines.adapters_alone and arrival.is_due(self.step):
+                self._effect = arrival.measured(batch, self.trainer, self.step)
+            if self._effect is not None:
+                self._effect.check()
 
     def sync_weights(self, version: int) -> None:
         """Gives the engines the trainer's weights under that version; see `EngineKeeper.sync`."""
@@ -167,8 +176,8 @@ class Run:
             **self.engines.metrics(),
             **self.rollout.synced.metrics(),
         }
-        if (arrived := self.trainer.adapters_arrived()) is not None:
-            metrics["sync/adapters_arrived"] = arrived
+        if self._effect is not None:
+            metrics["sync/adapters_applied"] = self._effect.share
         metrics["data/prompts_dropped"] = float(self.prompts_dropped)
         metrics["data/epoch"] = self.source.epoch
         metrics |= step_shares(metrics, self.registered)

@@ -14,9 +14,12 @@ from torch import Tensor
 from rlflow.components import TRAINER
 from rlflow.devices.gpu_buckets import GpuBucket, GpuSharing, gpu_buckets
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.models.adapter import adapter_update
 from rlflow.trainer.options import CriticOptions, Routing, TrainerOptions, section
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
 
+BASE = "base"
+"""The model below the adapters, for `Trainer.score`."""
 CRITIC = "critic"
 """The folder of the critic in a checkpoint."""
 
@@ -34,6 +37,10 @@ class Trainer(ABC):
 
     routing: Routing | None = None
     """Of a policy with experts, where `score` can be asked for them (`routes`)."""
+
+    adapter_scale: float | None = None
+    """What the product of the adapters' factors is multiplied by; None where all weights are
+    trained."""
 
     @staticmethod
     def from_pretrained(
@@ -73,7 +80,8 @@ class Trainer(ABC):
     ) -> dict[str, Tensor]:
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the
         row's temperature; of tokens that are not `Batch.wanted`, 0 where that saves work. model:
-        policy, or the name of a snapshot or of a frozen model. want:
+        policy, the name of a snapshot or of a frozen model, or with adapters `base`, the policy
+        without them. want:
         logprobs, entropy; with a critic values (of the state before the token); with `routing`
         routes (B, T, layers, k), the experts that the policy chooses itself. top_k: `top_ids`
         (B, T, k) too, the likeliest tokens in the place of each, and `top_logprobs`. Raises
@@ -129,6 +137,17 @@ class Trainer(ABC):
         layer, by its HuggingFace name, `LAYER.lora_A.weight` (rank, in) and `LAYER.lora_B.weight`
         (out, rank), full tensors on the CPU."""
         return iter(())
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Today's policy for engines that take adapters alone (`Engine.takes_adapters`) over the
+        weights that training began from: their scale, then `adapter_weights`. Raises ConfigError
+        where all weights are trained."""
+        if self.adapter_scale is None:
+            raise ConfigError(
+                "trainer.adapters: all weights are trained; give engines trainer.weights(), or set "
+                "trainer.lora."
+            )
+        return adapter_update(self.adapter_scale, self.adapter_weights())
 
     @abstractmethod
     def save(self, path: str | Path, step: int) -> None:
@@ -239,6 +258,9 @@ class ActorCritic(Trainer):
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.adapter_weights()
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.adapters()
 
     def save(self, path: str | Path, step: int) -> None:
         self.policy.save(path, step)

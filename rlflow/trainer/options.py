@@ -70,6 +70,7 @@ class LoraOptions:
     rank: PositiveInt = 16  # columns of A's output
     alpha: PositiveFloat = 32.0  # the product is scaled by alpha / rank
     targets: Sequence[Projection] = get_args(Projection)  # layers that get an adapter
+    sync: Literal["adapters", "merged"] = "adapters"  # what engines get: these alone, or weights
 
     def __post_init__(self) -> None:
         """Puts the targets in the order of a layer. Raises ConfigError for no target."""

@@ -137,12 +137,19 @@ def assert_same(found: tuple, expected: tuple) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "trained",
+    [(), ("trainer.lora={rank: 4, alpha: 8}", "trainer.lr=1e-2", "model.dtype=bfloat16")],
+    ids=["weights", "adapters"],
+)
 def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, trained: tuple[str, ...]
 ) -> None:
-    expected = outcome(letters_config(model, tmp_path / "alone", *IN_STEP))
+    """Of adapters the one that is started again has the base, and gets the newest."""
+    asked = (*IN_STEP, *trained)
+    expected = outcome(letters_config(model, tmp_path / "alone", *asked))
     assert_same(
-        outcome(letters_config(model, tmp_path / "one", *IN_STEP, "cluster.rollout_workers=1")),
+        outcome(letters_config(model, tmp_path / "one", *asked, "cluster.rollout_workers=1")),
         expected,
     )
     run = RunDirectory(tmp_path / "two" / "letters")
@@ -154,7 +161,7 @@ def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
 
     with meanwhile(kill):
         assert_same(
-            outcome(letters_config(model, tmp_path / "two", *IN_STEP, "cluster.rollout_workers=2")),
+            outcome(letters_config(model, tmp_path / "two", *asked, "cluster.rollout_workers=2")),
             expected,
         )
 

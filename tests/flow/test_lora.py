@@ -32,22 +32,41 @@ def steps(runs: Path) -> list[dict[str, float]]:
     ]
 
 
+BRIEF = ("run.steps=3", "checkpoint.every_steps=0", "checkpoint.export=false", "evaluation.at_start=false",
+         "evaluation.every_steps=0", "model.dtype=bfloat16")  # fmt: skip
+
+
+def recorded(runs: Path, name: str) -> list[float]:
+    """A metric of all steps that have it."""
+    records = read_metrics(RunDirectory.open(runs / "letters").metrics)
+    return [one[name] for one in records if name in one]
+
+
 @pytest.mark.parametrize("engine", ["float32", "bfloat16"])
-def test_adapters_over_bfloat16_reach_the_engine_or_the_run_says_that_they_do_not(
+def test_merged_adapters_reach_a_float32_engine_and_a_bfloat16_run_says_that_they_do_not(
     model: Path, tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a word the embedded engine keeps float32."""
-    asked = () if engine == "float32" else ("rollout.engine.dtype=bfloat16",)
-    few = ("run.steps=3", "trainer.lr=1e-5", "checkpoint.every_steps=0", "checkpoint.export=false")
-    at_none = ("evaluation.at_start=false", "evaluation.every_steps=0", "model.dtype=bfloat16")
-    train(letters_config(model, tmp_path, *SHORT, *few, *at_none, *asked))
-    records = read_metrics(RunDirectory.open(tmp_path / "letters").metrics)
-    shares = [one["sync/adapters_arrived"] for one in records if "sync/adapters_arrived" in one]
+    asked = ("trainer.lora.sync=merged", "trainer.lr=1e-5", f"rollout.engine.dtype={engine}")
+    train(letters_config(model, tmp_path, *SHORT, *BRIEF, *asked))
+    shares = recorded(tmp_path, "sync/adapters_arrived")
     warned = "rounded to bfloat16" in caplog.text
     if engine == "float32":
         assert len(shares) == 3 and min(shares) > 0.98 and not warned
     else:
         assert len(shares) == 3 and max(shares) < 0.5 and warned
+
+
+def test_adapters_alone_are_applied_in_bfloat16_and_a_sync_is_a_fraction_of_the_weights(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(letters_config(model, tmp_path, *SHORT, *BRIEF, "run.steps=5"))
+    applied = recorded(tmp_path, "sync/adapters_applied")
+    assert len(applied) == 3 and all(0.8 < share < 1.2 for share in applied)  # steps 1, 2 and 4
+    assert recorded(tmp_path, "sync/adapters_arrived") == [] and "rounded" not in caplog.text
+    whole = sum(value.nbytes for _, value in iterate_weights(model)) / 2  # the files are float32
+    factors = [shape for name, value in iterate_weights(model) if "_proj.weight" in name for shape in value.shape]  # fmt: skip
+    sent = 4 + 2 * 4 * sum(factors)
+    assert recorded(tmp_path, "sync/mib") == [sent / 2**20] * 5 and sent < whole
 
 
 def test_a_run_of_adapters_resumes_exports_converts_and_merges(
@@ -78,6 +97,13 @@ def test_a_run_of_adapters_resumes_exports_converts_and_merges(
         8,
         str(model),
     )
+    played = []
+    for given in ("adapter", "export"):
+        out = tmp_path / f"played-{given}"
+        assert main(["eval", "--model", str(run / given), "--out", str(out)]) == 0
+        rows = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+        played.append([[turn["response"] for turn in row["turns"]] for row in rows])
+    assert played[0] == played[1]  # greedy: the same tokens
     with pytest.raises(ModelError, match=r"is a LoRA adapter .*rlflow merge"):
         train(letters_config(run / "adapter", tmp_path / "other", *SHORT))
     with (

@@ -35,7 +35,7 @@ from rlflow.storage.integrity import (
     write_manifest,
 )
 from rlflow.trainer import lora
-from rlflow.trainer.base import LossFunction, Trainer, check_wanted
+from rlflow.trainer.base import BASE, LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import (
     check_batch,
@@ -104,6 +104,7 @@ class ReferenceTrainer(Trainer):
         self.vocab = known_vocab(path, _rows(policy))
         self.model = (Critic(policy) if values else policy).to(self.device)
         self.lora = given.lora
+        self.adapter_scale = None if given.lora is None else given.lora.scale
         self.adapters = {} if self.lora is None else attach(self.model, self.lora, seed)
         self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
         parameters = list(self._trained().values())
@@ -331,8 +332,9 @@ class ReferenceTrainer(Trainer):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
             if model == "policy" or model in self.frozen:
                 output = self.frozen.get(model, self.model)(**arguments)
-            elif model in self.snapshots:
-                weights = self.snapshots[model]
+            elif model in self.snapshots or (model == BASE and self.adapters):
+                without = {f"{name}.lora.b": 0 * one.b for name, one in self.adapters.items()}
+                weights = self.snapshots.get(model, without)
                 output = torch.func.functional_call(self.model, weights, (), arguments)
             else:
                 raise unknown_model(model, [*self.snapshots, *self.frozen])

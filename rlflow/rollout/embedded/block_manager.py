@@ -40,7 +40,7 @@ class BlockManager:
         # A heap: low blocks first, so that the touched memory stays small
         self._returned: list[int] = []
         self._holders: dict[int, int] = {}
-        self._root = Node((), SCRATCH)
+        self._roots: dict[str, Node] = {}  # by the adapter that computed what is below
         self._nodes: dict[int, Node] = {}
 
     @property
@@ -88,11 +88,11 @@ class BlockManager:
             self._unlist(block)
         return alone
 
-    def publish(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def publish(self, tokens: Sequence[int], blocks: Sequence[int], adapter: str = "") -> None:
         """Enters the blocks of a sequence, of which `tokens` are computed, into the index. Ends at
         a block whose tokens another sequence has entered: what follows would not be under blocks
         that this one holds."""
-        node = self._root
+        node = self._root(adapter)
         for index, block in enumerate(blocks):
             content = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             known = node.children.get(content)
@@ -103,10 +103,10 @@ class BlockManager:
                 break
             node = known
 
-    def find(self, tokens: Sequence[int]) -> tuple[list[int], int, int]:
+    def find(self, tokens: Sequence[int], adapter: str = "") -> tuple[list[int], int, int]:
         """(full blocks that hold the first tokens, a block to copy from that goes on like them, how
         many of its tokens do)."""
-        node = self._root
+        node = self._root(adapter)
         blocks: list[int] = []
         while len(tokens) >= (len(blocks) + 1) * BLOCK_SIZE:
             child = node.children.get(
@@ -126,8 +126,11 @@ class BlockManager:
 
     def forget(self) -> None:
         """Empties the index: what the blocks hold is not valid any more."""
-        self._root = Node((), SCRATCH)
+        self._roots.clear()
         self._nodes.clear()
+
+    def _root(self, adapter: str) -> Node:
+        return self._roots.setdefault(adapter, Node((), SCRATCH))
 
     def _unlist(self, block: int) -> None:
         node = self._nodes.pop(block, None)
@@ -146,10 +149,10 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def prefix_keys(tokens: Sequence[int]) -> list[int]:
-    """A key for the tokens up to each block's end, and for all of them: equal where the tokens
-    are."""
-    keys = [0]
+def prefix_keys(tokens: Sequence[int], adapter: str = "") -> list[int]:
+    """A key for the tokens up to each block's end, and for all of them: equal where the tokens and
+    the adapter are."""
+    keys = [hash(adapter)]
     for start in range(0, len(tokens), BLOCK_SIZE):
         keys.append(hash((keys[-1], *tokens[start : start + BLOCK_SIZE])))
     return keys[1:]

@@ -4,7 +4,7 @@ fused projections, an external cache."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from rlflow.devices.matmul import linear
 from rlflow.errors import ModelError, did_you_mean
+from rlflow.models.adapter import Adapter
 from rlflow.models.architecture import Architecture, own_rule, rules_of
 from rlflow.models.entries import Yarn
 from rlflow.models.layer_rules import EMBEDDING, FINAL_NORM, OUTPUT
 from rlflow.models.rules import Rule
+from rlflow.rollout.embedded.adapters import Applied, DecoderAdapter, Projection
 from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -48,6 +50,8 @@ LAYER = {
     "shared_gate": "decoder.layers.{i}.mlp.shared_experts.gate_weight",
 }
 """Tensors of a layer here, by their names in the families' tables."""
+ADAPTED = ("qkv", "output", "gate_up", "down")
+"""Those whose projections can have adapters."""
 
 
 class Decoder:
@@ -68,6 +72,9 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.parameters: dict[str, Tensor] = {}
+        self.adapters: dict[str, DecoderAdapter] = {}
+        self._applied: Sequence[Applied] = ()
+        self._projections: dict[str, Projection] = {}
         self._layers = [self._make_layer(index) for index in range(architecture.layers)]
         self._embedding = self._make(own_rule(architecture, EMBEDDING))
         self._norm = self._make(own_rule(architecture, FINAL_NORM))
@@ -99,6 +106,18 @@ class Decoder:
         parameter.copy_(tensor)
         missing.remove(name)
 
+    @torch.inference_mode()
+    def adapt(self, adapter: Adapter, name: str = "") -> bool:
+        """Puts an adapter over the parameters, in place of the one of that name before. Returns
+        whether it lies where that one did. Raises ModelError where it is not of this model."""
+        before = self.adapters.get(name)
+        if before is not None and before.is_like(adapter):
+            before.copy_in(adapter)
+            return True
+        made = DecoderAdapter(adapter, self._projections, self.dtype, self.device)
+        self.adapters[name] = made
+        return False
+
     def reserve(self, positions: int) -> None:
         """Makes room for sequences of that many tokens; to be called before a `forward` that has
         them."""
@@ -111,42 +130,59 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        last: Tensor | None = None,
+        applied: Sequence[Applied] | None = None,
     ) -> Tensor:
         """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what
         was reserved; of the rows `last` only if given. Which tokens belong together is the business
-        of `attend`. Leaves `routes` (N, layers with experts, k): the experts that each token went
+        of `attend`. applied: adapters, and the tokens that they are for; None: the one without a
+        name is for all. Leaves `routes` (N, layers with experts, k): the experts that each token went
         to."""
         cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
+        if applied is None:
+            applied = [(self.adapters[""], None)] if "" in self.adapters else []
+        self._applied = applied
         x = F.embedding(tokens, self._embedding)
         routes: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             normed = self._normalized(x, layer["input_norm"])
             project = self._latent if "latent_down" in layer else self._projected
-            attended = attend(index, *project(normed, layer, cosine, sine))
-            x = x + linear(attended, layer["output"])
+            attended = attend(index, *project(normed, index, cosine, sine))
+            x = x + self._product(attended, index, "output")
             normed = self._normalized(x, layer["mlp_norm"])
             if "router" in layer:
                 mixed, chosen = self._mixed(normed, layer)
                 x = x + mixed
                 routes.append(chosen)
             else:
-                x = x + _mlp(normed, layer["gate_up"], layer["down"])
+                gate, up = self._product(normed, index, "gate_up").chunk(2, dim=-1)
+                x = x + self._product(F.silu(gate).mul_(up), index, "down")
         self.routes = torch.stack(routes, 1) if routes else None
         if last is not None:
             x = x[last]
         return linear(self._normalized(x, self._norm), self._head)[:, : self.vocab].float()
 
+    def _product(self, x: Tensor, index: int, part: str, bias: Tensor | None = None) -> Tensor:
+        """A fused product of a layer, with what the adapter adds to it."""
+        product = linear(x, self._layers[index][part], bias)
+        for adapter, rows in self._applied:
+            adapter.add_to(product, x, index, part, rows)
+        return product
+
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
 
     def _projected(
-        self, x: Tensor, layer: dict[str, Tensor], cosine: Tensor, sine: Tensor
+        self, x: Tensor, index: int, cosine: Tensor, sine: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Queries, and keys with values, as `Attend` takes them."""
-        model = self.architecture
+        model, layer = self.architecture, self._layers[index]
         heads, groups, dim = model.heads, model.groups, model.head_dim
-        qkv = linear(x, layer["qkv"], layer.get("qkv_bias"))
+        qkv = self._product(x, index, "qkv", layer.get("qkv_bias"))
         by_head = qkv.view(-1, heads + 2 * groups, dim)
         if model.qk_norm:
             queries, keys = by_head[:, :heads], by_head[:, heads:-groups]
@@ -155,12 +191,10 @@ class Decoder:
         _rotate(by_head[:, :-groups, : model.rotary_dim], cosine, sine)
         return by_head[:, :heads], qkv[:, heads * dim :]
 
-    def _latent(
-        self, x: Tensor, layer: dict[str, Tensor], cosine: Tensor, sine: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _latent(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
         """The same of latent attention, whose keys and values are made of fewer numbers. What
         rotates lies in pairs in the weights, and in halves from here on."""
-        model, latent = self.architecture, self.architecture.latent
+        model, latent, layer = self.architecture, self.architecture.latent, self._layers[index]
         assert latent is not None
         if "query" in layer:
             queries = linear(x, layer["query"])
@@ -227,7 +261,19 @@ class Decoder:
         model = self.architecture
         rules = {rule.megatron: rule for rule in rules_of(model) if model.has(rule.where, layer)}
         parts = {part: rules[name] for part, name in LAYER.items() if name in rules}
+        for part in ADAPTED:
+            if part in parts and not (part == "output" and model.latent):
+                self._place(parts[part], layer, part)
         return {part: self._make(rule, layer) for part, rule in parts.items()}
+
+    def _place(self, rule: Rule, layer: int, part: str) -> None:
+        """Notes where the projections of a fused product are."""
+        shapes = rule.shapes(self.architecture)
+        outputs, start = sum(rows for rows, _ in shapes), 0
+        for name, (rows, inputs) in zip(rule.names(layer), shapes, strict=True):
+            place = Projection(layer, part, start, rows, outputs, inputs)
+            self._projections[name.removesuffix(".weight")] = place
+            start += rows
 
     def _make(self, rule: Rule, layer: int = 0) -> Tensor:
         """The tensor of a rule: its sources, which are parameters, as blocks of rows. That of

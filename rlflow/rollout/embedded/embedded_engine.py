@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from rlflow.errors import ConfigError, RolloutError, did_you_mean
+from rlflow.errors import ConfigError, ModelError, RolloutError, did_you_mean
+from rlflow.models.adapter import Adapter, is_of_adapter
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import digest, find_not_finite, iterate_weights, read_config
 from rlflow.models.vocabulary import known_vocab
@@ -85,6 +86,7 @@ class EmbeddedEngine(Engine):
     facts = EmbeddedFacts
     hashes_weights = True
     takes_device_tensors = True
+    takes_adapters = True
     max_tokens: int
     dtype: torch.dtype
     weight_names: frozenset[str]
@@ -147,6 +149,7 @@ class EmbeddedEngine(Engine):
         self._seed, self._arrivals = seed, 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
         self._loading = self._asleep = False
+        self._own_weights = True  # those of `path`
         self._broken = ""  # why the weights cannot be used
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,8 +190,8 @@ class EmbeddedEngine(Engine):
                 self._scheduler.remove(sequence)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights between two steps; none is made until the last tensor is there. See
-        `Engine.load_weights`."""
+        """Replaces the weights, or the adapters over those of `path`, between two steps; none is
+        made until the last tensor is there. See `Engine.load_weights`."""
         self._enter_loop()
         if self._state == "closed" or self._loading:
             raise RolloutError(
@@ -196,10 +199,7 @@ class EmbeddedEngine(Engine):
             )
         self._loading = True
         try:
-            missing = set(self._model.parameters)
-            async for name, tensor in each_weight(weights):
-                self._model.copy_in(name, tensor, missing)
-            check_complete(missing)
+            await self._take(weights)
         except BaseException as error:
             self._broken = "the last load_weights did not complete"
             told = f"weights of version {version} were half loaded when it failed: {error!r}"
@@ -211,6 +211,59 @@ class EmbeddedEngine(Engine):
         self._scheduler.runner.version = version
         self._scheduler.forget_cache()
         self._ensure_driver()
+
+    async def _take(self, weights: Weights) -> None:
+        """All tensors of an update."""
+        missing = set(self._model.parameters)
+        factors: dict[str, torch.Tensor] = {}
+        adapters = self._model.adapters
+        async for name, tensor in each_weight(weights):
+            if is_of_adapter(name):
+                if name in factors:
+                    raise ModelError(f"engine.load_weights: tensor '{name}' came twice.")
+                factors[name] = tensor.clone()  # the trainer's own may change
+                continue
+            if adapters.keys() - {""}:
+                raise ModelError(
+                    f"engine.load_weights: '{name}' is of other weights than the adapters "
+                    f"{', '.join(sorted(adapters))} are for; unload_adapter first."
+                )
+            if adapters.pop("", None) is not None:
+                self._scheduler.runner.forget_graphs()
+            self._own_weights = False
+            self._model.copy_in(name, tensor, missing)
+        if not factors:
+            check_complete(missing)
+            return
+        if missing != set(self._model.parameters):
+            raise ModelError("engine.load_weights: weights and adapters came in one update.")
+        adapter = Adapter.of_update(factors, "engine.load_weights")
+        if not self._own_weights:
+            self._model.load(iterate_weights(self.path))
+            self._own_weights = True
+        if not self._model.adapt(adapter):
+            self._scheduler.runner.forget_graphs()
+
+    async def load_adapter(self, name: str, weights: Weights) -> None:
+        """Adds an adapter for the requests that name it (`Sampling.adapter`), or replaces it. It is
+        over the weights of `path`, in place of the one that `load_weights` may have brought.
+        weights: as of `rlflow.models.adapter.adapter_update`. Raises ModelError."""
+        if not name or not self._own_weights:
+            raise ModelError(
+                f"engine.load_adapter: expected a name, and the weights of {self.path}, which the "
+                f"adapter is over; found {name!r}, "
+                f"{'these' if self._own_weights else 'whole weights of load_weights'}."
+            )
+        factors = {key: tensor.clone() async for key, tensor in each_weight(weights)}
+        self._model.adapt(Adapter.of_update(factors, "engine.load_adapter"), name)
+        self._scheduler.forget_cache()
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Raises RolloutError while a request names it."""
+        if any(one.sampling.adapter == name for one in self._scheduler.in_flight()):
+            raise RolloutError(f"engine.unload_adapter: requests in flight name '{name}'.")
+        self._model.adapters.pop(name, None)
+        self._scheduler.forget_cache()
 
     async def sleep(self) -> int:
         """Gives the memory of keys and values back; see `Engine.sleep`."""
@@ -235,8 +288,9 @@ class EmbeddedEngine(Engine):
         return used_bytes(self.device) - before
 
     async def weights_digest(self) -> str:
-        """Content hash of the weights in use; see `Engine.weights_digest`."""
-        return digest(self._model.named_weights())
+        """Content hash of the adapter in use, else of the weights; see `Engine.weights_digest`."""
+        adapter = self._model.adapters.get("")
+        return digest(self._model.named_weights() if adapter is None else adapter.named_tensors())
 
     @property
     def version(self) -> int:
@@ -291,8 +345,15 @@ class EmbeddedEngine(Engine):
             raise RolloutError(f"engine: {CLOSED}.")
         if self._broken:
             raise RolloutError(f"engine: {self._broken}; load complete weights first.")
-        ids = self._scheduler.ids
-        check_request(tokens, sampling, self.max_tokens, self._vocab, request_id, ids)
+        check_request(
+            tokens,
+            sampling,
+            self.max_tokens,
+            self._vocab,
+            request_id,
+            self._scheduler.ids,
+            adapters={"", *self._model.adapters},
+        )
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()

@@ -19,12 +19,7 @@ class EmbeddedFacts(EngineFacts):
 
     in_process = True
     memory_known = True
-
-    def dtype(self, model_dtype: str, adapters: bool) -> str:
-        """Of adapters float32: rounded to bfloat16 with the weights that they are added to, most
-        of what they learn would be lost for many updates."""
-        default = "float32" if adapters else model_dtype
-        return str(self.options.get("dtype") or default)
+    takes_adapters = True
 
     def sleeps(self, on_gpus: bool) -> bool:
         asked = self.options.get("sleep")

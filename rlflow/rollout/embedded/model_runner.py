@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import RolloutError
+from rlflow.rollout.embedded.adapters import Applied
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.embedded.graphs import Capture, DecodeGraphs
@@ -79,7 +80,7 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
         """Computes the chunks in one pass; samples for those that are complete."""
         device = self._model.device
-        tokens = [token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]]
+        fed = [token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]]
         spans = [(chunk.start, chunk.stop) for chunk in chunks]
         positions = torch.cat([torch.arange(*span) for span in spans]).to(device)
         sizes = torch.tensor([stop - start for start, stop in spans], device=device)
@@ -88,7 +89,9 @@ class ModelRunner:
         attend = self._cache.prefilling(tables, spans)
         complete = [row for row, chunk in enumerate(chunks) if chunk.complete]
         ends = sizes.cumsum(0)[complete] - 1
-        logits = self._model.forward(torch.tensor(tokens, device=device), positions, attend, ends)
+        applied = self._adapters([(chunk.slot, chunk.stop - chunk.start) for chunk in chunks])
+        tokens = torch.tensor(fed, device=device)
+        logits = self._model.forward(tokens, positions, attend, ends, applied)
         by_token = tables.repeat_interleave(sizes, 0)
         self._cache.keep_routes(by_token, positions, self._model.routes, self._version)
         if not complete:
@@ -101,16 +104,21 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
         """One token for each of the slots, the longest first."""
-        if self._graphs is not None:
+        applied = self._adapters([(slot, 1) for slot in order])
+        if self._graphs is not None and applied is None:
             return self._outcome(order, *self._graphs.run(order))
         batch = torch.tensor(order, device=self._model.device)
         slots = self._slots
         lengths = [slots.length[slot] for slot in order]
-        sampled = self._decode(batch, None, lengths)
+        sampled = self._decode(batch, None, lengths, applied)
         return self._outcome(order, batch, *sampled)
 
     def _decode(
-        self, batch: Tensor, blocks: int | None, lengths: Sequence[int] | None = None
+        self,
+        batch: Tensor,
+        blocks: int | None,
+        lengths: Sequence[int] | None = None,
+        applied: Sequence[Applied] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, of that many blocks
         at most, written down. Without lengths no value is looked at on the host."""
@@ -118,9 +126,24 @@ class ModelRunner:
         positions = slots.lengths[batch] - 1
         tables = slots.block_tables[batch, :blocks]
         attend = self._cache.decoding(tables, positions, lengths)
-        logits = self._model.forward(slots.tokens[batch, positions], positions, attend)
+        tokens = slots.tokens[batch, positions]
+        logits = self._model.forward(tokens, positions, attend, applied=applied)
         self._cache.keep_routes(tables, positions, self._model.routes, self._version)
         return self._sample(batch, logits)
+
+    def _adapters(self, tokens: Sequence[tuple[int, int]]) -> list[Applied] | None:
+        """Which adapters a pass over so many tokens of each slot needs where; None where no request
+        names one. tokens: (slot, count) pairs."""
+        if not any(self._slots.adapter[slot] for slot, _ in tokens):
+            return None
+        names = [self._slots.adapter[slot] for slot, count in tokens for _ in range(count)]
+        applied: list[Applied] = []
+        for name in dict.fromkeys(names):
+            if name or "" in self._model.adapters:
+                rows = [row for row, other in enumerate(names) if other == name]
+                placed = torch.tensor(rows, device=self._model.device)
+                applied.append((self._model.adapters[name], placed))
+        return applied
 
     def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         slots = self._slots

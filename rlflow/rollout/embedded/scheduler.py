@@ -223,9 +223,10 @@ class Scheduler:
             if budget <= 0:
                 break
             tokens = self._tokens(slot)
-            found = self.block_manager.find(tokens[:-1])
+            adapter = self._slots.adapter[slot]
+            found = self.block_manager.find(tokens[:-1], adapter)
             known = max(self._slots.cached[slot], len(found[0]) * BLOCK_SIZE + found[2])
-            keys = prefix_keys(tokens[:-1])
+            keys = prefix_keys(tokens[:-1], adapter)
             if known < len(tokens) - 1 and keys[known // BLOCK_SIZE] in coming:
                 continue
             if not self._equip(slot, found):
@@ -280,7 +281,8 @@ class Scheduler:
             else:
                 self._slots.cached[chunk.slot] = chunk.stop
             blocks = self._slots.blocks[chunk.slot][: blocks_for(chunk.stop)]
-            self.block_manager.publish(chunk.tokens[: chunk.stop], blocks)
+            adapter = self._slots.adapter[chunk.slot]
+            self.block_manager.publish(chunk.tokens[: chunk.stop], blocks, adapter)
         return outcome
 
     # --- decode --------------------------------------------------------------------------------

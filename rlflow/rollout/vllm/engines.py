@@ -24,6 +24,7 @@ from rlflow.rollout.engine import Engine, check_sizes
 from rlflow.rollout.engine_facts import with_facts
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.vllm.adapters import ADAPTER, AdapterForm
 from rlflow.rollout.vllm.buckets import SharedFiles
 from rlflow.rollout.vllm.device_buckets import DeviceCarrier, check_device_transfer
 from rlflow.rollout.vllm.devices import check_memory, engine_devices
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 RESERVED = frozenset({"model", "dtype", "seed", "max_model_len", "max_num_seqs", "uds", "host",
                       "tensor_parallel_size", "trust_remote_code", "weight_transfer_config",
-                      "enable_sleep_mode", "enable_return_routed_experts",
+                      "enable_sleep_mode", "enable_return_routed_experts", "enable_lora",
+                      "max_lora_rank", "max_loras", "lora_modules", "lora_target_modules",
                       *FIXED}) - {"disable_log_stats"}  # fmt: skip
 """Arguments of vLLM that rlflow gives itself."""
 
@@ -106,12 +108,14 @@ class VLLMOptions:
         number: int,
         files: SharedFiles,
         experts: Experts | None = None,
+        adapters: AdapterForm | None = None,
         **options: Any,
     ) -> VLLMEngine:
         """An engine, whose server has yet to load its model. flags: beside those of the options.
-        number: of the engine. experts: whose tokens it names. options: of
-        VLLMEngine, which are no options of these."""
-        ipc, at_once = self.transfer == "ipc", self.max_concurrency
+        number: of the engine. experts: whose tokens it names. adapters: that it takes in place of
+        weights. options: of VLLMEngine, which are no options of these."""
+        at_once = self.max_concurrency
+        ipc = self.transfer == "ipc" and adapters is None
         numbers = tuple(gpu.number for gpu in gpus or ())
         launch = Launch(
             find_python(self.python),
@@ -121,6 +125,7 @@ class VLLMOptions:
             sleep=self.sleeps,
             # Workers of a machine each have engine 0
             cache="-".join([str(number), *(gpu.gpu for gpu in gpus or ())]),
+            adapters=adapters,
             variables={
                 # Handles of GPU memory come pickled, from here alone.
                 **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if ipc else {}),
@@ -129,7 +134,12 @@ class VLLMOptions:
         )
         init = {"packed": True} if ipc else {}
         server = VLLMServer(
-            "buckets", connections=at_once, launch=launch, init_info=init, experts=experts
+            "buckets" if adapters is None else "adapters",
+            connections=at_once,
+            launch=launch,
+            init_info=init,
+            model=None if adapters is None else ADAPTER,
+            experts=experts,
         )
         return VLLMEngine(
             path,
@@ -142,6 +152,7 @@ class VLLMOptions:
             answer_s=self.answer_s,
             sleeps=self.sleeps,
             sharing=GpuSharing(self.bucket_mib << 20, numbers) if ipc else None,
+            adapters=adapters,
             **options,
         )
 
@@ -160,6 +171,7 @@ def make_vllm_engines(
     deterministic: bool = False,
     trust_remote_code: bool = False,
     routes: bool = False,
+    adapters: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Engine]:
     """`engines` engines over the same model, each a `vllm serve` of its own, a child of this
@@ -169,7 +181,8 @@ def make_vllm_engines(
     devices: the GPUs of each engine, as CUDA_VISIBLE_DEVICES names them; none: engine i has those
     from i * tensor_parallel on. max_tokens: of a prompt and its completion together; none: the
     model's positions. seed: of the random numbers; every process and engine has others. routes:
-    completions say which experts their tokens went to.
+    completions say which experts their tokens went to. adapters: {rank: N, targets: [...]} of those
+    that come in place of weights; none: weights come.
 
     Raises ConfigError, RolloutError where one of them does not start; no process is left then."""
     _check_deterministic(deterministic)
@@ -187,13 +200,14 @@ def make_vllm_engines(
         **({"enable_return_routed_experts": True} if routes else {}),
     }
     experts = experts_named(path) if routes else None
+    form = None if adapters is None else AdapterForm.of(path, adapters)
     files = SharedFiles()
 
     def start(number: int) -> VLLMEngine:
         gpus = placed[number] if placed else None
         own = {**flags, "seed": own_seed(seed, number)}
         options = {"max_tokens": max_tokens, "dtype": dtype}
-        return given.start(path, tokenizer, own, gpus, number, files, experts, **options)
+        return given.start(path, tokenizer, own, gpus, number, files, experts, form, **options)
 
     logger.info(
         "starting vLLM for %s, %d process(es); this takes half a minute or more", path, engines

@@ -34,6 +34,7 @@ class VLLMFacts(EngineFacts):
     own_gpus = True
     gpu_share_key = "rollout.engine.arguments.gpu_memory_utilization"
     memory_known = True
+    takes_adapters = True
     process = "vLLM"
     start_s = START_S
 

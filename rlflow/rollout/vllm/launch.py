@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
+from rlflow.rollout.vllm.adapters import AdapterForm
 from rlflow.storage.child import Child
 
 PACKAGE = "rlflow_vllm"
@@ -97,7 +98,7 @@ class Launch:
     serve`, by their names with underscores. kv_gib: of keys and values on a CPU. devices: the GPUs
     it may see, as CUDA_VISIBLE_DEVICES names them; none: all that this process sees. sleep: it
     gives its memory back, where the platform can. cache: of compiled code, by a name that no engine
-    beside it has; none: vLLM's. variables: of the environment, beside those that every server
+    beside it has; none: vLLM's. adapters: that it takes. variables: of the environment, beside those that every server
     gets."""
 
     python: str
@@ -106,6 +107,7 @@ class Launch:
     devices: Sequence[str] | None = None
     sleep: bool = False
     cache: str | None = None
+    adapters: AdapterForm | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def flags(self, socket: Path) -> dict[str, list[str]]:
@@ -114,10 +116,11 @@ class Launch:
         have not; there a prompt is computed in one step."""
         step = max(STEP_TOKENS, self.options.get("max_model_len") or 0)
         whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": step}
+        adapted = {} if self.adapters is None else self.adapters.flags(socket.parent)
         return {
             "cpu": as_flags(whole),
             "sleeping": as_flags({"enable_sleep_mode": self.sleep}),
-            "always": as_flags({**FIXED, "uds": str(socket), **self.options}),
+            "always": as_flags({**FIXED, "uds": str(socket), **adapted, **self.options}),
         }
 
     def environment(self, folder: Path) -> dict[str, str]:
@@ -149,6 +152,8 @@ class Launch:
         """The server's process, which has yet to load its model. Raises ConfigError where the
         interpreter cannot be started."""
         folder, kept = make_folder(), list[bool]()
+        if self.adapters is not None:
+            self.adapters.write_first(folder)
 
         def telling(lines: Sequence[str]) -> str:
             kept.append(True)  # an error names the log

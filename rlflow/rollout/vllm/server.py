@@ -37,8 +37,8 @@ ID_PREFIX = "generate-tokens-"  # that the server puts before a request's id
 ABORT_AGAIN_S = 0.1
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 END_S = 15.0  # for a process to end whose engine has
-DISCARD = 2
-"""vLLM's level of sleep that keeps no copy of the weights in the host's memory."""
+KEEP, DISCARD = 1, 2
+"""vLLM's levels of sleep: with a copy of the weights in the host's memory, and without."""
 POLL_S, REPORT_EVERY_S = 0.3, 20.0
 SILENT_S = 5.0  # between looks at whether a server is silent
 BESIDE = 8  # connections for what goes past the requests that run: pauses, aborts
@@ -54,13 +54,14 @@ class VLLMServer:
     with this; without, it is somebody else's, who goes on when this is closed.
 
     takes: new weights, `buckets` by its transfer engine, which init_info sets up, or at the end a
-    `folder` that this machine sees under the same path; none: it keeps those that it has. model:
-    its name there; none: the only one. retry_s: how long a request that generates is sent again
-    while nobody answers; what changes the server's state is sent once. experts: those it names."""
+    `folder` that this machine sees under the same path; `adapters` over those that it has; none: it
+    keeps those. model: its name there; none: the only one. retry_s: how long a request that
+    generates is sent again while nobody answers; what changes the server's state is sent once.
+    experts: those it names."""
 
     def __init__(
         self,
-        takes: Literal["buckets", "folder"] | None,
+        takes: Literal["buckets", "folder", "adapters"] | None,
         *,
         connections: int,
         init_info: Mapping[str, Any] | None = None,
@@ -328,7 +329,8 @@ class VLLMServer:
     async def sleep(self) -> int:
         """Frees weights, keys and values; what runs is computed anew afterwards. Returns bytes."""
         self._used = await self._used_bytes()
-        await self._routes.ask("POST", f"/sleep?level={DISCARD}&mode=keep")
+        level = KEEP if self._takes == "adapters" else DISCARD  # nobody sends the weights again
+        await self._routes.ask("POST", f"/sleep?level={level}&mode=keep")
         self._paused = True
         before, self._used = self._used, await self._used_bytes()
         return before - self._used
@@ -361,6 +363,17 @@ class VLLMServer:
         if self._takes == "buckets":
             await self._routes.ask("POST", "/start_weight_update")
 
+    async def take_adapter(self, folder: Path, expected: str) -> None:
+        """Puts the adapter in a folder in the place of the one before. expected: the hash of what
+        it has then. Raises RolloutError where it has anything else."""
+        found = await of_workers(self._routes, "load_adapter", path=str(folder))
+        if set(found) != {expected}:
+            raise RolloutError(
+                f"weight sync: {self.name} was given an adapter with the hash {expected[:12]}, and "
+                f"has {', '.join(sorted({one[:12] or 'none' for one in found}))}; it would sample "
+                "from a policy that is not the trainer's."
+            )
+
     async def update(self, info: Mapping[str, Any]) -> None:
         """Hands over a bucket, which a carrier has told about."""
         if self._takes == "buckets":
@@ -376,8 +389,8 @@ class VLLMServer:
         if self._takes == "buckets":
             await self._routes.ask("POST", "/finish_weight_update", {"weight_version": name})
         else:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": self._folder}}
-            await self._routes.ask("POST", "/collective_rpc", reload)
+            if self._takes == "folder":
+                await self._reload()
             await self._routes.ask("POST", "/update_weight_version", {"new_version": name})
         if not (await self._routes.ask("POST", "/reset_prefix_cache"))["success"]:
             raise RolloutError(
@@ -385,6 +398,10 @@ class VLLMServer:
                 "that the old weights computed, and would go on from them."
             )
         self._versions[name] = version
+
+    async def _reload(self) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": self._folder}}
+        await self._routes.ask("POST", "/collective_rpc", reload)
 
     async def cancel_update(self) -> None:
         """Closes an update that was not completed. What the weights are then, nobody knows."""

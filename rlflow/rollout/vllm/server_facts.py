@@ -78,9 +78,10 @@ async def _check_experts(routes: Routes, name: str, facts: ServerFacts, experts:
             prompt = [*prompt, *sampled]
 
 
-async def of_workers(routes: Routes, method: str) -> list[str]:
+async def of_workers(routes: Routes, method: str, **keywords: str) -> list[str]:
     """What each of the server's workers says (`inside.plugin.Extension`)."""
-    return list((await routes.ask("POST", "/collective_rpc", {"method": method}))["results"])
+    body = {"method": method, "kwargs": keywords}
+    return list((await routes.ask("POST", "/collective_rpc", body))["results"])
 
 
 def _chosen(listed: list[dict[str, Any]], name: str, model: str | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rlflow.rollout.engine import (
     check_request,
 )
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.vllm.adapters import AdapterForm
 from rlflow.rollout.vllm.buckets import Carrier, WeightNames
 from rlflow.rollout.vllm.completions import sampling_arguments, unknown_ids
 from rlflow.rollout.vllm.engine_requests import (
@@ -55,9 +56,10 @@ class VLLMEngine(Engine):
     its completion together; none: the model's positions. bucket_mib: of weights that are on their
     way at a time. start_s: until vLLM must be ready. answer_s: how long it may be silent while
     requests run. sleeps: its memory is given back while the trainer works. sharing: new weights
-    stay on the GPU, in memory that it opens."""
+    stay on the GPU, in memory that it opens. adapters: that it takes in place of whole weights."""
 
     max_tokens: int
+    dtype: torch.dtype
     slow_seeds = True  # vLLM draws for each request with a seed in a Python loop
 
     def __init__(
@@ -75,12 +77,15 @@ class VLLMEngine(Engine):
         answer_s: float = 1800.0,
         sleeps: bool = False,
         sharing: GpuSharing | None = None,
+        adapters: AdapterForm | None = None,
     ) -> None:
         self.path = Path(path).absolute()
         config = read_config(path)
         self._names = WeightNames(path)
         self.server, self._carrier = server, carrier
-        self.may_end, self.takes_weights = server.served is not None, carrier is not None
+        self._adapters, self.takes_adapters = adapters, adapters is not None
+        self.may_end = server.served is not None
+        self.takes_weights = carrier is not None or adapters is not None
         self.max_concurrency, self.sleeps = max_concurrency, sleeps
         self.sharing = sharing
         self.dtype = getattr(torch, dtype)
@@ -161,6 +166,13 @@ class VLLMEngine(Engine):
     async def _update(self, weights: Weights, version: int) -> None:
         server = self.server
         await server.ask(server.begin_update, self._asleep)
+        if self._adapters is not None:
+            adapter = await self._adapters.received(weights)
+            expected = self._adapters.expected_hash(adapter, self.dtype)
+            with self._adapters.handed_over(adapter) as folder:
+                await server.ask(server.take_adapter, folder, expected)
+            await server.ask(server.finish_update, version)
+            return
         assert self._carrier is not None  # or the server has refused
         carrier = self._carrier(version)
         try:

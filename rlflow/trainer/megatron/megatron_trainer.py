@@ -16,7 +16,7 @@ from rlflow.batching import ROUTES, teaches
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.models.vocabulary import known_vocab
-from rlflow.trainer.base import LossFunction, Trainer, check_wanted
+from rlflow.trainer.base import BASE, LossFunction, Trainer, check_wanted
 from rlflow.trainer.lora import check_layers
 from rlflow.trainer.megatron import (
     adapters,
@@ -96,6 +96,7 @@ class MegatronTrainer(Trainer):
         self._unchanged: set[str] = set()  # snapshots under which no adapter changes anything
         self._frozen: dict[str, FrozenModel] = {}
         self._lora = given.lora
+        self.adapter_scale = None if given.lora is None else given.lora.scale
         self._saving: writing.OngoingWrite | None = None
         self._world = world.join(layout, seed)
         try:
@@ -338,6 +339,8 @@ class MegatronTrainer(Trainer):
         """Inside, the parameters hold a snapshot's values."""
         if name == "policy":
             return contextlib.nullcontext()
+        if name == BASE and name not in self._snapshots and self._lora is not None:
+            return adapters.switched_off(self._chunks)
         if name not in self._snapshots:
             raise unknown_model(name, [*self._snapshots, *self._frozen])
         if name in self._unchanged:

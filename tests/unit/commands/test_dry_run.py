@@ -222,11 +222,11 @@ def test_a_template_that_forgets_thoughts_is_said(
 def test_what_bfloat16_does_to_adapters_is_said(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lora, half = "trainer.lora.rank=4", "model.dtype=bfloat16"
-    assert "note: rollout.engine keeps float32" in dry(place, capsys, lora, half)[1]
-    coarse = dry(place, capsys, lora, half, "rollout.engine.dtype=bfloat16")[1]
-    assert "rollout.engine.dtype=float32 keeps it" in " ".join(coarse.split())
-    for others in ((lora,), (half,)):
+    lora, half, merged = "trainer.lora.rank=4", "model.dtype=bfloat16", "trainer.lora.sync=merged"
+    coarse = " ".join(dry(place, capsys, lora, half, merged)[1].split())
+    assert "trainer.lora.sync=merged: the engine gets whole weights, rounded to bfloat16" in coarse
+    assert "rollout.engine.dtype=float32 keeps it" in coarse
+    for others in ((lora, half), (half,)):
         assert "adapters" not in dry(place, capsys, *others)[1]
 
 

@@ -23,7 +23,6 @@ from rlflow.preflight.estimates import (
     update_parts,
 )
 from rlflow.preflight.step_time import CORE_FLOPS, CORE_MEMORY_RATE, estimate_step
-from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.vllm.facts import CORE, FRONT
 from rlflow.trainer.layout import ParallelLayout, stage_parameters
 
@@ -212,20 +211,19 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
     )
 
 
-def test_of_adapters_the_embedded_engine_keeps_float32(qwen: Architecture) -> None:
-    half, lora = "model.dtype=bfloat16", "trainer.lora.rank=8"
-    own = {
-        overrides: engine_memory(sizes(qwen, *overrides))["engine's weights"]
+def test_with_adapters_the_engine_keeps_what_the_policy_is_in(qwen: Architecture) -> None:
+    half, lora = "model.dtype=bfloat16", "trainer.lora={rank: 8, targets: [q_proj]}"
+    plain, adapted, merged, whole = (
+        engine_memory(sizes(qwen, *overrides))["engine's weights"]
         for overrides in (
             (half,),
             (half, lora),
-            (half, lora, "rollout.engine.dtype=bfloat16"),
+            (half, lora, "trainer.lora.sync=merged"),
+            (half, lora, "rollout.engine.dtype=float32"),
         )
-    }
-    plain, adapted, asked = own.values()
-    assert adapted == 2 * plain == 2 * asked
-    vllm = engine_facts({"name": "vllm"})
-    assert vllm.dtype("bfloat16", adapters=True) == "bfloat16"
+    )
+    factors = 28 * 8 * (3584 + 3584)  # layers, rank, inputs and outputs
+    assert plain == merged == adapted - 2 * factors == (whole - 4 * factors) / 2
 
 
 def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> (

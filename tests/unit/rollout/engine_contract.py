@@ -10,7 +10,9 @@ import pytest
 from torch import Tensor
 
 from rlflow.errors import RLFlowError, RolloutError
+from rlflow.models.adapter import is_of_adapter
 from rlflow.models.huggingface import digest
+from rlflow.models.layer_rules import dtype_of
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Completion, Engine, Sampling
 
@@ -242,9 +244,12 @@ class EngineContract:
                 kept = [
                     (n, t)
                     for n, t in weights
-                    if engine.weight_names is None or n in engine.weight_names
+                    if engine.weight_names is None or n in engine.weight_names or is_of_adapter(n)
                 ]
-                sent = [(n, t if engine.dtype is None else t.to(engine.dtype)) for n, t in kept]
+                sent = [
+                    (n, t if engine.dtype is None else t.to(dtype_of(n, engine.dtype)))
+                    for n, t in kept
+                ]
                 assert run(engine.weights_digest()) == digest(sent)
             else:
                 with pytest.raises(RolloutError, match="cannot hash its weights"):

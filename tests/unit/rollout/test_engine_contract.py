@@ -12,6 +12,7 @@ from benchmarks.sleeping import FakeEngine
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
+from tests.unit.rollout.adapters import drawn_adapter
 from tests.unit.rollout.engine_contract import EngineContract, Make, Pairs
 
 
@@ -23,6 +24,14 @@ class TestEmbeddedEngine(EngineContract):
     @pytest.fixture
     def weights(self, other_qwen: Path) -> Pairs:
         return list(iterate_weights(other_qwen))
+
+
+class TestAdapters(TestEmbeddedEngine):
+    """Adapters in place of whole weights."""
+
+    @pytest.fixture
+    def weights(self, qwen: Path) -> Pairs:
+        return list(drawn_adapter(qwen, rank=3, scale=1.5))
 
 
 class TestSmallPool(TestEmbeddedEngine):

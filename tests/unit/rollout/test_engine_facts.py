@@ -67,8 +67,7 @@ def test_the_example_of_the_page_is_known_by_what_it_says(tmp_path: Path) -> Non
     assert facts.gpu_memory(1000)[0] == {"my engine": 300}
 
 
-def test_adapters_are_kept_in_float32_where_the_engine_adds_them_itself() -> None:
-    assert EmbeddedFacts({}).dtype("bfloat16", adapters=True) == "float32"
-    assert EmbeddedFacts({}).dtype("bfloat16", adapters=False) == "bfloat16"
-    assert VLLMFacts({}).dtype("bfloat16", adapters=True) == "bfloat16"
-    assert EmbeddedFacts({"dtype": "bfloat16"}).dtype("float32", adapters=True) == "bfloat16"
+def test_weights_are_kept_in_the_policys_dtype_unless_another_is_named() -> None:
+    for facts in (EmbeddedFacts, VLLMFacts):
+        assert facts({}).dtype("bfloat16") == "bfloat16"
+        assert facts({"dtype": "bfloat16"}).dtype("float32") == "bfloat16"

@@ -61,6 +61,9 @@ class GivingTrainer(FakeTrainer):
         self.now: dict[str, Tensor] = dict(FIRST_WEIGHTS)
         self.merged: list[tuple[torch.dtype, ...]] = []
 
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter({"scale": torch.full((3,), 7.0), "shift": torch.ones(2)}.items())
+
     def weights(
         self, device: str | None = "cpu", *merged: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
@@ -185,6 +188,13 @@ def test_adapters_are_merged_in_what_the_engines_keep_and_other_trainers_are_not
     keep().sync(1, in_flight=False)
     keep(merged_dtype=torch.bfloat16).sync(2, in_flight=False)
     assert trainer.merged == [(), (torch.bfloat16,)]
+
+
+def test_engines_that_take_adapters_alone_get_nothing_else(
+    keep: Keep, engine: MortalEngine, trainer: GivingTrainer
+) -> None:
+    keep(adapters_alone=True).sync(1, in_flight=False)
+    assert trainer.merged == [] and torch.equal(engine.weights["scale"], torch.full((3,), 7.0))
 
 
 def test_of_an_engine_that_cannot_end_or_sleep_there_is_nothing_to_say(

@@ -6,11 +6,27 @@ writes."""
 
 from __future__ import annotations
 
+import hashlib
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 BACKEND = "rlflow_files"
+
+
+def factors_hash(tensors: Iterable[Any]) -> str:
+    """A hash of adapters' factors, whatever their order and the names that they have here."""
+    import torch
+
+    hashes = [
+        hashlib.sha256(
+            repr(tuple(tensor.shape)).encode()
+            + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for tensor in tensors
+    ]
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()
 
 
 class Extension:
@@ -25,6 +41,23 @@ class Extension:
             return total - free
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
+
+    def load_adapter(self, path: str) -> str:
+        """Takes the factors in a folder in place of those of the one adapter that is there; returns
+        the hash of what is in use then, empty where it is not."""
+        from vllm.lora.request import LoRARequest
+
+        manager: Any = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        (number,) = manager.list_adapters()
+        manager.add_adapter(LoRARequest("rlflow", number, path, load_inplace=True))
+        inner = manager._adapter_manager
+        if number not in inner.lora_index_to_id:
+            return ""
+        layers = inner.get_adapter(number).loras.values()
+        held = [factor for layer in layers for factor in (layer.lora_a, layer.lora_b)]
+        # Of fused layers a list, without what has no adapter
+        flat = [one for some in held for one in (some if isinstance(some, list) else [some])]
+        return factors_hash(one for one in flat if one is not None)
 
     def can_sleep(self) -> bool:
         """Whether sleep frees memory on this platform."""
