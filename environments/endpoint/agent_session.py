@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.types import Episode, Observation, Step
-from rlflow_environments.common.text_calls import ReadResponse, read_response
+from rlflow_environments.common.tool_calls import CallReader, ReadResponse
 from rlflow_environments.endpoint.history import Continuation, SaidHistory
 from rlflow_environments.endpoint.requests import (
     CONTEXT,
@@ -298,7 +298,10 @@ class AgentSession:
         if found:
             place, stop_string = min(found)
             content = response[: place + len(stop_string) * request.include_stop]
-        read = read_response(content) if request.tools else ReadResponse(content)
+        if request.tools:
+            read = CallReader().read(content, request.tools)
+        else:
+            read = ReadResponse(content)
         self.counts.calls += len(read.calls)
         self.counts.failed_calls += read.failed
         calls = [
