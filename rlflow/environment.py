@@ -6,10 +6,11 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, PolicyError, RLFlowError
+from rlflow.models.calls.reader import CallReader
 from rlflow.report.metrics import Metric, scores
 from rlflow.texts import wrong_name
 from rlflow.types import Episode, Step, Task
@@ -24,11 +25,13 @@ EITHER_WAY = f"at most {MAX_REWARD:g} either way"
 class SaidTokens:
     """A response as tokens, for environments that pass it on to a program. prompt_tokens: fed in
     front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: what each
-    of its tokens adds, special ones included."""
+    of its tokens adds, special ones included. calls: reads calls of tools in its text, as the
+    model's chat template writes them."""
 
     prompt_tokens: int
     logprobs: Sequence[float]
     texts: Callable[[], list[str]]
+    calls: CallReader = field(default_factory=CallReader)
 
 
 class Environment(ABC):

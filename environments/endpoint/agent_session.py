@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.types import Episode, Observation, Step
-from rlflow_environments.common.tool_calls import CallReader, ReadResponse
+from rlflow_environments.common.tool_calls import ReadResponse, reader_of
 from rlflow_environments.endpoint.history import Continuation, SaidHistory
 from rlflow_environments.endpoint.requests import (
     CONTEXT,
@@ -299,7 +299,7 @@ class AgentSession:
             place, stop_string = min(found)
             content = response[: place + len(stop_string) * request.include_stop]
         if request.tools:
-            read = CallReader().read(content, request.tools)
+            read = reader_of(episode).read(content, request.tools)
         else:
             read = ReadResponse(content)
         self.counts.calls += len(read.calls)

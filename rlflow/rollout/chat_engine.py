@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.calls.reader import CallReader
 from rlflow.net.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.tokenizer import NextTurn, Speech, as_messages
@@ -37,6 +38,7 @@ class PiecedText:
     tokenizer, exact in both directions."""
 
     eos_ids: tuple[int, ...] = ()
+    call_reader = CallReader()
 
     def __init__(self) -> None:
         self._pieces: list[str] = [BEGIN, END]

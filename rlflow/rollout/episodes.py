@@ -230,7 +230,8 @@ class EpisodePlayer:
         episode.turns += 1
         episode.cut = completion.stop == "length"
         texts = functools.partial(token_texts, self.tokenizer, completion.tokens)
-        episode.sampled = SaidTokens(start, completion.logprobs, texts)
+        calls = state.here.tokenizer.call_reader
+        episode.sampled = SaidTokens(start, completion.logprobs, texts, calls)
         state.responses_cut += episode.cut
         full = full or stop >= self.limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)

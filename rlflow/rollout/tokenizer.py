@@ -3,6 +3,7 @@ it was."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.models.calls import form_of
+from rlflow.models.calls.reader import THINKING, CallReader
 from rlflow.models.huggingface import read_object
 from rlflow.types import Message, Observation
 
@@ -65,7 +68,7 @@ class Tokenizer:
         # are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
         self.special_ids = frozenset(marked | set(inner.all_special_ids))
-        """They have no text."""
+        """They have no text, but for those of calls: `_silent`."""
         self._control = _control_tokens(inner, self.special_ids)
         self._control_text = re.compile(
             "|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True))
@@ -177,10 +180,40 @@ class Tokenizer:
 
         return self._control_text.sub(replaced, text)
 
+    @functools.cached_property
+    def call_reader(self) -> CallReader:
+        """What reads calls of tools as the chat template writes them."""
+        template = self._template_text
+        if not template:
+            return CallReader()
+        in_thought: bool | None = None
+        with contextlib.suppress(RolloutError):  # it wants other roles first
+            in_thought = self.render([_USER]).rstrip().endswith(THINKING)
+        return CallReader(form_of(template), in_thought)
+
+    @functools.cached_property
+    def _template_text(self) -> str:
+        """The chat template; of several by name, all of them."""
+        template = self.inner.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @functools.cached_property
+    def _silent(self) -> frozenset[int]:
+        """Special tokens without text: all but those that calls of tools are written with."""
+        form = form_of(self._template_text)
+        written = () if form is None else form.tokens
+        return frozenset(
+            token for token in self.special_ids if self._control.get(token) not in written
+        )
+
     def response_text(self, response: Sequence[int]) -> str:
         """The text of a response, as environments get it: a token that ends the turn is no part of
-        it, special or not."""
-        return self.decode(self._without_end(response))
+        it, special or not, and special tokens have none, but for those of calls of tools."""
+        tokens = self._without_end(response)
+        shown = [token for token in tokens if token not in self._silent]
+        if self.special_ids.isdisjoint(shown):
+            return self.decode(tokens)
+        return self.decode(shown, skip_special_tokens=False)
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         return response[:-1] if response and response[-1] in self.eos_ids else response
@@ -240,7 +273,7 @@ class Tokenizer:
         return [
             (part, part)
             if isinstance(part, str)
-            else ("" if part in self.special_ids else self._control[part], part)
+            else ("" if part in self._silent else self._control[part], part)
             for part in speech
         ]
 

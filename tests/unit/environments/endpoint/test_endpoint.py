@@ -162,6 +162,37 @@ def test_tools_and_streams_of_openais_client(directory: Path, tmp_path: Path) ->
     assert tokenizer.decode(fed.contexts[2]).count("<tool_response>\nfound") == 4
 
 
+XML_CALL = (
+    "<tool_call>\n<function=look>\n<parameter=what>\n12\n</parameter>\n<parameter=most>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+TYPED = """
+PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}, "most": {"type": "integer"}}}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+
+async def agent(task, client):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    reply = await client.chat.completions.create(model="m", messages=messages, tools=[LOOK])
+    (call,) = reply.choices[0].message.tool_calls
+    return float(call.function.arguments == '{"what": "12", "most": 3}')
+"""
+
+
+def test_calls_are_read_in_the_form_of_the_template_and_typed_by_the_schema(
+    directory: Path, tmp_path: Path
+) -> None:
+    template = "{#- <parameter= #}" + QWEN3
+    thought = f"<think>\n{XML_CALL}\n</think>\n\n"
+    (one,), fed = play(
+        environment(tmp_path, TYPED),
+        dressed(directory, template),
+        lambda text, number: thought + XML_CALL,
+        max_response_tokens=600,
+    )
+    checked(one, fed)
+    assert one.reward == 1.0 and one.metrics["tool_calls"] == 1
+
+
 REFUSED = """
 async def agent(task, client):
     messages = [{"role": "user", "content": "x"}]
