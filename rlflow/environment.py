@@ -240,6 +240,11 @@ def step_problem(step: Any) -> tuple[str, str] | None:
     for name, value in step.metrics.items():
         if not isinstance(name, str) or not hasattr(value, "__float__"):
             return "metric", f"metrics: {named}, found {name!r}: {value!r}"
+    if not isinstance(step.template_options or {}, Mapping):
+        return (
+            "template_options",
+            f"template_options: expected {{name: value}}, found {step.template_options!r:.60}",
+        )
     if not isinstance(step.replace or {}, Mapping):
         return "replace", f"replace: expected {{turn: text}}, found {step.replace!r}"
     for name, whole in (("after", step.after), ("max_tokens", step.max_tokens)):
@@ -299,10 +304,11 @@ def check_step(environment: Environment, step: Any, answered: int) -> None:
         raise EnvironmentContractError(
             f"{where}: after: expected a turn from 0 to {answered}, or -1, found {step.after!r}."
         )
-    if step.tools is not None and step.after != -1:
+    beside_prompt = step.tools is not None or step.template_options
+    if beside_prompt and step.after != -1:
         raise EnvironmentContractError(
-            f"{where}: tools stand in front of a conversation; expected after=-1 beside them, "
-            f"found {step.after!r}."
+            f"{where}: tools and template_options stand in front of a conversation; expected "
+            f"after=-1 beside them, found {step.after!r}."
         )
 
 

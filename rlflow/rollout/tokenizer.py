@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    ModelError,
+    RolloutError,
+    did_you_mean,
+)
 from rlflow.models.calls import form_of
 from rlflow.models.calls.reader import THINKING, CallReader
 from rlflow.models.huggingface import read_object
@@ -56,11 +63,17 @@ class Tokenizer:
     """A HuggingFace tokenizer with the few things that a rollout needs."""
 
     def __init__(
-        self, inner: Any, eos_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+        self,
+        inner: Any,
+        eos_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """inner: a transformers tokenizer. eos_ids: further ids that end a response
-        (generation_config.json). tools: JSON schemas that the chat template presents."""
+        (generation_config.json). tools: JSON schemas that the chat template presents. options:
+        what else it is rendered with."""
         self.tools = list(tools)
+        self.options = dict(options or {})
         own = [] if inner.eos_token_id is None else [inner.eos_token_id]
         self.inner = inner
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
@@ -112,7 +125,7 @@ class Tokenizer:
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Tokenizer:
         """This tokenizer with tools in every rendered prompt. Raises ModelError where no chat
         template presents them."""
-        equipped = Tokenizer(self.inner, self.eos_ids, tools)
+        equipped = Tokenizer(self.inner, self.eos_ids, tools, self.options)
         if not tools:
             return equipped
         probe = [_USER]
@@ -125,6 +138,26 @@ class Tokenizer:
                 "prompt and leave `tools` empty."
             )
         return equipped
+
+    def with_options(self, options: Mapping[str, Any]) -> Tokenizer:
+        """This tokenizer with options of the chat template, beside those it has. Raises ModelError
+        for one that the template never reads, or that says what a rollout says."""
+        words = set(re.findall(r"[A-Za-z_]\w*", self._template_text))
+        taken = {"messages", *inspect.signature(self.inner.apply_chat_template).parameters}
+        for name in options:
+            if name in taken - {"tokenizer_kwargs", "kwargs"}:
+                problem = f"'{name}' is set by the rollout itself; leave it out."
+            elif not words:
+                problem = f"'{name}' is for a chat template, and the tokenizer has none."
+            elif name not in words:
+                problem = f"the chat template never reads '{name}'.{did_you_mean(str(name), words)}"
+            else:
+                continue
+            raise ModelError(
+                "options of the chat template (rollout.chat_template_options, or an agent's "
+                f"chat_template_kwargs): expected names that it reads; {problem}"
+            )
+        return Tokenizer(self.inner, self.eos_ids, self.tools, {**self.options, **options})
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone: no special tokens are added. Control tokens in it become what
@@ -314,6 +347,7 @@ class Tokenizer:
                 tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **self.options,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # Those of Python: a template may take arguments of a call apart, which are any text
