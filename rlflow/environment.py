@@ -6,10 +6,11 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.errors import ConfigError, EnvironmentContractError, PolicyError, RLFlowError
+from rlflow.models.calls.reader import CallReader
 from rlflow.report.metrics import Metric, scores
 from rlflow.texts import wrong_name
 from rlflow.types import Episode, Step, Task
@@ -24,11 +25,13 @@ EITHER_WAY = f"at most {MAX_REWARD:g} either way"
 class SaidTokens:
     """A response as tokens, for environments that pass it on to a program. prompt_tokens: fed in
     front of it. logprobs: of its tokens, nats; NaN where the engine knows none. texts: what each
-    of its tokens adds, special ones included."""
+    of its tokens adds, special ones included. calls: reads calls of tools in its text, as the
+    model's chat template writes them."""
 
     prompt_tokens: int
     logprobs: Sequence[float]
     texts: Callable[[], list[str]]
+    calls: CallReader = field(default_factory=CallReader)
 
 
 class Environment(ABC):
@@ -237,6 +240,11 @@ def step_problem(step: Any) -> tuple[str, str] | None:
     for name, value in step.metrics.items():
         if not isinstance(name, str) or not hasattr(value, "__float__"):
             return "metric", f"metrics: {named}, found {name!r}: {value!r}"
+    if not isinstance(step.template_options or {}, Mapping):
+        return (
+            "template_options",
+            f"template_options: expected {{name: value}}, found {step.template_options!r:.60}",
+        )
     if not isinstance(step.replace or {}, Mapping):
         return "replace", f"replace: expected {{turn: text}}, found {step.replace!r}"
     for name, whole in (("after", step.after), ("max_tokens", step.max_tokens)):
@@ -296,10 +304,11 @@ def check_step(environment: Environment, step: Any, answered: int) -> None:
         raise EnvironmentContractError(
             f"{where}: after: expected a turn from 0 to {answered}, or -1, found {step.after!r}."
         )
-    if step.tools is not None and step.after != -1:
+    beside_prompt = step.tools is not None or step.template_options
+    if beside_prompt and step.after != -1:
         raise EnvironmentContractError(
-            f"{where}: tools stand in front of a conversation; expected after=-1 beside them, "
-            f"found {step.after!r}."
+            f"{where}: tools and template_options stand in front of a conversation; expected "
+            f"after=-1 beside them, found {step.after!r}."
         )
 
 

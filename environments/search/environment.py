@@ -14,6 +14,7 @@ from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow.values import NonNegativeInt, PositiveInt, Share
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.common.tool_calls import reader_of
 from rlflow_environments.common.transcript import as_text
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
@@ -205,7 +206,8 @@ class SearchEnvironment(Environment):
         aborted."""
         state = episode.scratch
         state["responses"].append(response)
-        reading = self._protocol.read(response, state["stop"], episode.cut)
+        calls = reader_of(episode)
+        reading = self._protocol.read_sampled(response, state["stop"], episode.cut, calls)
         if reading.ends:
             return await self._finish(episode)
         spent = self._spent(reading.calls, state)

@@ -11,7 +11,12 @@ from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Message, Step, Task
 from rlflow_environments.common.text import well_formed
-from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message
+from rlflow_environments.common.tool_calls import (
+    TextCall,
+    read_calls,
+    reader_of,
+    tool_message,
+)
 
 MOST_CALLS = 16  # of one response
 MOST_CHARACTERS = 8_000  # of one result
@@ -23,7 +28,7 @@ TOOL_METRICS = {
         "of episodes without a call that could be read",
         alarm=0.99,
         advice="nearly no episode calls a tool: does the model's chat template show them, and does "
-        "the model write calls as <tool_call>{...}</tool_call>?",
+        "the model write calls in a form that is read (docs/write_an_environment.md)?",
     ),
 }
 
@@ -68,7 +73,7 @@ class ToolEnvironment(Environment):
             "counts", {"tool_calls": 0.0, "tool_errors": 0.0, "no_calls": 1.0}
         )
         messages.append({"role": "assistant", "content": response})
-        calls = read_calls(response)
+        calls = read_calls(response, reader_of(episode), self.tools)
         results = [await self._result(episode, call, counts) for call in calls[:MOST_CALLS]]
         for _ in calls[MOST_CALLS:]:
             results.append(f"Error: at most {MOST_CALLS} calls in one response.")

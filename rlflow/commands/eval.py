@@ -204,7 +204,7 @@ def _server_rollout(
     from rlflow.rollout.chat_engine import WARNING, ChatEngine, PiecedText
     from rlflow.run.assemble import make_environment, rollout_over
 
-    text: Any = PiecedText()
+    text: Any = PiecedText(section.chat_template_options)
     named = {"model": args.server_model, "api_key_variable": args.api_key_variable}
     engine = ChatEngine(args.server, text, **named)
     try:

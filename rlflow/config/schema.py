@@ -120,6 +120,7 @@ class RolloutSection:
     faults: Faults = field(default_factory=Faults)
     asynchronous: Asynchrony = field(default_factory=Asynchrony)
     chat_template: bool = False  # put text prompts through the chat template as one user message
+    chat_template_options: dict[str, Any] = field(default_factory=dict)  # for the chat template
     history: Literal["template", "exact"] = "template"  # earlier turns as it shows them, or as said
 
 

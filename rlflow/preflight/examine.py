@@ -91,7 +91,7 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     if model:
         found.model = found.problems.attempt(policy_architecture, config.model.path)
     tokenizer = (
-        found.problems.attempt(_policy_tokenizer, config.model, config.rollout.chat_template, found)
+        found.problems.attempt(_policy_tokenizer, config.model, config.rollout, found)
         if found.model is not None
         else None
     )
@@ -136,9 +136,11 @@ def _adapter_notes(lora: LoraOptions, model_dtype: str, engine: EngineFacts) -> 
     ]
 
 
-def _policy_tokenizer(section: ModelSection, chat_template: bool, found: Readiness) -> Tokenizer:
+def _policy_tokenizer(
+    section: ModelSection, rollout: RolloutSection, found: Readiness
+) -> Tokenizer:
     """The policy's tokenizer. Raises ModelError where the model has no embedding for some of its
-    tokens."""
+    tokens, or the chat template does not read an option."""
     path = section.path
     tokenizer = Tokenizer.from_pretrained(path, trust_remote_code=section.trust_remote_code)
     highest = max(tokenizer.inner.get_vocab().values())
@@ -154,8 +156,9 @@ def _policy_tokenizer(section: ModelSection, chat_template: bool, found: Readine
             f"{path}: the tokenizer has no end-of-sequence token; responses end by "
             "stop strings or limits"
         )
-    if chat_template:
-        tokenizer.render(
+    templated = tokenizer.with_options(rollout.chat_template_options)
+    if rollout.chat_template:
+        templated.render(
             [{"role": "user", "content": "?"}]
         )  # says itself where there is no template
     return tokenizer
@@ -279,6 +282,11 @@ def _count_tasks(
     note = tokenizer.history_note if chat and section.history == "template" else ""
     if note and note not in found.notes:
         found.notes.append(note)
+    if section.chat_template_options and not chat:
+        found.notes.append(
+            f"split '{split}': prompts are text that goes through no chat template, so "
+            "rollout.chat_template_options change nothing; set rollout.chat_template=true"
+        )
     templated = section.chat_template or not tokenizer.special_ids.isdisjoint(
         rollout.prompt_tokens(first)
     )

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError, RolloutError
+from rlflow.errors import ConfigError, ModelError, RolloutError
+from rlflow.models.calls.reader import CallReader
 from rlflow.net.http import GaveUp, Retryable, RetryPolicy, model_client
 from rlflow.rollout.engine import Completion, FixedEngine, Sampling
 from rlflow.rollout.tokenizer import NextTurn, Speech, as_messages
@@ -37,8 +38,11 @@ class PiecedText:
     tokenizer, exact in both directions."""
 
     eos_ids: tuple[int, ...] = ()
+    call_reader = CallReader()
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """options: of the chat template, which the server renders."""
+        self.options = dict(options or {})
         self._pieces: list[str] = [BEGIN, END]
         self._numbers = {piece: number for number, piece in enumerate(self._pieces)}
 
@@ -49,6 +53,15 @@ class PiecedText:
             "server would answer with calls instead of text; take a protocol without tools, or "
             "--model DIR."
         )
+
+    def with_options(self, options: Mapping[str, Any]) -> PiecedText:
+        """This text. Raises ModelError for options that the server is not asked for."""
+        if {**self.options, **options} != self.options:
+            raise ModelError(
+                "chat_template_kwargs: a chat server is sent rollout.chat_template_options alone, "
+                f"found {dict(options)!r:.80}; set them there."
+            )
+        return self
 
     def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
         """The prompt as messages: text is one of the user."""
@@ -174,6 +187,8 @@ class ChatEngine(FixedEngine):
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
         }
+        if self._text.options:  # as vLLM and SGLang name them
+            body["chat_template_kwargs"] = dict(self._text.options)
         if sampling.stop:
             body["stop"] = list(sampling.stop[:MOST_STOPS])
         if sampling.seed is not None and sampling.temperature > 0:

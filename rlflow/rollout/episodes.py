@@ -178,7 +178,8 @@ class EpisodePlayer:
         try:
             return await (self._observe if state.turns else self._begin)(state, step)
         except (EnvironmentContractError, ModelError, RolloutError) as problem:
-            if isinstance(problem, ModelError) and step.tools is None:
+            own = step.tools is None and not step.template_options
+            if isinstance(problem, ModelError) and own:
                 raise
             episode.unshown = problem
             return False
@@ -186,7 +187,7 @@ class EpisodePlayer:
     async def _begin(self, state: EpisodeState, step: Step) -> bool:
         """Puts down the prompt; False if it leaves no room for a response."""
         state.prompt = _as_text(step.observation)
-        prompt = functools.partial(self._prompt, step.observation, step.tools)
+        prompt = functools.partial(self._prompt, step.observation, step)
         tokens, state.here = await self._beside(len(state.prompt), prompt)
         most = self.limits.max_total_tokens
         state.begin(tokens[:most])  # what is scored has no longer rows
@@ -199,12 +200,15 @@ class EpisodePlayer:
             return work()
         return await self.threads.run(work, self.limits.call_s, "tokenizing", "tokenizing")
 
-    def _prompt(
-        self, prompt: Observation, tools: Sequence[dict[str, Any]] | None
-    ) -> tuple[list[int], Branch]:
-        """The ids of a conversation's prompt, and the place in front of its first response."""
+    def _prompt(self, prompt: Observation, step: Step) -> tuple[list[int], Branch]:
+        """The ids of a conversation's prompt, and the place in front of its first response. step:
+        the conversation's tools, and options of the chat template."""
         chat = self.limits.chat_template
-        tokenizer = self.tokenizer if tools is None else self.tokenizer.with_tools(tools)
+        tokenizer = self.tokenizer
+        if step.template_options:
+            tokenizer = tokenizer.with_options(step.template_options)
+        if step.tools is not None:
+            tokenizer = tokenizer.with_tools(step.tools)
         talks = chat or not isinstance(prompt, str)
         messages = list(as_messages(prompt)) if talks else None
         return tokenizer.encode_prompt(prompt, chat), Branch(tokenizer, messages=messages)
@@ -230,7 +234,8 @@ class EpisodePlayer:
         episode.turns += 1
         episode.cut = completion.stop == "length"
         texts = functools.partial(token_texts, self.tokenizer, completion.tokens)
-        episode.sampled = SaidTokens(start, completion.logprobs, texts)
+        calls = state.here.tokenizer.call_reader
+        episode.sampled = SaidTokens(start, completion.logprobs, texts, calls)
         state.responses_cut += episode.cut
         full = full or stop >= self.limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
@@ -286,7 +291,7 @@ class EpisodePlayer:
     def _next_turn(self, state: EpisodeState, step: Step, after: int) -> tuple[NextTurn, Branch]:
         """The ids in front of the next response, and the place there."""
         if after < 0:
-            tokens, place = self._prompt(self._recognised(state, step.observation), step.tools)
+            tokens, place = self._prompt(self._recognised(state, step.observation), step)
             return NextTurn(tokens), place
         place = state.places[after]
         if isinstance(step.observation, str):

@@ -73,6 +73,7 @@ class Rollout:
         call_s: float = CALL_S,
         episode_s: float = EPISODE_S,
         chat_template: bool = False,
+        chat_template_options: Mapping[str, Any] | None = None,
         history: str = "template",
         seed: int = 0,
         deterministic: bool = False,
@@ -81,6 +82,8 @@ class Rollout:
     ) -> None:
         self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
         self.environment = environment
+        if chat_template_options:
+            tokenizer = tokenizer.with_options(chat_template_options)
         self.tokenizer = tokenizer.with_tools(environment.tools) if environment.tools else tokenizer
         max_turns = max_turns if environment.max_turns is None else environment.max_turns
         self.samples_per_prompt, self.max_aborted_share = samples_per_prompt, max_aborted_share

@@ -3,14 +3,24 @@ it was."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    ModelError,
+    RolloutError,
+    did_you_mean,
+)
+from rlflow.models.calls import form_of
+from rlflow.models.calls.reader import THINKING, CallReader
 from rlflow.models.huggingface import read_object
 from rlflow.types import Message, Observation
 
@@ -53,11 +63,17 @@ class Tokenizer:
     """A HuggingFace tokenizer with the few things that a rollout needs."""
 
     def __init__(
-        self, inner: Any, eos_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+        self,
+        inner: Any,
+        eos_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """inner: a transformers tokenizer. eos_ids: further ids that end a response
-        (generation_config.json). tools: JSON schemas that the chat template presents."""
+        (generation_config.json). tools: JSON schemas that the chat template presents. options:
+        what else it is rendered with."""
         self.tools = list(tools)
+        self.options = dict(options or {})
         own = [] if inner.eos_token_id is None else [inner.eos_token_id]
         self.inner = inner
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
@@ -65,7 +81,7 @@ class Tokenizer:
         # are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
         self.special_ids = frozenset(marked | set(inner.all_special_ids))
-        """They have no text."""
+        """They have no text, but for those of calls: `_silent`."""
         self._control = _control_tokens(inner, self.special_ids)
         self._control_text = re.compile(
             "|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True))
@@ -109,7 +125,7 @@ class Tokenizer:
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Tokenizer:
         """This tokenizer with tools in every rendered prompt. Raises ModelError where no chat
         template presents them."""
-        equipped = Tokenizer(self.inner, self.eos_ids, tools)
+        equipped = Tokenizer(self.inner, self.eos_ids, tools, self.options)
         if not tools:
             return equipped
         probe = [_USER]
@@ -122,6 +138,26 @@ class Tokenizer:
                 "prompt and leave `tools` empty."
             )
         return equipped
+
+    def with_options(self, options: Mapping[str, Any]) -> Tokenizer:
+        """This tokenizer with options of the chat template, beside those it has. Raises ModelError
+        for one that the template never reads, or that says what a rollout says."""
+        words = set(re.findall(r"[A-Za-z_]\w*", self._template_text))
+        taken = {"messages", *inspect.signature(self.inner.apply_chat_template).parameters}
+        for name in options:
+            if name in taken - {"tokenizer_kwargs", "kwargs"}:
+                problem = f"'{name}' is set by the rollout itself; leave it out."
+            elif not words:
+                problem = f"'{name}' is for a chat template, and the tokenizer has none."
+            elif name not in words:
+                problem = f"the chat template never reads '{name}'.{did_you_mean(str(name), words)}"
+            else:
+                continue
+            raise ModelError(
+                "options of the chat template (rollout.chat_template_options, or an agent's "
+                f"chat_template_kwargs): expected names that it reads; {problem}"
+            )
+        return Tokenizer(self.inner, self.eos_ids, self.tools, {**self.options, **options})
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone: no special tokens are added. Control tokens in it become what
@@ -177,10 +213,40 @@ class Tokenizer:
 
         return self._control_text.sub(replaced, text)
 
+    @functools.cached_property
+    def call_reader(self) -> CallReader:
+        """What reads calls of tools as the chat template writes them."""
+        template = self._template_text
+        if not template:
+            return CallReader()
+        in_thought: bool | None = None
+        with contextlib.suppress(RolloutError):  # it wants other roles first
+            in_thought = self.render([_USER]).rstrip().endswith(THINKING)
+        return CallReader(form_of(template), in_thought)
+
+    @functools.cached_property
+    def _template_text(self) -> str:
+        """The chat template; of several by name, all of them."""
+        template = self.inner.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @functools.cached_property
+    def _silent(self) -> frozenset[int]:
+        """Special tokens without text: all but those that calls of tools are written with."""
+        form = form_of(self._template_text)
+        written = () if form is None else form.tokens
+        return frozenset(
+            token for token in self.special_ids if self._control.get(token) not in written
+        )
+
     def response_text(self, response: Sequence[int]) -> str:
         """The text of a response, as environments get it: a token that ends the turn is no part of
-        it, special or not."""
-        return self.decode(self._without_end(response))
+        it, special or not, and special tokens have none, but for those of calls of tools."""
+        tokens = self._without_end(response)
+        shown = [token for token in tokens if token not in self._silent]
+        if self.special_ids.isdisjoint(shown):
+            return self.decode(tokens)
+        return self.decode(shown, skip_special_tokens=False)
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         return response[:-1] if response and response[-1] in self.eos_ids else response
@@ -240,7 +306,7 @@ class Tokenizer:
         return [
             (part, part)
             if isinstance(part, str)
-            else ("" if part in self.special_ids else self._control[part], part)
+            else ("" if part in self._silent else self._control[part], part)
             for part in speech
         ]
 
@@ -281,6 +347,7 @@ class Tokenizer:
                 tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **self.options,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # Those of Python: a template may take arguments of a call apart, which are any text

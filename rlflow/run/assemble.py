@@ -97,6 +97,7 @@ def rollout_options(section: RolloutSection, run: RunSection) -> dict[str, Any]:
         "temperature": section.temperature,
         **dataclasses.asdict(section.faults),
         "chat_template": section.chat_template,
+        "chat_template_options": section.chat_template_options,
         "history": section.history,
         "seed": run.seed,
         "deterministic": run.deterministic,

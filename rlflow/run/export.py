@@ -180,11 +180,24 @@ def export_files(
         prompt=(decoded or ["Hello"])[0],
         tokens=config.rollout.max_response_tokens,
         stop=json.dumps(list(rollout.environment.stop), ensure_ascii=False),
+        rendered=_rendered(config.rollout.chat_template_options),
     )
     return {
         "README.md": card,
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }
+
+
+def _rendered(options: Mapping[str, Any]) -> str:
+    """What the card says of the options of the chat template; "" without any."""
+    if not options:
+        return ""
+    keywords = "".join(f", {name}={value!r}" for name, value in options.items())
+    return (
+        "The chat template was rendered with options: "
+        f"`tokenizer.apply_chat_template(messages, add_generation_prompt=True{keywords})`; servers "
+        f"take them as `chat_template_kwargs`: `{json.dumps(dict(options), default=str)}`.\n"
+    )
 
 
 def base_name(path: str) -> str:
@@ -252,4 +265,4 @@ It ends with a token or a string that `generation_config.json` names; for string
 the tokenizer. vLLM does not read them there: a request to it holds
 `"stop": {stop}, "include_stop_str_in_output": true`. In an episode of several turns the
 environment's answer follows; `rlflow eval --model {quoted}` plays whole ones.
-"""
+{rendered}"""

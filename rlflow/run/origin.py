@@ -51,6 +51,8 @@ HARMLESS = (
     *("rollout.temperature", "rollout.chat_template", "rollout.history"),
 )
 """Taken from a stranger's configuration, beside `Environment.harmless_options`."""
+TEMPLATE_OPTION = "rollout.chat_template_options."
+"""In front of an option of the chat template, which is taken too."""
 
 
 def mark_own(config: Path) -> None:
@@ -85,8 +87,12 @@ def trusted(config: Path) -> Path | dict[str, Any]:
     defaults = dict(leaves(to_dict(RunConfig())))
     for key, value in leaves(content):
         section, _, rest = key.partition(".")
+        option = key.removeprefix(TEMPLATE_OPTION)
         if key in keys and _is_harmless(value):
             taken.setdefault(section, {})[rest] = value
+        elif option != key and option.isidentifier() and _is_harmless(value):
+            options = taken.setdefault(section, {}).setdefault("chat_template_options", {})
+            options[option] = value
         elif key != "model.path" and not (key in defaults and defaults[key] == value):
             left.append(f"{key} = {value}" if section in USED else section)
     if left:

@@ -19,7 +19,7 @@ AN_ENVIRONMENT: Rule = (
 """Of a room that the table does not name."""
 # `devices`: products whose rows do not depend on the size of their batch, which scans need as rollouts do.
 ALLOWED: dict[str, Rule] = {
-    "common": ({"errors", "net", "types", "storage", "components", "values"}, set()),
+    "common": ({"errors", "net", "types", "storage", "components", "values", "models"}, set()),
     "retrieval": (
         {
             "errors",

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "components": {"values", "errors"},
     "storage": {"values", "errors", "texts"},
     "models": {"storage", "errors"},
-    "environment": {"report", *BASIS},
+    "environment": {"report", "models", *BASIS},
     "batching": BASIS,
     "net": {"storage", "errors"},
     "algorithms": {"rollout", "components", "values", *BASIS},

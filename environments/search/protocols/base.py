@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from rlflow.types import Observation
 from rlflow_environments.common.blocks import blocks
+from rlflow_environments.common.tool_calls import CallReader
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.protocols.text import neutralize_tags
 
@@ -94,6 +95,12 @@ class Protocol(ABC):
     @abstractmethod
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         """Reads a response. stop: its stop strings; cut: whether a token limit ended it."""
+
+    def read_sampled(
+        self, response: str, stop: tuple[str, ...], cut: bool, calls: CallReader
+    ) -> Reading:
+        """As `read`. calls: reads calls of tools as the model's chat template writes them."""
+        return self.read(response, stop, cut)
 
     @abstractmethod
     def show(self, results: Sequence[Result]) -> list[Shown]:

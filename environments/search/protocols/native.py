@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
-from rlflow_environments.common.tool_calls import TextCall, read_calls, tool_message, tool_schema
+from rlflow_environments.common.tool_calls import (
+    CallReader,
+    TextCall,
+    read_calls,
+    tool_message,
+    tool_schema,
+)
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
 from rlflow_environments.search.protocols.text import neutralize_tags
@@ -46,9 +52,8 @@ class Native(Protocol):
     """Calls of the tools `search(query_list)` and `access(url)`; results come as messages of the
     role `tool`.
 
-    Calls are read from `<tool_call>` blocks (Qwen, Hermes), or from a response that is one JSON
-    object (Llama). A response without a call ends the episode. max_turns: responses (verl's
-    `max_assistant_turns`).
+    Calls are read in the form of the model's chat template. A response without a call ends the
+    episode. max_turns: responses (verl's `max_assistant_turns`).
     """
 
     tools = ("search", "access")
@@ -59,11 +64,17 @@ class Native(Protocol):
         return tuple(_SCHEMAS[tool] for tool in self.enabled)
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        found = [self._call(call) for call in read_calls(response)]
-        calls = tuple(call for call in found if isinstance(call, Call))
+        return self.read_sampled(response, stop, cut, CallReader())
+
+    def read_sampled(
+        self, response: str, stop: tuple[str, ...], cut: bool, calls: CallReader
+    ) -> Reading:
+        read = read_calls(response, calls, self.schemas())
+        found = [self._call(call) for call in read]
+        usable = tuple(call for call in found if isinstance(call, Call))
         problems = [_message(problem) for problem in found if isinstance(problem, str)]
         ends = not found and not cut
-        return Reading(calls, ends, message=problems or "", invalid=bool(problems))
+        return Reading(usable, ends, message=problems or "", invalid=bool(problems))
 
     def _call(self, found: TextCall | str) -> Call | str:
         """The call of a tool here, or what is wrong with it, for the model to read."""

@@ -219,6 +219,22 @@ def test_a_template_that_forgets_thoughts_is_said(
     assert note not in dry(place, capsys, model)[1]
 
 
+def test_options_of_the_chat_template_that_change_nothing_are_said(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(place.path / "other_tokenizer", tmp_path / "thinking"))
+    template = QWEN3 + "{%- if enable_thinking is false %}<think></think>{%- endif %}"
+    (path / "chat_template.jinja").write_text(template)
+    model, option = f"model.path={path}", "rollout.chat_template_options.enable_thinking=false"
+    note = "rollout.chat_template_options change nothing"
+    assert note in dry(place, capsys, model, option)[1]
+    assert note not in dry(place, capsys, model, option, "rollout.chat_template=true")[1]
+    code, _, problems = dry(place, capsys, model, option.replace("thinking", "thinkin"))
+    assert (
+        code == 2 and "never reads 'enable_thinkin'. Did you mean 'enable_thinking'?" in problems[0]
+    )
+
+
 def test_what_bfloat16_does_to_adapters_is_said(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +279,8 @@ FAULTS = {
     "prompts that do not fit": ("data={max_prompt_tokens: 3, val_split: train}", "all 4 prompts are longer than 3 tokens"),
     "an observation limit below its frame": ("rollout.max_observation_tokens=2", "rollout.max_observation_tokens: 2 tokens hold"),
     "a chat template that is asked for and missing": ("rollout.chat_template=true", "it has no chat template"),
+    "options of a chat template that is missing": (
+        "rollout.chat_template_options.enable_thinking=false", "'enable_thinking' is for a chat template, and the tokenizer has none"),
     "a teacher that nobody listens to": ("algorithm.teacher={name: model, path: {policy}}", "no part of the algorithm learns"),
     "a teacher with another vocabulary": (
         "algorithm={advantage: opd, losses: [ppo_clip], teacher: {name: model, path: '{path}/other_tokenizer'}}",

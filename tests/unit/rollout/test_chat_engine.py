@@ -138,8 +138,9 @@ def test_a_model_behind_a_server_is_evaluated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    option = "rollout.chat_template_options.enable_thinking=false"
     with chat_server(searches_then_answers) as (url, seen):
-        assert cli.main(["eval", "--server", url, *data]) == 0
+        assert cli.main(["eval", "--server", url, *data, option]) == 0
     out, err = capsys.readouterr()
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (
@@ -153,6 +154,7 @@ def test_a_model_behind_a_server_is_evaluated(
         and "0.66" in out
     )
     assert len(seen) == 6 and all(request["authorization"] == "Bearer secret" for request in seen)
+    assert all(request["chat_template_kwargs"] == {"enable_thinking": False} for request in seen)
     later = [request["messages"] for request in seen if len(request["messages"]) > 1]
     assert {tuple(message["role"] for message in messages) for messages in later} == {
         ("user", "assistant", "user")

@@ -21,7 +21,10 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     few = ("run.steps=2", "evaluation.every_steps=0", "metrics.picture=false",
            f"trainer.backend={ORACLE}", "evaluation.final_questions=4", "rollout.max_response_tokens=8",
            "rollout.max_total_tokens=32")  # fmt: skip
-    train(letters_config(write_letters_model(folder / "start"), folder, *few))
+    start = write_letters_model(folder / "start")
+    (start / "chat_template.jinja").write_text("{% if enable_thinking %}{{ messages }}{% endif %}")
+    option = "rollout.chat_template_options.enable_thinking=false"
+    train(letters_config(start, folder, *few, option))
     return folder / "letters" / "export"
 
 
@@ -33,6 +36,14 @@ def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(export: Pat
         assert told in card
     verify_export(export)  # the manifest vouches for the card too
     assert "README.md" in json.loads((export / "manifest.json").read_text())["files"]
+
+
+def test_the_card_says_how_the_chat_template_was_rendered(export: Path) -> None:
+    card = (export / "README.md").read_text()
+    assert (
+        "apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)" in card
+    )
+    assert '`chat_template_kwargs`: `{"enable_thinking": false}`' in card
 
 
 def test_responses_end_where_they_did_in_training(export: Path) -> None:

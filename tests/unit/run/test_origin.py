@@ -78,6 +78,7 @@ HOSTILE = (
     "model.trust_remote_code=true",
     "data.val_split=../val",
     "data.curator={name: epochs, evil: 1}",
+    "rollout.chat_template_options={evil: 'http://evil.example'}",
     "cluster.address=evil.example:6379",
     "metrics.sinks=[{name: wandb, entity: evil}]",
     "algorithm.teacher={name: http, url: 'http://evil.example'}",
@@ -94,6 +95,7 @@ def test_of_a_strangers_run_only_listed_keys_with_plain_values_are_taken(
         "environment.top_k=7",
         "environment.max_turns=2",
         "rollout.max_total_tokens=99",
+        "rollout.chat_template_options.enable_thinking=false",
     ]
     plain = load_config(None, [*listed, f"model.path={config.parent / 'export'}"])
     save_config(load_config(None, [*listed, hostile]), config)

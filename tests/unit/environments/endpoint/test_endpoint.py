@@ -162,6 +162,78 @@ def test_tools_and_streams_of_openais_client(directory: Path, tmp_path: Path) ->
     assert tokenizer.decode(fed.contexts[2]).count("<tool_response>\nfound") == 4
 
 
+XML_CALL = (
+    "<tool_call>\n<function=look>\n<parameter=what>\n12\n</parameter>\n<parameter=most>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+TYPED = """
+PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}, "most": {"type": "integer"}}}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+
+async def agent(task, client):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    reply = await client.chat.completions.create(model="m", messages=messages, tools=[LOOK])
+    (call,) = reply.choices[0].message.tool_calls
+    return float(call.function.arguments == '{"what": "12", "most": 3}')
+"""
+
+
+def test_calls_are_read_in_the_form_of_the_template_and_typed_by_the_schema(
+    directory: Path, tmp_path: Path
+) -> None:
+    template = "{#- <parameter= #}" + QWEN3
+    thought = f"<think>\n{XML_CALL}\n</think>\n\n"
+    (one,), fed = play(
+        environment(tmp_path, TYPED),
+        dressed(directory, template),
+        lambda text, number: thought + XML_CALL,
+        max_response_tokens=600,
+    )
+    checked(one, fed)
+    assert one.reward == 1.0 and one.metrics["tool_calls"] == 1
+
+
+OPTIONS = """
+async def agent(task, client):
+    messages = [{"role": "user", "content": "x"}]
+    told = []
+    for options in ({"enable_thinking": False}, {}, {"enable_thinkin": 1}, {"messages": []}, 3):
+        try:
+            reply = await client.chat.completions.create(
+                model="m", messages=messages, extra_body={"chat_template_kwargs": options})
+            told.append(reply.choices[0].message.content)
+        except openai.BadRequestError as problem:
+            told.append(f"{problem.param}: {problem.body['message']}")
+    open(FILE, "w").write("\\n".join(told))
+    return 1
+"""
+OPTION = "{%- if add_generation_prompt and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}"
+
+
+@pytest.mark.parametrize("sampling", ["refuse", "ignore"])
+def test_an_agents_options_of_the_template_are_rendered_with_or_refused(
+    directory: Path, tmp_path: Path, sampling: str
+) -> None:
+    file = tmp_path / "told"
+    made = environment(tmp_path, f"FILE = {str(file)!r}\n{OPTIONS}", sampling=sampling)
+    tokenizer = dressed(directory, QWEN3 + OPTION)
+    (one,), fed = play(made, tokenizer, lambda text, number: f"said {number}")
+    checked(one, fed)
+    ends = [
+        tokenizer.decode(context, False).endswith("<think></think>") for context in fed.contexts
+    ]
+    told = file.read_text().split("\n")
+    assert told[:2] == ["said 0", "said 1"] and ends[:2] == [True, False]
+    if sampling == "ignore":
+        assert told[2:4] == ["said 2", "said 3"] and one.metrics["ignored_parameters"] == 2
+        assert ends[2:] == [False, False]
+    else:
+        assert "never reads 'enable_thinkin'. Did you mean 'enable_thinking'" in told[2]
+        assert "'messages' is set by the rollout itself" in told[3] and len(ends) == 2
+        assert all(line.startswith("chat_template_kwargs: ") for line in told[2:])
+    assert "expected an object of options, found 3" in told[4]
+
+
 REFUSED = """
 async def agent(task, client):
     messages = [{"role": "user", "content": "x"}]

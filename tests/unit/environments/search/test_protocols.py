@@ -8,12 +8,15 @@ import pytest
 from fixtures import tiny_tokenizer
 
 from rlflow.errors import ConfigError, ModelError
+from rlflow.models.calls import form_of
+from rlflow.models.calls.reader import CallReader
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
 from rlflow_environments.retrieval.corpus import write_pages, write_rows
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.protocols import PROTOCOLS, make_protocol
 from rlflow_environments.search.protocols.asearcher import IS_VALID, MAY_BE_INVALID, with_validity
+from rlflow_environments.search.protocols.base import Call
 from tests.unit.environments.search.search_agents import Shelf, converse, roll_out
 
 ROW = {"question": "where is the tower", "solutions": ["Paris"]}
@@ -256,6 +259,17 @@ def test_a_wrong_tool_call_is_answered_and_counted(make, response, problem):
         and step.metrics["invalid_actions"] == 1.0
         and not step.terminated
     )
+
+
+def test_native_calls_have_the_form_of_the_models_template():
+    protocol = make_protocol("native")
+    query = '<parameter=query_list>\n["Alpha", "Beta"]\n</parameter>'
+    response = f"<tool_call>\n<function=search>\n{query}\n</function>\n</tool_call>"
+    reader = CallReader(form_of("<parameter="), False)
+    reading = protocol.read_sampled(response, (), False, reader)
+    assert reading.calls == (Call("search", ("Alpha", "Beta")),) and not reading.invalid
+    wrong = protocol.read_sampled(CALL, (), False, reader)
+    assert wrong.invalid and "<function=NAME>" in wrong.message[0]["content"]
 
 
 def test_a_wrong_call_beside_a_good_one_is_answered_too(make):

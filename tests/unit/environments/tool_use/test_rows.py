@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, DataError, RolloutError
+from rlflow.models.calls.json_blocks import FORM
 from rlflow.types import Task
-from rlflow_environments.common.tool_calls import TOO_DEEP, UNREADABLE, TextCall, read_calls
+from rlflow_environments.common.tool_calls import TOO_DEEP, TextCall, read_calls, unreadable
 from rlflow_environments.tool_use.environment import shortened
 from rlflow_environments.tool_use.rows import make_rule, read_tasks
 
@@ -35,7 +36,7 @@ def test_calls_are_read_in_the_forms_of_qwen_hermes_and_llama() -> None:
         "[" * 100_000,
         '{"name": "a", "arguments": "{"}',
     ):
-        assert read_calls(f"<tool_call>{wrong}</tool_call>") == [UNREADABLE]
+        assert read_calls(f"<tool_call>{wrong}</tool_call>") == [unreadable(FORM.shape)]
     assert read_calls("no call") == []
     for levels, call in ((63, TextCall), (64, str), (900, str)):
         deep = "[" * levels + "]" * levels
@@ -47,7 +48,7 @@ def test_calls_are_read_in_the_forms_of_qwen_hermes_and_llama() -> None:
 
 def test_reading_calls_takes_time_linear_in_the_text() -> None:
     begun = time.perf_counter()
-    assert read_calls("<tool_call>" * 200_000) == []
+    assert len(read_calls("<tool_call>" * 200_000)) == 1
     assert len(read_calls("<tool_call>{</tool_call>" * 50_000)) == 50_000
     assert time.perf_counter() - begun < 5.0
 

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from rlflow_environments.common.text_calls import ReadResponse, TextCall, read_response
+from rlflow.models.calls.form import TextCall
+from rlflow.models.calls.reader import CallReader, ReadResponse
+
+read_response = CallReader().read
 
 
 def test_calls_and_the_text_around_them() -> None:
