@@ -218,9 +218,15 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config.data, config.rollout, found)
             found.problems.attempt(_check_answers, environment, split, found)
+        found.problems.attempt(_count_steps, config, environment)
         steps, prompts = config.run.steps, config.rollout.prompts_per_step
         notes = found.problems.attempt(_task_notes, environment, config.data, steps, prompts)
         found.notes += notes or []
+
+
+def _count_steps(config: RunConfig, environment: Environment) -> None:
+    """Sets `run.steps` where `run.epochs` says them."""
+    config.count_steps(len(tasks_of(environment, config.data.train_split)))
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:
