@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
+        _check_plays(config.rollout.engine)
         asked = asked_evaluation(args, config.evaluation)
         name = model.name
         if args.server is None:
@@ -160,6 +161,18 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
         name = (args.server_model or "server").rpartition("/")[2]
         return nullcontext(ModelDirectory(Path(), name, None))
     return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
+
+
+def _check_plays(engine: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an engine that samples nothing."""
+    from rlflow.rollout.engine_facts import engine_facts
+
+    if engine_facts(engine).recorded:
+        raise ConfigError(
+            "rlflow eval: the model's run imitated recordings (rollout.engine=recorded), and says "
+            "no environment to play in; name one: --config FILE, or --env NAME "
+            "rollout.engine=embedded. Its loss on held-out rows is in the run's metrics."
+        )
 
 
 def _server_rollout(

@@ -103,6 +103,8 @@ class EngineKeeper:
         logger.warning("%s Starting it again: %d of %d times", ended, self.restarts, MOST_RESTARTS)
 
     def _weights(self) -> Iterator[Sent]:
+        if self._rollout.recorded:  # ranks would begin to gather them at once
+            return iter(())
         sharing = sharing_of(self._rollout.engines)
         if sharing is not None:
             return self._trainer.gpu_weights(sharing, *self._merged)
