@@ -30,7 +30,7 @@ from rlflow.run.open import open_run
 from rlflow.run.resume import finished_summary
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.routing import routing_metrics
-from rlflow.types import Batch, Group
+from rlflow.types import SOURCES, Batch, Group
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +179,11 @@ def step_metrics(
     update."""
     metrics = update_metrics(updates, algorithm.loss.reductions)
     metrics["train/lr"] = updates[-1]["lr"]
+    known = batch.loss_mask & batch.require("logprobs_known", "loop")[:, None]
     if "logprob_gap" in updates[0]:  # not where the critic is warmed up alone
         metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
-    known = batch.loss_mask & batch.require("logprobs_known", "loop")[:, None]
+    if not bool(known.any()):  # what nobody sampled says nothing of an engine
+        metrics.pop("train/logprob_gap", None)
     if batch.teacher_logprobs is not None and bool(known.any()):
         metrics["train/teacher_gap"] = float(
             (batch.logprobs - batch.teacher_logprobs)[known].mean()
@@ -192,9 +194,11 @@ def step_metrics(
         metrics["train/shaped_reward"] = float(
             batch.require("rewards", "step_metrics")[first_rows(batch)[0]].mean()
         )
-    owners = batch.require("trajectory", "metrics")
-    taught = (batch.advantages * batch.loss_mask).ne(0).any(dim=1)
-    metrics["train/advantage_zero"] = 1 - len(owners[taught].unique()) / len(owners.unique())
+    demonstrated = batch.require("source", "metrics") == SOURCES.index("demonstration")
+    if not bool(demonstrated.all()):  # what is learned by likelihood needs no advantage
+        owners = batch.require("trajectory", "metrics")
+        taught = (batch.advantages * batch.loss_mask).ne(0).any(dim=1)
+        metrics["train/advantage_zero"] = 1 - len(owners[taught].unique()) / len(owners.unique())
     if batch.values is not None and batch.returns is not None:
         metrics |= critic_metrics(
             batch.values[batch.loss_mask].double(), batch.returns[batch.loss_mask].double()

@@ -30,11 +30,26 @@ class StopReason(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class TaskRecording:
+    """What is to be imitated, of a run with `rollout.engine: recorded`.
+
+    messages: for the chat template, with `tool_calls` where there are some; of those from place
+    `context` on every assistant's is trained, but the first of all. tools: JSON schemas that it presents. texts: in place
+    of messages, one behind the other, each with whether it is trained."""
+
+    messages: Sequence[Message] = ()
+    tools: Sequence[dict[str, Any]] = ()
+    context: int = 0
+    texts: Sequence[tuple[str, bool]] = ()
+
+
+@dataclass(frozen=True)
 class Task:
     """One problem.
 
     prompt: text used verbatim, or messages for the chat template. answer: for the scorer alone.
-    metadata: facts for metrics (hops, source). most_attempts, most_turns: fewer than the run's."""
+    metadata: facts for metrics (hops, source). most_attempts, most_turns: fewer than the run's.
+    recording: what is imitated, where nothing is sampled."""
 
     id: str
     prompt: Observation
@@ -42,6 +57,7 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     most_attempts: int | None = None
     most_turns: int | None = None
+    recording: TaskRecording | None = None
 
     def attempts(self, samples: int) -> int:
         """Attempts at this task in a run with so many samples per prompt."""

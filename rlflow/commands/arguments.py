@@ -60,7 +60,7 @@ MODEL = Option(
     "model.path",
     "HuggingFace model directory, or a name on the hub such as Qwen/Qwen2.5-1.5B-Instruct",
     "PATH",
-    commands=("train",),
+    commands=("train", "sft"),
     may_be=is_hub_name,
 )
 ENVIRONMENT = Option(

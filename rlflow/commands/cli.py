@@ -38,6 +38,7 @@ CORE = {
 """Name -> what adds the command."""
 ORDER = (
     "train",
+    "sft",
     "eval",
     "env",
     "algorithm",

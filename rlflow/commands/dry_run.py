@@ -60,6 +60,9 @@ def look(config: RunConfig, model_later: bool = False, note: str = "") -> int:
     print(found_some if count else "ready: nothing is in the way of this run.")
     for note in found.notes:
         print(f"note: {printable(redact_text(note))}")
+    for split, sample in found.samples.items():
+        told = "what is trained stands between ⟦ and ⟧"
+        print(f"\n# a row of split '{split}': {told}\n{printable(sample)}\n")
     if found.fits and found.sizes is not None:
         _estimate(print_time, config.run.steps, found.sizes)
     if found.fits:

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
+        _check_plays(config.rollout.engine)
         asked = asked_evaluation(args, config.evaluation)
         name = model.name
         if args.server is None:
@@ -192,6 +193,18 @@ def _load_adapter(rollout: Rollout, folder: Path) -> None:
     adapter, _ = read_adapter(folder)
     rollout.verify_weights = rollout.hashes_weights
     rollout.load_weights(adapter_update(adapter.scale, adapter.named_factors()), version=0)
+
+
+def _check_plays(engine: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an engine that samples nothing."""
+    from rlflow.rollout.engine_facts import engine_facts
+
+    if engine_facts(engine).recorded:
+        raise ConfigError(
+            "rlflow eval: the model's run imitated recordings (rollout.engine=recorded), and says "
+            "no environment to play in; name one: --config FILE, or --env NAME "
+            "rollout.engine=embedded. Its loss on held-out rows is in the run's metrics."
+        )
 
 
 def _server_rollout(

@@ -116,4 +116,4 @@ def train_overrides(args: argparse.Namespace) -> list[str]:
     # The config.yaml of a run that began with the one must not forbid the other
     if len(switches) == 1:
         switches.insert(0, "run.overwrite=false" if args.resume else "run.resume=false")
-    return [*switches, *option_overrides(args, "train")]
+    return [*switches, *option_overrides(args, args.command)]

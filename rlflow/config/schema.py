@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class RunSection:
     name: str = "run"  # of the run
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # what every generator takes
     steps: Annotated[int, Range(1, 10**9)] = 100  # optimizer steps at the most
+    epochs: PositiveFloat | None = None  # passes over the training tasks: they set `steps`
     max_minutes: PositiveFloat | None = None  # stops cleanly after this wall time
     target: Share | None = None  # stops when eval/exact_match reaches this
     deterministic: bool = False  # equal seeds give equal bits in one process
@@ -196,6 +198,12 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+
+    def count_steps(self, tasks: int) -> None:
+        """Sets `run.steps` to `run.epochs` passes over so many training tasks, where it is set."""
+        if self.run.epochs is not None:
+            passes = self.run.epochs * tasks / self.rollout.prompts_per_step
+            self.run.steps = max(1, math.ceil(passes))
 
     @property
     def updates(self) -> int:

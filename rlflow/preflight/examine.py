@@ -43,6 +43,7 @@ from rlflow.preflight.host_memory import check_host_memory
 from rlflow.preflight.start import policy_architecture, start_checks
 from rlflow.rollout.engine_facts import EngineFacts, engine_facts
 from rlflow.rollout.environment_calls import shut_down, tasks_of
+from rlflow.rollout.recorded import RecordedRollout
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.run.assemble import (
@@ -65,10 +66,11 @@ MOST = 2**80  # bytes; a message need not tell more
 @dataclass
 class Readiness:
     """What is known of a configuration. problems: what would stop the run. notes: what is worth a
-    look, one line each."""
+    look, one line each. samples: a recorded row of each split, trained tokens marked."""
 
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
+    samples: dict[str, str] = field(default_factory=dict)
     model: Architecture | None = None
     sizes: RunSizes | None = None
     fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
@@ -107,8 +109,8 @@ def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Read
     found.problems.attempt(_check_cluster, config.cluster)
     if not found.problems:
         found.problems.attempt(check_continuation, config)
-    if config.trainer.lora is not None:
-        engine = engine_facts(config.rollout.engine)
+    engine = engine_facts(config.rollout.engine)
+    if config.trainer.lora is not None and not engine.recorded:
         found.notes += _adapter_notes(config.trainer.lora, config.model.dtype, engine)
     if found.model is not None:
         found.sizes = found.problems.attempt(run_sizes, config, found.model)
@@ -224,9 +226,15 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config.data, config.rollout, found)
             found.problems.attempt(_check_answers, environment, split, found)
+        found.problems.attempt(_count_steps, config, environment)
         steps, prompts = config.run.steps, config.rollout.prompts_per_step
         notes = found.problems.attempt(_task_notes, environment, config.data, steps, prompts)
         found.notes += notes or []
+
+
+def _count_steps(config: RunConfig, environment: Environment) -> None:
+    """Sets `run.steps` where `run.epochs` says them."""
+    config.count_steps(len(tasks_of(environment, config.data.train_split)))
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:
@@ -270,8 +278,13 @@ def _count_tasks(
         if total <= PROMPTS_READ:
             raise
         kept, dropped = fitting_tasks(rollout, split, longest_prompt)
-    longest = max(len(rollout.prompt_tokens(task)) for task in kept)
     read = len(kept) + dropped
+    if isinstance(rollout, RecordedRollout):
+        of = f", the first {read:,} of {total:,}" if read < total else ""
+        found.notes.append(f"split '{split}'{of}: {rollout.notes[split]}")
+        found.samples.setdefault(split, rollout.samples[split])
+        return
+    longest = max(len(rollout.prompt_tokens(task)) for task in kept)
     of = f"the first {read:,}" if read < total else "them"
     found.notes.append(
         f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, "

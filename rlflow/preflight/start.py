@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlflow.algorithms.algorithm import check_parts
+from rlflow.algorithms.algorithm import check_parts, make_loss
 from rlflow.components import ENGINE, FILTER
 from rlflow.config.checks import check_secrets, config_checks
 from rlflow.config.loading import to_dict
-from rlflow.config.schema import ClusterSection, MetricsSection, RunConfig, RunSection
+from rlflow.config.schema import (
+    AlgorithmSection,
+    ClusterSection,
+    MetricsSection,
+    RunConfig,
+    RunSection,
+)
 from rlflow.errors import (
     ConfigError,
     MissingPackageError,
@@ -56,6 +62,8 @@ def start_checks(
         yield partial(_check_package, *package)
     engine = engine_facts(config.rollout.engine)
     yield lambda: check_gpus(config.cluster, engine)
+    if engine.recorded:
+        yield lambda: _check_recorded(config.algorithm, config.cluster, config.run)
     if model and config.model.path:
         yield lambda: _check_routers(config.trainer, config.model.path)
     if config.trainer.router_replay == "rollout":
@@ -83,6 +91,26 @@ def _check_weights(path: str) -> None:
     # The families that can be trained are fewer than those that can be read
     policy_architecture(path)
     check_loadable(path)
+
+
+def _check_recorded(algorithm: AlgorithmSection, cluster: ClusterSection, run: RunSection) -> None:
+    """What makes no sense where nothing is sampled. Raises ConfigError."""
+    if make_loss(algorithm.losses).vanishes_at_zero_advantage:
+        names = ", ".join(str(one["name"]) for one in algorithm.losses)
+        raise ConfigError(
+            "algorithm.losses: with rollout.engine=recorded nothing has an advantage; expected a "
+            f"loss that learns by likelihood, such as [sft], found {names}."
+        )
+    if cluster.rollout_workers:
+        raise ConfigError(
+            "cluster.rollout_workers: rollout.engine=recorded samples nothing that workers could "
+            f"do; expected 0, found {cluster.rollout_workers}."
+        )
+    if run.target is not None:
+        raise ConfigError(
+            "run.target: a score to reach, and with rollout.engine=recorded a loss is measured, "
+            f"which falls; expected null, found {run.target:g}."
+        )
 
 
 def _check_routers(trainer: TrainerOptions, model_path: str) -> None:

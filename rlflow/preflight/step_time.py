@@ -34,7 +34,7 @@ def estimate_step(sizes: RunSizes, cores: int) -> dict[str, float]:
         trained *= 2
     passes = sum(name in sizes.needs for name in SCORES)
     return {
-        "sampling": _decoding_s(sizes, cores, sampled),
+        "sampling": 0.0 if sizes.engine.recorded else _decoding_s(sizes, cores, sampled),
         "scores": passes * forward / rate,
         "updates": trained * sizes.epochs / rate,
     }

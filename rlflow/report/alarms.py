@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.errors import did_you_mean
-from rlflow.report.lines import Records, values_of
+from rlflow.report.lines import Records, is_step, values_of
 from rlflow.report.metrics import METRICS, Metrics, label, leading_score, training_name
 
 LASTING = 3  # steps in a row that a sign must be seen in
@@ -78,7 +78,7 @@ class Watch:
             NEVER_STOPPING: all_cut(recent),
             ALL_SOLVED: all_solved(recent, known),
             NO_DIFFERENCE: no_difference(recent, known),
-            CERTAIN: "" if succeeding(self._scores) else entropy_collapse(recent),
+            CERTAIN: self._certain(recent),
             ROUNDED: rounded_away(recent),
             **{label(name): alarm(recent, name, known) for name in known},
             **undeclared(metrics, known),
@@ -87,9 +87,15 @@ class Watch:
         self._told |= found.keys()
         return [Fault(name, text, step) for name, text in found.items()]
 
+    def _certain(self, recent: Records) -> str:
+        """The sign that the entropy is gone; of recordings, which have no score, it may go."""
+        if not self._scores or succeeding(self._scores):
+            return ""
+        return entropy_collapse(recent)
+
     def recall(self, records: Records) -> list[Fault]:
         """The faults of earlier sessions' records, which are not told again."""
-        trained = [one for one in records if "train/reward" in one]
+        trained = [one for one in records if is_step(one)]
         return [fault for one in trained for fault in self.observe(int(one["step"]), one)]
 
 

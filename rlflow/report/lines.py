@@ -53,6 +53,11 @@ def values_of(records: Records, name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
+def is_step(record: Mapping[str, float]) -> bool:
+    """Whether the record is of a training step."""
+    return any(name.startswith("train/") for name in record)
+
+
 def numbers(metrics: Mapping[str, float], registered: Metrics) -> list[str]:
     """The leading metrics that are there, the most telling first; the reward only where it is
     another number than the score."""
@@ -269,7 +274,11 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((f"{rlflow} ask {run}{asked}", "talk to the policy"))
     found.append((f"{rlflow} view {run} --open", "its episodes, token by token"))
     found.append((f"{rlflow} show {run}", "in the terminal"))
-    if "export" in written:
+    if "export" in written and summary.get("recorded"):
+        export = shlex.quote(written["export"])
+        command_line = f"{rlflow} train --model {export} --config CONFIG.yaml"
+        found.append((command_line, "reinforcement learning from here"))
+    elif "export" in written:
         export = shlex.quote(written["export"])
         found.append((f"{rlflow} eval --model {export}", "its scores"))
     return found

@@ -313,6 +313,10 @@ METRICS: Metrics = {
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
     "eval/reward_high": Metric("reward", "upper end of its 95% interval"),
+    "eval/nll": Metric(
+        "nats/token", "negative log-likelihood of the trained tokens, with rollout.engine: recorded"
+    ),
+    "eval/tokens": Metric("tokens", "that it is a mean over"),
     "eval/turns": Metric("per task", "responses of the policy"),
     "eval/response_tokens": Metric("tokens/task", "sampled by the policy"),
     "eval/questions": Metric("count", "tasks with an attempt that did not fail"),

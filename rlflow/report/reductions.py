@@ -130,10 +130,11 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
         return mean([float(one.stop.value == reason) for one in trajectories])
 
     rewards = [trajectory.reward for trajectory in usable]
+    sampled = any(trajectory.source != "demonstration" for trajectory in usable)
     unscorable = mean([float(one.unscorable) for one in trajectories])
     own = reduced(episode_records(usable, registered), registered)
     return {
-        **({"train/reward": mean(rewards)} if usable else {}),
+        **({"train/reward": mean(rewards)} if sampled else {}),
         **named_reward_means(usable, "train"),
         **{training_name(name, registered): value for name, value in own.items()},
         "rollout/episodes": float(len(trajectories)),

@@ -38,6 +38,9 @@ class EngineFacts:
 
     count: engines that are made. gpus_each: GPUs of one of them."""
 
+    recorded = False
+    """Whether it samples nothing: what the environment's tasks hold is imitated."""
+
     in_process = False
     """Whether it computes in the run's own process, on the first GPU that this sees."""
 

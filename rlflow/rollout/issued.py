@@ -110,5 +110,5 @@ def restored(trajectory: Trajectory | None) -> IssuedAttempt:
 
 def oldest_version(trajectory: Trajectory) -> int | None:
     """The least weight version of the tokens that the policy sampled; None where there is none."""
-    found = [one.versions[one.loss_mask] for one in trajectory.segments]
+    found = [one.versions[one.loss_mask & (one.versions >= 0)] for one in trajectory.segments]
     return min((int(versions.min()) for versions in found if len(versions)), default=None)

@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ from weakref import WeakSet
 from rlflow.components import ENGINE
 from rlflow.devices.matmul import PRODUCTS
 from rlflow.environment import Environment, check_form
-from rlflow.errors import RolloutError
+from rlflow.errors import DataError, RolloutError
 from rlflow.net.calls import THREADS, CallThreads
 from rlflow.rollout.codec import Transcripts
 from rlflow.rollout.deterministic import TurnSeeds
@@ -41,6 +42,8 @@ from rlflow.rollout.weight_sync import (
 )
 from rlflow.types import Group, Task
 
+logger = logging.getLogger(__name__)
+
 
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch.
@@ -56,6 +59,9 @@ class Rollout:
     `report`: what the environment reported about the last collection. `on_episode`: told (ended,
     all in flight or ended, trajectory) of each episode that ends; for displays. `on_group`: given
     each group of a step as it ends. Both are called in the thread that waits for groups."""
+
+    recorded = False
+    """Whether what tasks hold is imitated, and nothing is sampled."""
 
     def __init__(
         self,
@@ -155,6 +161,22 @@ class Rollout:
     def prompt_tokens(self, task: Task) -> list[int]:
         """The ids that an episode of the task starts with."""
         return self.tokenizer.encode_prompt(task.prompt, self._limits.chat_template)
+
+    def fitting(self, split: str, tasks: Sequence[Task], max_prompt_tokens: int) -> list[Task]:
+        """The tasks of a split whose prompts fit; the others are a warning. Raises DataError where
+        none is left."""
+        limit = min(max_prompt_tokens, self.max_total_tokens - 1)
+        kept = [task for task in tasks if len(self.prompt_tokens(task)) <= limit]
+        dropped = len(tasks) - len(kept)
+        if not kept:
+            raise DataError(
+                f"split '{split}': all {len(tasks)} prompts are longer than {limit} tokens; raise "
+                "data.max_prompt_tokens and rollout.max_total_tokens."
+            )
+        if dropped:
+            told = "split '%s': %d of %d prompts over %d tokens dropped"
+            logger.warning(told, split, dropped, len(tasks), limit)
+        return kept
 
     def collect(
         self,

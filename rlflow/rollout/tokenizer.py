@@ -190,6 +190,10 @@ class Tokenizer:
                 return tokens[len(start) :]
         return self.encode(text)
 
+    def encode_piece(self, text: str) -> list[int]:
+        """The ids of rendered text behind other text; control tokens in it are such."""
+        return self._encode_behind(text)
+
     @functools.cached_property
     def _in_front(self) -> list[int]:
         """The ids of that line break; [] where no blank is put in front."""

@@ -34,6 +34,7 @@ from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
 from rlflow.rollout.probe_rule import TOKENS, spacing
+from rlflow.rollout.recorded import RecordedRollout
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tasks import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
@@ -83,7 +84,11 @@ def rollout_over(
     run: RunSection,
 ) -> Rollout:
     """The rollout of a configuration over these. Raises ConfigError, ModelError."""
-    return Rollout(engines, environment, tokenizer, **rollout_options(section, run))
+    options = rollout_options(section, run)
+    if engine_facts(section.engine).recorded:
+        too_long = section.engine.get("too_long", "drop")
+        return RecordedRollout(environment, tokenizer, too_long=too_long, **options)
+    return Rollout(engines, environment, tokenizer, **options)
 
 
 def rollout_options(section: RolloutSection, run: RunSection) -> dict[str, Any]:
@@ -167,21 +172,11 @@ def fitting_tasks(
 ) -> tuple[list[Task], int]:
     """(the tasks whose prompts fit, number of the others) of the split's first ones or of all.
     Raises DataError where none is left."""
-    limit = min(max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
-    kept = [task for task in tasks if len(rollout.prompt_tokens(task)) <= limit]
-    dropped = len(tasks) - len(kept)
-    if not kept:
-        raise DataError(
-            f"split '{split}': all {len(tasks)} prompts are longer than {limit} tokens; raise "
-            "data.max_prompt_tokens and rollout.max_total_tokens."
-        )
-    if dropped:
-        told = "split '%s': %d of %d prompts over %d tokens dropped"
-        logger.warning(told, split, dropped, len(tasks), limit)
-    return kept, dropped
+    kept = rollout.fitting(split, tasks, max_prompt_tokens)
+    return kept, len(tasks) - len(kept)
 
 
 def make_trainer(config: RunConfig, placement: Placement | None = None) -> Trainer:

@@ -108,6 +108,8 @@ class EngineKeeper:
     def _weights(self) -> Iterator[Sent]:
         if self.adapters_alone:
             return self._trainer.adapters()
+        if self._rollout.recorded:  # ranks would begin to gather them at once
+            return iter(())
         sharing = sharing_of(self._rollout.engines)
         if sharing is not None:
             return self._trainer.gpu_weights(sharing, *self._merged)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.batching import make_batch
 from rlflow.config.schema import EvaluationSection
 from rlflow.report.metrics import Metrics, scores
 from rlflow.report.reductions import (
@@ -17,6 +18,7 @@ from rlflow.report.reductions import (
     reduced,
 )
 from rlflow.rollout.rollout import Rollout
+from rlflow.trainer.base import Trainer
 from rlflow.types import Group, Task, Trajectory
 from rlflow.values import checked
 
@@ -88,6 +90,19 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
                 low, high = max(low, 0.0), min(high, 1.0)
             metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = low, high
     return metrics
+
+
+def recorded_loss(trainer: Trainer, groups: Sequence[Group], rows: int) -> dict[str, float]:
+    """The loss of recorded trajectories, a mean over all their trained tokens, `rows` trajectories
+    scored at a time."""
+    trajectories = [trajectory for group in groups for trajectory in group.usable]
+    total, tokens = 0.0, 0
+    for start in range(0, len(trajectories), rows):
+        batch = make_batch(trajectories[start : start + rows])
+        scores = trainer.score(batch.replace(wanted=batch.loss_mask))["logprobs"]
+        total -= float(scores[batch.loss_mask].double().sum())
+        tokens += int(batch.loss_mask.sum())
+    return {"eval/nll": total / tokens, "eval/tokens": float(tokens)}
 
 
 def metrics_by_set(groups: Sequence[Group], registered: Metrics) -> dict[str, dict[str, float]]:

@@ -162,7 +162,7 @@ def export_files(
     prompts = [rollout.prompt_tokens(task) for task in evaluation.tasks(final=True)[:1]]
     decoded = [rollout.tokenizer.decode(one, skip_special_tokens=False) for one in prompts]
     facts = {
-        **_recipe(config.algorithm, config.rollout, steps),
+        **_recipe(config.algorithm, config.rollout, steps, rollout.recorded),
         "learning rate": config.trainer.lr,
         "weights": config.model.dtype,
         **_scores(evaluation, rollout.environment.metrics),
@@ -172,10 +172,14 @@ def export_files(
         front=f"\nbase_model: {base}" if "/" in base else "",
         title=config.run.name,
         base=base,
+        tag="supervised-fine-tuning" if rollout.recorded else "reinforcement-learning",
+        how="fine-tuned with rlflow on"
+        if rollout.recorded
+        else "trained by reinforcement learning with rlflow in",
+        episodes="" if rollout.recorded else _EPISODES.format(quoted=shlex.quote(str(export))),
         environment=Path(str(config.environment["name"])).name,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
         path=str(export),
-        quoted=shlex.quote(str(export)),
         options=", trust_remote_code=True" if config.model.trust_remote_code else "",
         prompt=(decoded or ["Hello"])[0],
         tokens=config.rollout.max_response_tokens,
@@ -206,8 +210,14 @@ def base_name(path: str) -> str:
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 
 
-def _recipe(algorithm: AlgorithmSection, limits: RolloutSection, steps: int) -> dict[str, Any]:
+def _recipe(
+    algorithm: AlgorithmSection, limits: RolloutSection, steps: int, recorded: bool
+) -> dict[str, Any]:
     """What was done in `steps` steps, by name."""
+    if recorded:
+        losses = [part["name"] for part in (*algorithm.losses, algorithm.aggregate)]
+        rows = f"{limits.prompts_per_step} rows of at most {limits.max_total_tokens} tokens"
+        return {"algorithm": " + ".join(losses), "length": f"{steps} steps of {rows}"}
     parts = (algorithm.advantage, *algorithm.losses, algorithm.aggregate)
     prompts = f"{limits.prompts_per_step} prompts"
     turns = f"at most {limits.max_turns} turns"
@@ -236,11 +246,11 @@ def _scores(evaluation: EvaluationSchedule, registered: Metrics) -> dict[str, st
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [reinforcement-learning, rlflow]{front}
+tags: [{tag}, rlflow]{front}
 ---
 # {title}
 
-{base}, trained by reinforcement learning with rlflow in the environment `{environment}`.
+{base}, {how} the environment `{environment}`.
 
 | | |
 |---|---|
@@ -263,6 +273,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 It ends with a token or a string that `generation_config.json` names; for strings `generate` needs
 the tokenizer. vLLM does not read them there: a request to it holds
-`"stop": {stop}, "include_stop_str_in_output": true`. In an episode of several turns the
-environment's answer follows; `rlflow eval --model {quoted}` plays whole ones.
+`"stop": {stop}, "include_stop_str_in_output": true`.{episodes}
 {rendered}"""
+_EPISODES = """ In an episode of several turns the
+environment's answer follows; `rlflow eval --model {quoted}` plays whole ones."""

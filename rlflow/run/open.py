@@ -111,6 +111,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     placement = _open_placement(sizes, stored, progress, stack)
     rollout = _open_rollout(config, placement, progress, stack)
     tasks = _read_tasks(config.data, rollout)
+    config.count_steps(len(tasks.train))
+    progress.steps = config.run.steps
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
     stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")

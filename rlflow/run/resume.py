@@ -50,6 +50,8 @@ def finished_summary(section: RunSection) -> dict[str, Any] | None:
         and summary.get("status") == "finished"
         and summary.get("steps") == step >= section.steps
     )
+    # How many steps its epochs are is not known before the tasks are
+    done = done and section.epochs is None
     return summary if done and section.resume_step in (None, step) else None
 
 

@@ -24,7 +24,7 @@ from rlflow.run.arrival import Effect
 from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
 from rlflow.run.engine_keeper import EngineKeeper
-from rlflow.run.evaluate import EvaluationSchedule, evaluate
+from rlflow.run.evaluate import EvaluationSchedule, evaluate, recorded_loss
 from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.step_log import StepLog
@@ -204,6 +204,12 @@ class Run:
                 samples_per_prompt=section.samples_per_prompt,
                 temperature=section.temperature,
             )
+            if self.rollout.recorded:
+                rows = self.config.rollout.prompts_per_step
+                result.metrics = {
+                    **{name: one for name, one in result.metrics.items() if "reward" not in name},
+                    **recorded_loss(self.trainer, result.groups, rows),
+                }
         self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
@@ -310,6 +316,7 @@ class Run:
             "last_evaluation_step": evaluation.last_step,
             "last_evaluation": evaluation.last,
             "export_logprob_difference": export_gap,
+            "recorded": self.rollout.recorded,
             "takes_questions": self.rollout.environment.takes_questions,
             "example_question": next(
                 (task.metadata["question"] for task in tasks if "question" in task.metadata), None

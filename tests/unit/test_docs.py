@@ -176,6 +176,18 @@ def test_the_page_of_prompts_and_rewards_works_as_it_stands(
     assert names == [*inspect.signature(type(environment)).parameters]
 
 
+def test_the_rows_of_the_page_of_fine_tuning_are_of_every_form(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "sft.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"<!-- test: rows.jsonl -->\n```\w+\n(.*?)```", text, flags=re.S)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    environment = ENVIRONMENT.build({"name": "recordings", "val": str(tmp_path / "rows.jsonl")})
+    recordings = [task.recording for task in environment.tasks("val")]
+    forms = {
+        (len(one.messages), one.context, tuple(flag for _, flag in one.texts)) for one in recordings
+    }
+    assert forms == {(2, 0, ()), (2, 1, ()), (0, 0, (False, True)), (0, 0, (True,))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))

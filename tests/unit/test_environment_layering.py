@@ -80,6 +80,21 @@ ALLOWED: dict[str, Rule] = {
         },
         {"common", "endpoint", "tool_use", "program"},
     ),
+    # `commands`, `config`: `rlflow sft` is `rlflow train` with its own defaults.
+    "dataset": (
+        {
+            "errors",
+            "types",
+            "storage",
+            "components",
+            "values",
+            "report",
+            "environment",
+            "commands",
+            "config",
+        },
+        {"common"},
+    ),
     # Filters of groups, which play what others said.
     "swarm": (
         {

@@ -100,7 +100,8 @@ class Picture:
 
 def has_curves(records: Records, registered: Metrics) -> bool:
     """Whether a run has measured anything that `run_svg` would draw."""
-    names = ("train/reward", f"eval/{drawn_score(records, registered)}")
+    score = drawn_score(records, registered)
+    names = ("train/reward", f"train/{score}", f"eval/{score}")
     return any(values_of(records, name) for name in names)
 
 

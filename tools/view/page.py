@@ -26,6 +26,7 @@ from rlflow.report.lines import (
     clock,
     ending,
     evaluation_line,
+    is_step,
     next_commands,
     numbers,
     phase_times,
@@ -178,7 +179,7 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
         what = "what the policy learned, and seconds per step"
         wide, narrow = (run_svg(records, registered, narrow=narrow) for narrow in (False, True))
         parts.append(picture(wide, narrow, what))
-    trained = [record for record in records if "train/reward" in record]
+    trained = [record for record in records if is_step(record)]
     if trained:
         shown = [*numbers(trained[-1], registered), phase_times(trained[-1])]
         cells = "".join(f"<li>{markup(part)}</li>" for part in shown if part)

@@ -64,9 +64,9 @@ def test_commands_stand_in_one_order_whoever_brings_them(
     with pytest.raises(SystemExit):
         cli.parse(["--help"])
     listed = re.findall(r"^    (\w+)", capsys.readouterr().out, flags=re.M)
-    working = ["train", "eval", "env", "algorithm", "merge"]
+    working = ["train", "sft", "eval", "env", "algorithm", "merge"]
     looking = ["show", "view", "compare", "ask", "config", "doctor"]
-    assert listed == [*working, *looking, *sorted(listed[11:])]
+    assert listed == [*working, *looking, *sorted(listed[12:])]
 
 
 def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_a_run_that_goes_on_is_not_finished_by_its_old_summary(
         write_json(run.directory.summary, {"status": "finished", "steps": 1})
     config.run.resume = True
     assert finished_summary(config.run) is not None
+    config.run.epochs = 2.0  # how many steps they are is not known yet
+    assert finished_summary(config.run) is None
+    config.run.epochs = None
     with open_run(config):
         pass
     assert finished_summary(config.run) is None
@@ -162,3 +165,18 @@ def test_routes_of_the_rollout_are_not_there_for_what_others_sampled(
         match=r"router_replay: algorithm\.filters\[0\] 'demonstrations' brings attempts that no",
     ):
         _check_routes(config.rollout.engine, config.algorithm.filters)
+
+
+def test_epochs_set_the_steps_as_soon_as_the_tasks_are_known(model: Path, tmp_path: Path) -> None:
+    """36 tasks, 10 a step: one and a half passes are 54 prompts, in 6 steps; the schedule decays over these."""
+    config = letters_config(
+        model,
+        tmp_path,
+        f"trainer.backend={ORACLE}",
+        "run.epochs=1.5",
+        "rollout.prompts_per_step=10",
+        "trainer.schedule={name: linear, min_lr: 0.0}",
+    )
+    with open_run(config) as run:
+        assert run.config.run.steps == 6 and run.log.progress.steps == 6
+        assert config.trainer.decaying_over(config.policy_updates).schedule["decay_steps"] == 6

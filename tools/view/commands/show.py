@@ -18,6 +18,7 @@ from rlflow.report.lines import (
     ending,
     evaluation_line,
     evaluation_parts,
+    is_step,
     numbers,
     values_of,
 )
@@ -155,7 +156,7 @@ def summary_text(recorded: RunFiles, paint: Paint) -> str:
     records = recorded.metrics
     registered = recorded.registered
     lines = [paint(str(run.path), "bold")]
-    trained = [one for one in records if "train/reward" in one]
+    trained = [one for one in records if is_step(one)]
     evaluated = [one for one in records if f"eval/{leading_score(registered, one, 'eval')}" in one]
     if trained:
         took = f"{clock(run_seconds(trained))} from the start, evaluations included"
