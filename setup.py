@@ -72,6 +72,7 @@ EXTRAS = {
     "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
     "nethack": ["nle>=1.3"],  # the game of `environment: nethack`
     "miniwob": ["miniwob>=1.0"],  # the pages of `environment: miniwob` (apt: chromium)
+    "gguf": ["gguf>=0.17"],  # recipes/real, where the hub is not reached
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
@@ -93,7 +94,7 @@ EXTRAS = {
     ],
 }
 # What `bash tests/run.sh` installs: all that pip can bring to a machine without a compiler.
-TESTED = "search agents data gymnasium mathematics mcp nethack qdrant ray tensorboard browser dev vendors"
+TESTED = "search agents data gymnasium mathematics mcp gguf nethack qdrant ray tensorboard browser dev vendors"
 EXTRAS["test"] = sorted({package for extra in TESTED.split() for package in EXTRAS[extra]})
 
 

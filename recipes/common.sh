@@ -83,6 +83,7 @@ rlflow_extras() {
         run) echo search ;;
         browser) echo search,miniwob ;;
         nethack) echo search,nethack ;;
+        real) echo search,gguf ;;
         cluster) echo search,ray ;;
         test) echo test ;;
     esac
@@ -107,13 +108,15 @@ if sys.argv[1] == "browser":
     names += ["miniwob"]
 if sys.argv[1] == "nethack":
     names += ["nle"]
+if sys.argv[1] == "real":
+    names += ["gguf"]
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
     names += ["uvloop", "httptools", "prometheus_client", "qdrant_client"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
     names += ["openai", "anthropic", "smolagents", "langgraph", "langchain_openai", "peft"]
-    names += ["gymnasium", "math_verify", "mcp", "nle", "pyarrow"]
+    names += ["gymnasium", "math_verify", "mcp", "nle", "gguf", "pyarrow"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:
     sys.exit(1)
@@ -289,7 +292,7 @@ rlflow_install() {
     rlflow_say "set-up finished in $((SECONDS - start)) s"
 }
 
-# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), browser, nethack, cluster (more than one process) or test.
+# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), browser, nethack, real, cluster (more than one process) or test.
 rlflow_setup() {
     local profile=$1 venv=${RLFLOW_VENV:-$RLFLOW_ROOT/.venv} stamp
     rlflow_check_platform
@@ -304,7 +307,7 @@ rlflow_setup() {
     } | sha256sum | cut -c1-64)
     local larger='run cluster test'
     larger=${larger#"${larger%%"$profile"*}"} # each of these has what the ones before it have
-    case $profile in run) larger="$larger browser nethack" ;; browser | nethack) larger=$profile ;; esac
+    case $profile in run) larger="$larger browser nethack real" ;; browser | nethack) larger=$profile ;; real) larger='real test' ;; esac
     rlflow_ready() {
         local name
         [ -x "$RLFLOW_PYTHON" ] || return

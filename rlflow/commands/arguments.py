@@ -151,7 +151,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     option(parser, "--config", "FILE", sections)
     code = "use all of the config.yaml beside the model, though others made it"
     flag(parser, "--allow-code", f"{code}: the code, files and addresses that it names")
-    option(parser, "--temperature", "T", "0 is greedy", default=0.0)
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from rlflow.config.schema import EvaluationSection, RolloutSection, RunConfig, RunSection
     from rlflow.rollout import Rollout
+    from rlflow.run.evaluate import Evaluation, Spread
     from rlflow.run.origin import ModelDirectory
     from rlflow.trainer.options import LoraOptions
 
@@ -54,6 +56,7 @@ def add(commands: Commands) -> None:
         rlflow eval --model runs/my-run/checkpoints/step_000100    # converted beside it first
         rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500
         rlflow eval --server http://localhost:8000/v1 --config my.yaml
+        rlflow eval --model DIR --config my.yaml --samples 8 --temperature 0.3,0.6,1.0
         """,
     )
     model = "HuggingFace directory (e.g. a run's export/), a LoRA adapter's, a name on the hub, a run (newest"
@@ -69,6 +72,8 @@ def add(commands: Commands) -> None:
     key = "environment variable with the server's key"
     option(parser, "--api-key-variable", "NAME", key, default="OPENAI_API_KEY")
     add_model_options(parser)
+    temperature = "0 is greedy; of several, as 0.3,0.6,1.0, each is tried (default 0)"
+    option(parser, "--temperature", "T", temperature, type=temperatures)
     option(
         parser,
         "--data",
@@ -81,21 +86,29 @@ def add(commands: Commands) -> None:
     option(parser, "--questions", "N", "only the first N tasks", type=int)
     option(parser, "--samples", "N", "attempts per task (default 1)", type=int)
     add_options(parser, "eval")
-    # What is not said here, a configuration of another system may say
-    parser.set_defaults(temperature=None)
+
+
+def temperatures(text: str) -> list[float]:
+    """Numbers between commas, each once. Raises ArgumentTypeError."""
+    try:
+        return list(dict.fromkeys(map(float, text.split(","))))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers with commas between them, as 0.3,0.6,1.0, found '{text}'"
+        ) from None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
+    """Prints the scores of a model directory and writes summary.json and trajectories.jsonl, of
+    several temperatures in a folder each."""
     from rlflow.config.checks import check_config
-    from rlflow.report.metrics import save_registered
-    from rlflow.report.records import write_trajectories
     from rlflow.run.assemble import fitting_tasks, make_rollout
-    from rlflow.run.directory import RunDirectory
-    from rlflow.run.evaluate import evaluate, failure_reasons, means_over_sets, metrics_by_set
-    from rlflow.storage.files import write_json
+    from rlflow.run.evaluate import evaluate, spread
 
-    check_least(args, questions=1, samples=1, temperature=0)
+    check_least(args, questions=1, samples=1)
+    for value in args.temperature or []:
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--temperature: expected at least 0, found {value}.")
     _check_out(args.out, args.overwrite)
     here = Path.cwd()
     with _named(args) as model:
@@ -116,44 +129,87 @@ def run(args: argparse.Namespace) -> int:
                 rollout, config.data.val_split, config.data.max_prompt_tokens
             )
             tasks = tasks[: asked.questions]
-            attempts = (
-                f"{asked.samples_per_prompt} attempt(s) each, temperature {asked.temperature:g}"
-            )
-            print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
-            result = evaluate(
-                rollout,
-                tasks,
-                samples_per_prompt=asked.samples_per_prompt,
-                temperature=asked.temperature,
-            )
+            results = {}
+            for temperature in args.temperature or [asked.temperature]:
+                attempts = f"{asked.samples_per_prompt} attempt(s) each"
+                told = f"{len(tasks)} tasks, {attempts}, temperature {temperature:g}"
+                print(told, file=sys.stderr)
+                results[temperature] = evaluate(
+                    rollout,
+                    tasks,
+                    samples_per_prompt=asked.samples_per_prompt,
+                    temperature=temperature,
+                )
+    if here != Path.cwd():
+        os.chdir(here)  # what was asked for is written where it was asked
+    out = Path(args.out or Path("runs") / f"eval-{name}")
+    written = []
+    try:
+        out = out if args.out else new_directory(out.parent, out.name)
+        for temperature, result in results.items():
+            folder = out
+            if len(results) > 1:
+                folder = out / f"temperature-{temperature:g}"
+                print(f"temperature {temperature:g}")
+            facts = {
+                "model": str(args.model or args.server),
+                "temperature": temperature,
+                "prompts_dropped": dropped,
+            }
+            _report(result, facts, registered, folder)
+            written.append(str(folder))
+    except OSError as error:
+        raise StorageError(f"--out: {out} cannot be written ({error.strerror}).") from error
+    if asked.samples_per_prompt > 1:
+        spreads = {key: spread(result.groups, registered) for key, result in results.items()}
+        print(spread_table(spreads, asked.samples_per_prompt))
+    print(f"wrote summary.json and trajectories.jsonl in {', '.join(written)}")
+    return 0
+
+
+def _report(
+    result: Evaluation, facts: Mapping[str, Any], registered: Metrics, folder: Path
+) -> None:
+    """Prints an evaluation, and writes its files. Raises OSError."""
+    from rlflow.report.metrics import save_registered
+    from rlflow.report.records import write_trajectories
+    from rlflow.run.directory import RunDirectory
+    from rlflow.run.evaluate import failure_reasons, means_over_sets, metrics_by_set
+    from rlflow.storage.files import write_json
+
     by_set = metrics_by_set(result.groups, registered)
-    named, means = str(args.model or args.server), means_over_sets(by_set, registered)
-    summary = {
-        "model": named,
-        "temperature": asked.temperature,
-        "prompts_dropped": dropped,
-    }
-    summary |= result.metrics
-    if failures := failure_reasons(result.groups):
-        summary |= {"failures": failures}
+    means = means_over_sets(by_set, registered)
+    failures = failure_reasons(result.groups)
+    summary = {**facts, **result.metrics}
+    if failures:
+        summary["failures"] = failures
     if by_set:
-        summary |= {"sets": by_set}
+        summary["sets"] = by_set
         summary |= {f"{name}_mean_over_sets": value for name, value in means.items()}
     _print_scores(result.metrics, by_set, means, registered)
     for reason, count in failures.items():
         print(f"{count} FAILED: {printable(reason)}")
-    if here != Path.cwd():
-        os.chdir(here)  # what was asked for is written where it was asked
-    out = Path(args.out or Path("runs") / f"eval-{name}")
-    try:
-        out = out if args.out else new_directory(out.parent, out.name)
-        write_trajectories(out / "trajectories.jsonl", result.groups)
-        save_registered(RunDirectory(out).environment_metrics, registered)
-        write_json(out / "summary.json", summary)
-    except OSError as error:
-        raise StorageError(f"--out: {out} cannot be written ({error.strerror}).") from error
-    print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
-    return 0
+    write_trajectories(folder / "trajectories.jsonl", result.groups)
+    save_registered(RunDirectory(folder).environment_metrics, registered)
+    write_json(folder / "summary.json", summary)
+
+
+def spread_table(spreads: Mapping[float, Spread], samples: int) -> str:
+    """By temperature: pass@1, pass@`samples`, and the share of groups that teach something."""
+    heads = ("temperature", "pass@1", f"pass@{samples}", "groups that differ")
+    lines = ["  ".join(heads)]
+    for temperature, found in spreads.items():
+        values = (
+            f"{temperature:g}",
+            f"{found.pass_1:.3f}",
+            f"{found.pass_all:.3f}",
+            f"{found.differing:.0%}",
+        )
+        lines.append(
+            "  ".join(f"{one:>{len(head)}}" for one, head in zip(values, heads, strict=True))
+        )
+    lines.append("Algorithms that compare attempts learn from groups that differ in reward alone.")
+    return "\n".join(lines)
 
 
 def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
@@ -240,7 +296,8 @@ def _check_out(given: str | None, overwrite: bool) -> None:
         return
     if any((out / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(f"--out: {out} is a run's directory; give another folder.")
-    if not overwrite and (out / "summary.json").exists():
+    earlier = [*out.glob("summary.json"), *out.glob("temperature-*/summary.json")]
+    if earlier and not overwrite:
         advice = "give another folder, or --overwrite to replace it"
         raise ConfigError(f"--out: {out} already holds an evaluation; {advice}.")
 
@@ -283,7 +340,7 @@ def asked_evaluation(args: argparse.Namespace, configured: EvaluationSection) ->
     options = {
         "questions": args.questions,
         "samples_per_prompt": args.samples,
-        "temperature": args.temperature,
+        "temperature": args.temperature and args.temperature[0],
     }
     return replace(section, **{key: value for key, value in options.items() if value is not None})
 

@@ -40,8 +40,9 @@ ROUNDS = 5
 CLEARLY_FASTER = 1.25
 BLOCKS = (4096, 2048, 1024, 512, 256, 128, 64)
 """Rows that oneDNN gets in one call. It keeps code and state for every shape that it meets (0.5 MiB
-each): of rows whose number changes with each micro-batch, memory would grow for a thousand shapes.
-What is left of them is MKL's."""
+each; a smaller ONEDNN_PRIMITIVE_CACHE_CAPACITY keeps hardly less): of rows whose number changes
+with each micro-batch, memory would grow for a thousand shapes. What is left of them is MKL's in
+float32; in bfloat16, where torch knows oneDNN alone, it is filled up."""
 STEP = 16  # few rows, and few outputs, are filled up to a multiple of it, for the same reason
 WIDE = hasattr(torch.ops.aten.addmm, "dtype_out")
 """Whether this torch gives products of bfloat16 in float32 (from 2.8, on GPUs)."""
@@ -80,6 +81,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """inputs (N, in) times the transposed weight (out, in), plus the bias (out,): (N, out). Not for
     autograd to follow."""
     rows, out = inputs.shape[0], weight.shape[0]
+    if _is_bfloat16(inputs):
+        return _linear_bfloat16(inputs, weight, bias)
     of = "few rows" if rows < FEW_ROWS else "rows"
     if rows < FEWEST_ROWS or not _is_for_onednn(inputs, weight, of):
         return F.linear(inputs, weight, bias)
@@ -109,6 +112,10 @@ def linear_float32(inputs: Tensor, weight: Tensor) -> Tensor:
 def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
     """Adds gradient.T @ inputs, the gradient of a weight, to total (out, in); gradient (N, out),
     inputs (N, in)."""
+    if _is_bfloat16(inputs):
+        for block in _blocks(inputs.shape[0]):
+            _add(total, _filled(gradient[block]), _filled(inputs[block]))
+        return
     if not _is_for_onednn(gradient.t(), inputs.t(), "weights"):
         _add(total, gradient, inputs)
         return
@@ -201,6 +208,23 @@ def _is_for_onednn(left: Tensor, right: Tensor, of: str) -> bool:
         and not torch.is_grad_enabled()  # oneDNN's operation has no derivative
         and PRODUCTS.chosen()[of] == "onednn"
     )
+
+
+def _is_bfloat16(values: Tensor) -> bool:
+    """Whether torch's products of these are oneDNN's, in bfloat16, and autograd need not follow."""
+    on_cpu = values.device.type == "cpu"
+    return values.dtype is torch.bfloat16 and on_cpu and not torch.is_grad_enabled()
+
+
+def _linear_bfloat16(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = inputs.shape[0]
+    if rows < FEWEST_ROWS or rows in BLOCKS:
+        return F.linear(inputs, weight, bias)
+    result = inputs.new_empty(rows, weight.shape[0])
+    for block in _blocks(rows):
+        product = F.linear(_filled(inputs[block]), weight, bias)
+        result[block] = product[: block.stop - block.start]
+    return result
 
 
 def _onednn(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,9 @@ GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
 """Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so
 many times what it was. Half precision explains some hundredths of a nat at the most."""
 LOST = 0.05  # share of episodes lost to infrastructure
+FEW = 0.2  # of the first step's groups: where fewer differ, most of its work teaches nothing
 NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
+FEW_DIFFER = "few groups differ"
 NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
 ROUNDED = "adapters are rounded away"
 DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
@@ -60,11 +62,13 @@ class Watch:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=ENTROPY_STEPS + 1)
         self._first_gaps: list[float] = []
         self._scores: list[float] = []
+        self._steps = 0
         self._told: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Fault]:
         """The new faults that a training step's metrics show."""
         self._recent.append(metrics)
+        self._steps += 1
         if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
             self._first_gaps.append(metrics["train/logprob_gap"])
         recent, known = list(self._recent), self._registered
@@ -78,6 +82,7 @@ class Watch:
             NEVER_STOPPING: all_cut(recent),
             ALL_SOLVED: all_solved(recent, known),
             NO_DIFFERENCE: no_difference(recent, known),
+            FEW_DIFFER: few_differ(metrics) if self._steps == 1 else "",
             CERTAIN: self._certain(recent),
             ROUNDED: rounded_away(recent),
             **{label(name): alarm(recent, name, known) for name in known},
@@ -119,6 +124,19 @@ def no_difference(recent: Records, registered: Metrics) -> str:
         f"No group differed in reward for {LASTING} steps (mean reward {reward:.2f}): there is "
         "nothing to learn from, and the policy stays as it is. "
         f"{none_solved if max(scores) <= 0 else always_alike}"
+    )
+
+
+def few_differ(first: Mapping[str, float]) -> str:
+    """The attempts at most tasks of the first step are all worth the same. Where none differs,
+    `no_difference` tells it, if that lasts."""
+    share = 1 - first.get("train/advantage_zero", 0.0)
+    if not 0 < share < FEW:
+        return ""
+    return (
+        f"The attempts of {share:.0%} of the first step's groups differ in reward "
+        f"(mean {first.get('train/reward', 0.0):.2f}); the other groups teach nothing. `rlflow eval "
+        "--samples 8 --temperature 0.3,0.6,1.0` tells at which rollout.temperature more would."
     )
 
 

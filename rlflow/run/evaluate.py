@@ -105,6 +105,30 @@ def recorded_loss(trainer: Trainer, groups: Sequence[Group], rows: int) -> dict[
     return {"eval/nll": total / tokens, "eval/tokens": float(tokens)}
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How attempts at the same tasks differ. pass_1: mean share of attempts that solved their task;
+    pass_all: share of tasks that one of their attempts solved; differing: share of tasks whose
+    attempts differ in reward, the only ones that an algorithm learns from which compares them."""
+
+    pass_1: float
+    pass_all: float
+    differing: float
+
+
+def spread(groups: Sequence[Group], registered: Metrics) -> Spread:
+    """Of the usable attempts. Solved is what has a first score of 1, or without one a positive
+    reward."""
+    first = scores(registered)[:1]
+    shares = []
+    differing = []
+    for group in (group.usable for group in groups if group.usable):
+        worth = [one.metrics.get(first[0], 0.0) == 1 if first else one.reward > 0 for one in group]
+        shares.append(mean(list(map(float, worth))))
+        differing.append(float(len({one.reward for one in group}) > 1))
+    return Spread(mean(shares), mean([float(share > 0) for share in shares]), mean(differing))
+
+
 def metrics_by_set(groups: Sequence[Group], registered: Metrics) -> dict[str, dict[str, float]]:
     """{set: evaluation_metrics} by the tasks' `metadata["set"]`; empty for a single set."""
     by_set: dict[str, list[Trajectory]] = {}

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.sources import ROOT
 
 FOLDERS = ("environments", "recipes")
-GENERAL = {"adapters", "browser", "common", "dataset", "endpoint", "jobs", "program", "programs", "tool_use",
-           "wrappers"}  # fmt: skip
+GENERAL = {"adapters", "browser", "common", "dataset", "endpoint", "jobs", "program", "programs", "real",
+           "tool_use", "wrappers"}  # fmt: skip
 """Folders of which the core itself speaks in general."""
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from rlflow.commands.doctor import machine_rows
 from rlflow.devices import matmul as products
 from rlflow.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[3]
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -58,6 +62,55 @@ def test_gradients_of_weights_add_up(library: str, rows: int) -> None:
         rough = torch.ones(2, 3)
         products.accumulate(rough, gradient.bfloat16(), inputs.bfloat16())
     torch.testing.assert_close(rough, total, atol=0.3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 9, 64, 333])
+def test_products_in_bfloat16_are_exact_but_for_one_rounding(rows: int) -> None:
+    """However rows are cut and filled up: sums in float32, rounded once to 8 bits of mantissa."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(rows, 24, generator=draw).bfloat16()
+    weight = torch.randn(18, 24, generator=draw).bfloat16()
+    bias = torch.randn(18, generator=draw).bfloat16()
+    gradient = torch.randn(rows, 18, generator=draw).bfloat16()
+    total = torch.ones(18, 24)
+    with torch.no_grad():
+        found = products.linear(inputs, weight, bias)
+        products.accumulate(total, gradient, inputs)
+    exact = F.linear(inputs.double(), weight.double(), bias.double())
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=1e-5)
+    gathered = 1 + gradient.double().t() @ inputs.double()
+    most = gradient.abs().double().t() @ inputs.abs().double()
+    assert ((total.double() - gathered).abs() <= 2.0**-8 * most + 1e-5).all()
+
+
+GROWTH = """
+import random, sys
+import psutil, torch
+from rlflow.devices import matmul
+
+weight = torch.ones(768, 576, dtype=torch.bfloat16)
+total = torch.zeros(768, 576)
+inputs, gradient = (torch.ones(1024, width, dtype=torch.bfloat16) for width in (576, 768))
+
+def multiply(counts):
+    with torch.no_grad():
+        for rows in counts:
+            matmul.linear(inputs[:rows], weight)
+            matmul.linear(gradient[:rows], weight.t())
+            matmul.accumulate(total, gradient[:rows], inputs[:rows])
+
+multiply([*matmul.BLOCKS[2:], *range(1, 129)])
+before = psutil.Process().memory_info().rss
+multiply(random.Random(0).sample(range(129, 1024), 100))
+print((psutil.Process().memory_info().rss - before) / 2**20)
+"""
+
+
+def test_memory_does_not_grow_with_every_new_number_of_rows_in_bfloat16() -> None:
+    """oneDNN keeps code for every shape: some 0.7 MiB for each of 300, if they came to it as they are."""
+    command = [sys.executable, "-c", GROWTH]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert float(done.stdout) < 20
 
 
 def test_autograd_gets_a_product_that_it_can_follow(library: str) -> None:

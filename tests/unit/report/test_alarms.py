@@ -72,6 +72,15 @@ def test_a_sign_that_lasts_three_steps_is_told_once(sign: dict[str, float], word
     assert words in found[8][0]
 
 
+@pytest.mark.parametrize(
+    ("alike", "words"), [(0.95, "The attempts of 5% of"), (0.75, ""), (1.0, "")]
+)
+def test_a_first_step_in_which_few_groups_differ_says_so_once(alike: float, words: str) -> None:
+    found = told([{"train/advantage_zero": alike}, {"train/advantage_zero": 0.95}])
+    assert [len(texts) for texts in found] == [len(words) > 0, 0]
+    assert not words or words in found[0][0]
+
+
 def test_a_metric_that_the_environment_does_not_declare_is_told_once() -> None:
     """A misspelt score is none: the progress shows nothing, and nothing else says why."""
     step = {

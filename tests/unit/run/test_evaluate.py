@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,22 @@ def test_attempts_are_averaged_within_their_question_by_hand() -> None:
     assert 0.75 + half > 1 == metrics["eval/exact_match_high"]  # a share cannot be more
 
 
+def test_attempts_at_the_same_tasks_are_spread_by_hand() -> None:
+    def group(name: str, *rewards: float) -> Group:
+        return Group(name, Task(name, "?"), [attempt(name, reward) for reward in rewards])
+
+    groups = [
+        group("a", 1.0, 0.0),
+        group("b", 0.0, 0.0),
+        group("c", 1.0, 1.0),
+        group("d", 0.2, 0.0),
+    ]
+    groups.append(Group("e", Task("e", "?"), [attempt("e", 1.0, StopReason.ABORTED)]))
+    found = evaluation.spread(groups, REGISTERED)
+    assert (found.pass_1, found.pass_all, found.differing) == (0.375, 0.5, 0.5)
+    assert evaluation.spread(groups, {}).pass_1 == 0.5  # without a score a positive reward counts
+
+
 def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> None:
     def group(of_set: str, index: int, reward: float) -> Group:
         return Group(
@@ -124,6 +141,28 @@ def test_no_questions_are_no_error(tmp_path: Path) -> None:
             "eval/failed": 0.0,
             "eval/asked": 0.0,
         }
+
+
+def test_an_evaluation_at_several_temperatures_has_a_row_and_a_folder_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_letters_model(tmp_path / "model")
+    words = ["--model", str(model), "--env", REFERENCE, "--questions", "3", "--samples", "4"]
+    out = tmp_path / "out"
+    assert main(["eval", *words, "--out", str(out), "--temperature", "0,1.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(at for at, line in enumerate(lines) if "pass@4" in line)
+    greedy, warm = (line.split() for line in lines[place + 1 : place + 3])
+    assert (greedy[0], greedy[3], warm[0]) == ("0", "0%", "1.5")  # greedy attempts are all alike
+    assert max(map(len, lines[place : place + 4])) <= 80
+    for temperature in ("0", "1.5"):
+        summary = json.loads((out / f"temperature-{temperature}" / "summary.json").read_text())
+        assert (summary["temperature"], summary["eval/attempts"]) == (float(temperature), 12)
+    assert main(["eval", *words, "--out", str(out)]) == 2
+    assert "already holds an evaluation" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["eval", *words, "--temperature", "1;2"])
+    assert "found '1;2'" in capsys.readouterr().err
 
 
 def config_of(model: ModelDirectory, *arguments: str) -> RunConfig:

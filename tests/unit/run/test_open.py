@@ -101,9 +101,11 @@ def test_an_error_ends_the_save_under_way(model: Path, tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "letters").saved.steps() == [0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("multiplier", [1.0, 0.5])
 def test_a_family_that_others_add_is_held_against_transformers_before_the_first_step(
     multiplier: float,
+    dtype: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -118,15 +120,16 @@ def test_a_family_that_others_add_is_held_against_transformers_before_the_first_
         "residual_multiplier": multiplier,
     }
     path = write_letters_model(tmp_path / "granite", "granite", **sizes)
+    config = letters_config(path, tmp_path, f"model.dtype={dtype}")
     caplog.set_level("INFO")
     if multiplier == 1.0:
-        with open_run(letters_config(path, tmp_path)):
+        with open_run(config):
             assert "model family granite: log-probs within" in caplog.text
     else:
         with pytest.raises(
             ModelError, match=r"differ by .* family 'granite' is not one of rlflow's"
         ):
-            with open_run(letters_config(path, tmp_path)):
+            with open_run(config):
                 pass
 
 

@@ -62,6 +62,7 @@ def add(commands: Commands) -> None:
     option(parser, "--start", "DIR", start)
     flag(parser, "--full", "show observations whole")
     add_model_options(parser)
+    option(parser, "--temperature", "T", "0 is greedy", default=0.0)
     add_color(parser)
     parser.set_defaults(data=None)
     add_options(parser, "eval")

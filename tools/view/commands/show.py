@@ -27,6 +27,7 @@ from rlflow.report.records import read_trajectories, text_of
 from rlflow.run.directory import RunDirectory
 from rlflow.texts import one_line, printable, printable_styled
 
+from ..comparison import sign_test
 from ..curves import run_seconds, sparkline
 from ..episodes import answers_of, question_of, solved
 from ..recorded import RunFiles, grouped
@@ -133,7 +134,8 @@ def show_changed(recorded: RunFiles, paint: Paint, args: argparse.Namespace) -> 
     changed = [pair for pair in pairs if len({solved(one, registered) for one in pair}) == 2]
     won = sum(solved(now, registered) for _, now in changed)
     told = f"{len(changed)} of {len(pairs)} questions changed, step {first} to step {last}"
-    print(f"{told}: {won} won, {len(changed) - won} lost")
+    lost = len(changed) - won
+    print(f"{told}: {won} won, {lost} lost (p = {sign_test(won, lost):.2g}, exact sign test)")
     wanted = [pair for pair in changed if _wanted(pair[1], registered, args.chosen)]
     for pair in wanted[: args.trajectories]:
         for step, record in zip((first, last), pair, strict=True):

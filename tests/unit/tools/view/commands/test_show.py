@@ -63,7 +63,9 @@ def test_changed_questions_are_shown_before_and_after(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = shown(capsys, str(run), "--changed")
-    assert out.startswith("1 of 2 questions changed, step 0 to step 2: 1 won, 0 lost\n")
+    assert out.startswith(
+        "1 of 2 questions changed, step 0 to step 2: 1 won, 0 lost (p = 1, exact sign test)\n"
+    )
     before, after = out.split("step 2\n")
     assert (
         "step 0\n" in before and "reward 0" in before and "reward 1" in after and "Orvan" not in out
