@@ -68,8 +68,8 @@ class ScriptedEngine(FixedEngine):
         if not left:
             raise RolloutError("transcript: the episode goes on where its responses end")
         response = left.pop()
-        said = self._tokenizer.encode_text(response.text, follows=False)
-        if self._tokenizer.decode(said) != response.text:
+        said = self._tokenizer.encode_response(response.text)
+        if self._tokenizer.decode(said, skip_special_tokens=False) != response.text:
             raise RolloutError("transcript: the tokenizer has no tokens for a response")
         if response.end == "eos":
             said += self._tokenizer.eos_ids[:1]

@@ -142,7 +142,9 @@ class Tokenizer:
     def with_options(self, options: Mapping[str, Any]) -> Tokenizer:
         """This tokenizer with options of the chat template, beside those it has. Raises ModelError
         for one that the template never reads, or that says what a rollout says."""
-        words = set(re.findall(r"[A-Za-z_]\w*", self._template_text))
+        template = self.inner.chat_template or ""
+        texts = [template] if isinstance(template, str) else template.values()  # by name
+        words = set(re.findall(r"[A-Za-z_]\w*", " ".join(texts)))
         taken = {"messages", *inspect.signature(self.inner.apply_chat_template).parameters}
         for name in options:
             if name in taken - {"tokenizer_kwargs", "kwargs"}:
@@ -220,24 +222,18 @@ class Tokenizer:
     @functools.cached_property
     def call_reader(self) -> CallReader:
         """What reads calls of tools as the chat template writes them."""
-        template = self._template_text
+        template = self.inner.chat_template
         if not template:
             return CallReader()
         in_thought: bool | None = None
         with contextlib.suppress(RolloutError):  # it wants other roles first
             in_thought = self.render([_USER]).rstrip().endswith(THINKING)
-        return CallReader(form_of(template), in_thought)
-
-    @functools.cached_property
-    def _template_text(self) -> str:
-        """The chat template; of several by name, all of them."""
-        template = self.inner.chat_template or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else template
+        return CallReader(form_of(str(template)), in_thought)
 
     @functools.cached_property
     def _silent(self) -> frozenset[int]:
         """Special tokens without text: all but those that calls of tools are written with."""
-        form = form_of(self._template_text)
+        form = form_of(str(self.inner.chat_template))  # several by name in one
         written = () if form is None else form.tokens
         return frozenset(
             token for token in self.special_ids if self._control.get(token) not in written
@@ -251,6 +247,17 @@ class Tokenizer:
         if self.special_ids.isdisjoint(shown):
             return self.decode(tokens)
         return self.decode(shown, skip_special_tokens=False)
+
+    def encode_response(self, text: str) -> list[int]:
+        """The ids of a response that was read as this text elsewhere: the control tokens of its
+        calls are what they are, all others stay text."""
+        text = _well_formed(text)
+        marks = {self._control[token] for token in self.special_ids - self._silent}
+        spelled = self._control_text.finditer(text) if marks else ()
+        own = {match.start(): match[0] for match in spelled if match[0] in marks}
+        if not own:
+            return self.encode_text(text, follows=False)
+        return self.encode(self._take_apart(text, own))
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         return response[:-1] if response and response[-1] in self.eos_ids else response

@@ -54,7 +54,9 @@ def _kinds(schema: Any) -> set[str]:
         if key in schema:
             values = schema[key] if isinstance(schema[key], list) else [schema[key]]
             return {_kind(value) for value in values}
-    choices = next((schema[key] for key in ("anyOf", "oneOf") if key in schema), [])
+    choices: Any = next((schema[key] for key in ("anyOf", "oneOf") if key in schema), [])
+    if not isinstance(choices, list):
+        return set()
     kinds = [_choice_kinds(choice) for choice in choices if isinstance(choice, Mapping)]
     return set().union(*kinds) if all(kinds) else set()
 

@@ -312,7 +312,7 @@ def test_arguments_get_the_types_of_the_schema() -> None:
         "river": "12", "most": "x", "either": 12, "share": None, "open": True, "new": [1], "other": "a b"}  # fmt: skip
     odd = [
         {"type": "function"},
-        {"function": {"name": "find", "parameters": {"properties": {"river": 3}}}},
+        {"function": {"name": "find", "parameters": {"properties": {"river": {"anyOf": 3}}}}},
         {"function": 3},
     ]
     assert CallReader().read(xml_blocks([TextCall("find", {"river": "12"})]), odd).calls[
