@@ -88,6 +88,10 @@ class Architecture:
     qkv_biases: bool = False  # on queries, keys and values, where a family has both kinds
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
+    activation: str = "silu"  # of the MLP's gate
+    zero_centered_norms: bool = False  # they multiply by 1 + weight
+    post_norms: bool = False  # of what attention and MLP add
+    embedding_scale: float = 1.0  # before it is rounded to the dtype of embeddings
     query_scalar: float | None = None  # scores are divided by its root; None: by key_dim's
     routing: RouterShape | None = None
     yarn: Yarn | None = None
@@ -169,26 +173,6 @@ class Architecture:
     def qk_norm(self) -> bool:
         return self.head_norms or makes(FAMILIES[self.family].rules, Q_NORM)
 
-    @property
-    def post_norms(self) -> bool:
-        """Whether what attention and MLP add is normalized."""
-        return makes(FAMILIES[self.family].rules, POST_ATTENTION_NORM)
-
-    @property
-    def activation(self) -> str:
-        """Of the MLP's gate: silu or gelu_pytorch_tanh."""
-        return FAMILIES[self.family].activation
-
-    @property
-    def zero_centered_norms(self) -> bool:
-        """Whether norms multiply by 1 + weight."""
-        return FAMILIES[self.family].zero_centered_norms
-
-    @property
-    def embedding_scale(self) -> float:
-        """What embeddings are multiplied by, before it is rounded to their dtype."""
-        return self.hidden**0.5 if FAMILIES[self.family].scaled_embedding else 1.0
-
     def window_at(self, layer: int) -> int | None:
         """On how many tokens a layer looks back, the current one included; None: on all."""
         if self.window is None or self.window.layers is None or not self.window.layers[layer]:
@@ -231,8 +215,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     ):
         if found:
             raise refused(f"{what} can be converted, but not trained or sampled from here.")
-    _check_computation(config, family)
-    window = _computed_window(config, family)
+    window = _checked_window(config, family)
     if model.latent is not None:
         _check_latent(config, model)
     rope = rope_of(config)
@@ -294,6 +277,10 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             "partial_rotary_factor",
             number(config, "partial_rotary_factor", defaults["partial_rotary_factor"]),
         ),
+        activation=family.activation,
+        zero_centered_norms=family.zero_centered_norms,
+        post_norms=makes(family.rules, POST_ATTENTION_NORM),
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
         query_scalar=(
             number(config, "query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
             if "query_pre_attn_scalar" in defaults
@@ -377,8 +364,9 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
-def _check_computation(config: dict[str, Any], family: ModelFamily) -> None:
-    """Raises ModelError for what layers of the family compute otherwise here."""
+def _checked_window(config: dict[str, Any], family: ModelFamily) -> SlidingWindow | None:
+    """The window of layers that are to be computed. Raises ModelError where it is not known which
+    layers have it, and for what layers of the family compute otherwise here."""
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     activation = config.get(key) or family.activation
     if activation != family.activation:
@@ -388,11 +376,6 @@ def _check_computation(config: dict[str, Any], family: ModelFamily) -> None:
     for key in UNKNOWN_COMPUTATIONS:
         if config.get(key):
             raise refused(f"{key} {short(config[key])} is not supported; expected null.")
-
-
-def _computed_window(config: dict[str, Any], family: ModelFamily) -> SlidingWindow | None:
-    """The window of layers that are to be computed. Raises ModelError where it is not known which
-    layers have it."""
     window = family.window(config)
     kinds = config.get("layer_types") or ()
     named = isinstance(kinds, list | tuple | str) and SLIDING in kinds

@@ -44,11 +44,6 @@ class AttentionCall:
     masks: dict[int | None, Tensor]
     real: Tensor | None = None
 
-    @property
-    def rows(self) -> int:
-        """Sequences that it serves."""
-        return len(next(iter(self.masks.values())))
-
 
 class KeyValueCache:
     """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = groups
@@ -226,7 +221,8 @@ class KeyValueCache:
         enough to stay in the cache of the processor until it is attended to."""
         groups = self._model.groups
         copied = self._pool[layer].index_select(0, call.blocks)
-        held = copied.view(call.rows, -1, self._width)
+        rows = len(next(iter(call.masks.values())))
+        held = copied.view(rows, -1, self._width)
         keys, values = held.tensor_split([groups * self._model.key_dim], dim=-1)
         keys, values = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (keys, values))
         return keys, values
