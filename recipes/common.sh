@@ -113,7 +113,7 @@ if sys.argv[1] == "real":
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
-    names += ["uvloop", "httptools", "prometheus_client", "qdrant_client"]
+    names += ["uvloop", "httptools", "prometheus_client", "qdrant_client", "qdrant_edge"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
     names += ["openai", "anthropic", "smolagents", "langgraph", "langchain_openai", "peft"]
     names += ["gymnasium", "math_verify", "mcp", "nle", "gguf", "pyarrow"]

@@ -34,6 +34,7 @@ from rlflow_environments.retrieval.indices.folder import (
     INDEX,
     META,
     PROGRESS,
+    QDRANT,
     IndexMeta,
     check_corpus,
     read_meta,
@@ -59,7 +60,7 @@ _FLAT_HEADER = np.dtype(
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """kind: bm25 or a faiss index_factory string. encoder: a name or name and options (not for
+    """kind: bm25, qdrant or a faiss index_factory string. encoder: a name or name and options (not for
     bm25). recall: see measure_recall."""
 
     kind: str = "Flat"
@@ -88,7 +89,12 @@ def build_index(
         return read_meta(folder)
     encoder = _encoder(corpus, folder, request, report)
     meta = IndexMeta(request.kind, encoder.dimensions, len(corpus), stamp, encoder.description)
-    if not _is_built(folder, meta, corpus):
+    if _is_built(folder, meta, corpus):
+        return read_meta(folder)
+    if request.kind == QDRANT:
+        _fill_qdrant(corpus, encoder, folder, report)
+        write_meta(folder, meta)
+    else:
         _DenseBuild(corpus, encoder, folder, request, report).run(meta)
     return read_meta(folder)
 
@@ -106,6 +112,16 @@ def _write_bm25(corpus: Corpus, folder: Path, report: StageProgress) -> None:
     report("writing the index", 0, 1)
     shutil.rmtree(folder / BM25, ignore_errors=True)
     index.save(folder / BM25)
+
+
+def _fill_qdrant(corpus: Corpus, encoder: Encoder, folder: Path, report: StageProgress) -> None:
+    """Fills a collection of Qdrant's engine; one that was stopped goes on."""
+    from rlflow_environments.retrieval.indices import qdrant
+    from rlflow_environments.retrieval.indices.qdrant_edge import EdgeCollection, Graph
+
+    graph = Graph(qdrant.HNSW_M, qdrant.HNSW_EF_CONSTRUCT)
+    collection = EdgeCollection(folder / QDRANT, encoder.dimensions, create=graph)
+    qdrant.fill(collection, encoder, corpus, report)
 
 
 def _encoder(corpus: Corpus, folder: Path, request: BuildRequest, report: StageProgress) -> Encoder:

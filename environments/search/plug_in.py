@@ -27,5 +27,5 @@ JOBS = (
         install_command("search"),
         tested={"aiohttp": "3.14.5", "uvicorn": "0.54.0"},
     ),
-    Job("search with Qdrant", ("qdrant-client",), install_command("qdrant")),
+    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), install_command("qdrant")),
 )

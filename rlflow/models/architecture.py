@@ -10,6 +10,7 @@ from typing import Any
 from rlflow.errors import did_you_mean
 from rlflow.models.entries import (
     MOST_LAYERS,
+    SLIDING,
     Experts,
     RouterShape,
     SlidingWindow,
@@ -29,6 +30,7 @@ from rlflow.models.family import ModelFamily
 from rlflow.models.layer_rules import (
     EMBEDDING,
     LATENT_DOWN,
+    POST_ATTENTION_NORM,
     Q_NORM,
     QKV_BIAS,
     SHARED_GATE,
@@ -40,6 +42,12 @@ SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 """What transformers takes where config.json does not say it, unless a family says otherwise."""
+UNKNOWN_COMPUTATIONS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
+"""Entries of config.json that change what is computed, and which nothing here computes."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 
 
@@ -73,14 +81,21 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None  # of Llama 3's rope scaling; None: no scaling
     max_positions: int
+    rope_divisor: float = 1.0  # of positions: linear rope scaling
     experts: Experts | None = None
     latent: Latent | None = None
     biases: bool = False  # on every projection of attention and MLP
     qkv_biases: bool = False  # on queries, keys and values, where a family has both kinds
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
+    activation: str = "silu"  # of the MLP's gate
+    zero_centered_norms: bool = False  # they multiply by 1 + weight
+    post_norms: bool = False  # of what attention and MLP add
+    embedding_scale: float = 1.0  # before it is rounded to the dtype of embeddings
+    query_scalar: float | None = None  # scores are divided by its root; None: by key_dim's
     routing: RouterShape | None = None
     yarn: Yarn | None = None
+    window: SlidingWindow | None = None
 
     def size(self, symbol: str) -> int:
         """The number that a symbol of the tables stands for."""
@@ -128,7 +143,14 @@ class Architecture:
     @property
     def softmax_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return self.key_dim**-0.5 * (self.yarn.scores if self.yarn else 1.0)
+        return (self.query_scalar or self.key_dim) ** -0.5 * (
+            self.yarn.scores if self.yarn else 1.0
+        )
+
+    @property
+    def own_scale(self) -> float | None:
+        """`softmax_scale` where it is another than that of the queries' size."""
+        return None if self.softmax_scale == self.key_dim**-0.5 else self.softmax_scale
 
     @property
     def active_ffn(self) -> int:
@@ -150,6 +172,12 @@ class Architecture:
     @property
     def qk_norm(self) -> bool:
         return self.head_norms or makes(FAMILIES[self.family].rules, Q_NORM)
+
+    def window_at(self, layer: int) -> int | None:
+        """On how many tokens a layer looks back, the current one included; None: on all."""
+        if self.window is None or self.window.layers is None or not self.window.layers[layer]:
+            return None
+        return self.window.tokens
 
     def has(self, where: Where, layer: int = 0) -> bool:
         """Whether a rule with this `where` applies to a layer."""
@@ -187,11 +215,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     ):
         if found:
             raise refused(f"{what} can be converted, but not trained or sampled from here.")
-    if config.get("hidden_act", "silu") != "silu":
-        raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed, kinds = family.window(config) is not None, config.get("layer_types") or ()
-    if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
-        raise refused("sliding-window attention is not supported; expected sliding_window null.")
+    window = _checked_window(config, family)
     if model.latent is not None:
         _check_latent(config, model)
     rope = rope_of(config)
@@ -201,7 +225,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     routing = None if family.routing is None else family.routing(config)
     if model.experts is not None:
         check_routing(config, model.experts, routing)
-    return replace(model, routing=routing, yarn=yarn)
+    return replace(model, routing=routing, yarn=yarn, window=window)
 
 
 def stored_architecture(config: dict[str, Any]) -> Architecture:
@@ -228,14 +252,21 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         hidden=hidden,
         heads=heads,
         groups=groups,
-        head_dim=whole(config, "head_dim", default=max(1, hidden // heads)),
+        head_dim=whole(
+            config, "head_dim", default=int(defaults.get("head_dim", max(1, hidden // heads)))
+        ),
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
-        tied=flag(config, "tie_word_embeddings"),
+        tied=flag(config, "tie_word_embeddings", bool(defaults.get("tie_word_embeddings"))),
         norm_eps=number(config, "rms_norm_eps", defaults["rms_norm_eps"]),
         rope_theta=number(rope, "rope_theta", number(config, "rope_theta", defaults["rope_theta"])),
         rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
-        max_positions=whole(config, "max_position_embeddings", default=32768),
+        rope_divisor=number(rope, "factor") if rope_kind(rope) == "linear" else 1.0,
+        max_positions=whole(
+            config,
+            "max_position_embeddings",
+            default=int(defaults.get("max_position_embeddings", 32768)),
+        ),
         experts=family.experts(config) if has_experts else None,
         latent=_latent(config) if makes(family.rules, LATENT_DOWN) else None,
         biases=Where.BIASES in switched_on,
@@ -245,6 +276,15 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             rope,
             "partial_rotary_factor",
             number(config, "partial_rotary_factor", defaults["partial_rotary_factor"]),
+        ),
+        activation=family.activation,
+        zero_centered_norms=family.zero_centered_norms,
+        post_norms=makes(family.rules, POST_ATTENTION_NORM),
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+        query_scalar=(
+            number(config, "query_pre_attn_scalar", defaults["query_pre_attn_scalar"])
+            if "query_pre_attn_scalar" in defaults
+            else None
         ),
     )
 
@@ -322,6 +362,27 @@ def huggingface_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
 def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     """Rows of the embedding in Megatron: the next multiple of the ranks."""
     return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def _checked_window(config: dict[str, Any], family: ModelFamily) -> SlidingWindow | None:
+    """The window of layers that are to be computed. Raises ModelError where it is not known which
+    layers have it, and for what layers of the family compute otherwise here."""
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    activation = config.get(key) or family.activation
+    if activation != family.activation:
+        raise refused(
+            f"{key} {short(activation)} is not supported; expected '{family.activation}'."
+        )
+    for key in UNKNOWN_COMPUTATIONS:
+        if config.get(key):
+            raise refused(f"{key} {short(config[key])} is not supported; expected null.")
+    window = family.window(config)
+    kinds = config.get("layer_types") or ()
+    named = isinstance(kinds, list | tuple | str) and SLIDING in kinds
+    unknown = named if window is None else window.layers is None
+    if unknown:
+        raise refused("sliding-window attention is not supported; expected sliding_window null.")
+    return window
 
 
 def _latent(config: dict[str, Any]) -> Latent:
@@ -404,9 +465,10 @@ def _scaled_by_block(quantized: Any) -> bool:
 
 
 def _check_rope(rope: dict[str, Any]) -> None:
-    """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
+    """Raises ModelError for scaling other than linear, or Llama 3's with the constants that
+    Megatron fixes."""
     kind = rope_kind(rope)
-    if kind == "default":
+    if kind in ("default", "linear"):
         return
     fixed = {
         "low_freq_factor": 1.0,
@@ -416,5 +478,6 @@ def _check_rope(rope: dict[str, Any]) -> None:
     found = {key: rope.get(key) for key in fixed}
     if kind != "llama3" or found != fixed:
         raise refused(
-            f"rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
+            f"rope scaling '{kind}' with {found} is not supported; default, linear, or llama3 "
+            f"with {fixed}."
         )

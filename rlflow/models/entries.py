@@ -47,12 +47,14 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     return float(found)
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     """Raises ModelError unless the entry is true, false or not there."""
-    found = config.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise refused(f"'{key}' is {short(found)}; expected true or false.")
-    return bool(found)
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise refused(f"'{key}' is {short(value)}; expected true or false.")
+    return value
 
 
 def short(value: Any) -> str:
@@ -62,14 +64,30 @@ def short(value: Any) -> str:
     return repr(value)[:60]
 
 
-def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+"""Kinds of layers, as `layer_types` names them."""
+
+
+def rope_of(config: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]:
     """The entry for rotary embeddings, in the spelling of transformers 5 or 4; of both, the one
-    that transformers takes. Raises ModelError unless it is an object."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
-        raise refused(f"'{key}' is {short(found)}; expected an object or null.")
-    return found
+    that transformers takes. kind: of the layers; none but FULL has an entry unless each kind has
+    one of its own. Raises ModelError unless it is an object."""
+    parameters = _object(config, "rope_parameters")
+    scaling = _object(config, "rope_scaling")
+    if kind != FULL:
+        return _object(parameters, kind)
+    if {FULL, SLIDING} & parameters.keys():
+        return {**_object(parameters, FULL), **scaling}
+    return scaling or parameters
+
+
+def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An entry that is an object, empty where it is not there. Raises ModelError."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise refused(f"'{key}' is {short(value)}; expected an object or null.")
+    return value
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str:
@@ -87,18 +105,26 @@ def predicting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Attention that looks back on so many tokens, the current one included, from a layer on."""
+    """Attention that looks back on so many tokens, the current one included, from a layer on.
+
+    layers: for each layer, whether it does; None where that is known well enough for a conversion
+    alone. rope_theta: base of these layers' rotary embedding; None: that of the others."""
 
     tokens: int
     first_layer: int = 0
+    layers: tuple[bool, ...] | None = None
+    rope_theta: float | None = None
 
 
 def sliding_window(config: Mapping[str, Any], default: int | None = None) -> SlidingWindow | None:
-    """Of families that always look back on a window unless it is null. default: what transformers
-    takes where config.json does not say it. Raises ModelError."""
-    found = config.get("sliding_window", default)
-    return (
-        None if found is None else SlidingWindow(whole({"sliding_window": found}, "sliding_window"))
+    """Of families that look back on a window in every layer unless it is null. default: what
+    transformers takes where config.json does not say it. Raises ModelError."""
+    tokens = config.get("sliding_window", default)
+    if tokens is None:
+        return None
+    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    return SlidingWindow(
+        whole({"sliding_window": tokens}, "sliding_window"), layers=(True,) * layers
     )
 
 
@@ -107,7 +133,40 @@ def window_if_used(config: Mapping[str, Any]) -> SlidingWindow | None:
     window = sliding_window(config, 4096) if config.get("use_sliding_window") else None
     if window is None:
         return None
-    return replace(window, first_layer=whole(config, "max_window_layers", default=0, least=0))
+    first = whole(config, "max_window_layers", default=0, least=0)
+    return replace(window, first_layer=first, layers=None)
+
+
+def alternating_window(
+    config: Mapping[str, Any], default: int, pattern: int, rope_theta: float
+) -> SlidingWindow | None:
+    """Of families in which the layers that `layer_types` names look back on a window, with a rotary
+    base of their own (`rope_local_base_freq` of transformers 4). default, pattern, rope_theta: what
+    transformers takes where config.json says neither the window, nor the layers (each so many-th
+    has none), nor the base. Raises ModelError."""
+    window = sliding_window(config, default)
+    if window is None:
+        raise refused("'sliding_window' is null; expected a number of tokens.")
+    assert window.layers is not None
+    every = whole(config, "sliding_window_pattern", default=pattern)
+    kinds = config.get("layer_types") or [
+        SLIDING if number % every else FULL for number in range(1, len(window.layers) + 1)
+    ]
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != len(window.layers):
+        raise refused(
+            f"'layer_types' is {short(kinds)}; expected '{FULL}' or '{SLIDING}' for each of the "
+            f"{len(window.layers)} layers."
+        )
+    rope = rope_of(config, SLIDING)
+    if rope_kind(rope) != "default":
+        raise refused(
+            f"rope scaling '{rope_kind(rope)}' of layers with a window is not supported; expected "
+            "'default'."
+        )
+    base = number(rope, "rope_theta", number(config, "rope_local_base_freq", rope_theta))
+    windowed = tuple(kind == SLIDING for kind in kinds)
+    return replace(window, layers=windowed, rope_theta=base) if any(windowed) else None
 
 
 @dataclass(frozen=True)

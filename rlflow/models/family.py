@@ -22,9 +22,15 @@ class ModelFamily:
     rules: of which HuggingFace tensors Megatron's are made, in the order of a forward pass. They
     also say which parts the layers have: norms of heads, experts, latent attention, ...
 
-    defaults: rms_norm_eps, rope_theta and partial_rotary_factor where config.json leaves them out,
-    if transformers does not take 1e-6, 1e4 and 1. Naming the last says that models of the family
-    may rotate a part of each head.
+    defaults: what transformers takes where config.json leaves an entry out: rms_norm_eps (else
+    1e-6), rope_theta (1e4), head_dim (a head's share of hidden_size), max_position_embeddings
+    (32768), tie_word_embeddings (false), partial_rotary_factor (1), query_pre_attn_scalar
+    (head_dim). Naming one of the last two says that models of the family may rotate a part of each
+    head, or scale attention scores by it.
+
+    activation: of the MLP's gate, as config.json names it: silu or gelu_pytorch_tanh.
+    zero_centered_norms: norms multiply by 1 + weight, in float32. scaled_embedding: embeddings are
+    multiplied by the root of hidden_size, rounded to their dtype.
 
     window, experts, routing: readers of what config.json says of sliding windows, of experts (asked
     where rules have some) and of how tokens choose them (None: the largest shares of a softmax).
@@ -35,6 +41,9 @@ class ModelFamily:
 
     rules: tuple[Rule, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
+    activation: str = "silu"
+    zero_centered_norms: bool = False
+    scaled_embedding: bool = False
     window: Callable[[Config], SlidingWindow | None] = window_if_used
     experts: Callable[[Config], Experts] = experts_of
     routing: Callable[[Config], RouterShape] | None = None

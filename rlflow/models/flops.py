@@ -16,13 +16,23 @@ def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> i
 
     A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products
     only: per token 2 for each weight of the linear layers, of experts those chosen; per pair of a
-    query and a key that it sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each
-    head; per scored token 2 for each weight of the output layer. Norms, activations, the embedding
+    query and a key that it sees (causal: L (L + 1) / 2 of a row, fewer within a window), 4 for each
+    dimension of each head; per scored token 2 for each weight of the output layer. Norms, activations, the embedding
     look-up and padding count nothing."""
     per_token = 2 * _weights(shape)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    per_pair = 2 * shape.layers * shape.heads * (shape.key_dim + shape.value_dim)
+    windows = [shape.window_at(layer) for layer in range(shape.layers)]
+    pairs = sum(
+        windows.count(window) * sum(_pairs(length, window) for length in lengths)
+        for window in set(windows)
+    )
+    per_pair = 2 * shape.heads * (shape.key_dim + shape.value_dim)
     return per_token * sum(lengths) + per_pair * pairs + 2 * shape.hidden * shape.vocab * scored
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Of a query and a key that it sees, in a row."""
+    hidden = 0 if window is None else max(0, length - window)
+    return (length * (length + 1) - hidden * (hidden + 1)) // 2
 
 
 @functools.cache

@@ -93,6 +93,17 @@ BIASES = tuple(
 """Megatron has all of them (`add_bias_linear`) or none of the last three."""
 Q_NORM = _rule("attn.q_layernorm.weight", Split.REPLICATED, "attn.q_norm.weight head")
 K_NORM = _rule("attn.k_layernorm.weight", Split.REPLICATED, "attn.k_norm.weight head")
+POST_ATTENTION_NORM = _rule(
+    "attn.linear_proj.post_layernorm.weight",
+    Split.REPLICATED,
+    "layer.post_attention_layernorm.weight hidden",
+)
+POST_MLP_NORM = _rule(
+    "mlp.linear_fc2.post_layernorm.weight",
+    Split.REPLICATED,
+    "layer.post_feedforward_layernorm.weight hidden",
+)
+"""Norms of what attention and MLP add to the residual stream; named as Megatron-Bridge does."""
 OPTIONAL_QKV_BIAS = dataclasses.replace(QKV_BIAS, where=Where.QKV_BIAS)
 OPTIONAL_QK_NORM = tuple(
     dataclasses.replace(rule, where=Where.QK_NORM) for rule in (Q_NORM, K_NORM)

@@ -106,22 +106,22 @@ def write_random_model(
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
-    config = AutoConfig.for_model(
-        family,
-        **known.tiny(TinySizes(hidden, heads, kv_heads, ffn)),
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    own = known.tiny(TinySizes(hidden, heads, kv_heads, ffn))
+    config = AutoConfig.for_model(family, **{**common, **own})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     if makes(known.rules, QKV_BIAS):

@@ -47,11 +47,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe"},
     "mixtral": {"family": "mixtral", "tied": True},
     "glm4_moe": {"family": "glm4_moe"},
+    "gemma3_text": {"family": "gemma3_text", "tied": True},
     "deepseek_v3": {"family": "deepseek_v3"},
     # With a scale of 0.15 its logits in float32 are 1.4e-5 from those in double precision, transformers' too.
     "deep": {"family": "qwen2", "tied": True, "num_hidden_layers": 8, "scale": 0.1},
 }
-SHORT = ("qwen2-tied", "qwen3", "qwen3_moe", "glm4_moe")
+SHORT = ("qwen2-tied", "qwen3", "qwen3_moe", "glm4_moe", "gemma3_text")
 MODELS |= {f"{name}-short": {**MODELS[name], "num_hidden_layers": 2} for name in SHORT}
 SIZES = {
     "TP": "tensor_parallel",
@@ -91,6 +92,7 @@ FAST = [
     "qwen3-short TP2 CP2 SP DO packed chunked full",
     "llama PP2 VPP2 CP2 DO selective",
     "qwen3_moe-short TP2 PP2 SP EP2 packed",
+    "gemma3_text-short TP2 PP2 SP packed",
 ]
 """Each of the sizes and of the trainer's options in float32, with several others; more combinations are in SLOW."""
 FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
@@ -140,6 +142,10 @@ SLOW = [
         for model in ("glm4_moe", "deepseek_v3")
         for layout in ("", "EP4 DO", "TP2 SP EP2 selective", "TP2 PP2 SP EP2", "CP2 EP2 full", "PP2 CP2 EP2 DO",
                        "TP2 CP2 SP EP4", "PP2 VPP2 EP2", "CP4")
+    ),
+    *(
+        f"gemma3_text {layout}".strip()
+        for layout in ("", "TP2", "PP2 VPP2", "CP2 packed", "TP2 PP2 SP DO", "TP2 CP2 SP packed full", "PP4 selective")
     ),
     *(f"deep {layout}" for layout in ("PP4 VPP2", "PP2 VPP4", "PP4 VPP2 few", "PP2 VPP4 packed DO full")),
 ]  # fmt: skip

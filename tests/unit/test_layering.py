@@ -61,6 +61,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "ray": ("rlflow/cluster/",),
     "faiss": ("environments/retrieval/",),
     "qdrant_client": ("environments/retrieval/indices/",),
+    "qdrant_edge": ("environments/retrieval/indices/",),
     "bm25s": ("environments/retrieval/indices/",),
     "pyarrow": ("environments/common/",),
     "bs4": ("environments/search/own_documents/",),

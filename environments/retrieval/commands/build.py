@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   rlflow search build --corpus wiki-18.jsonl --out ivf --encoder models/e5-base-v2 \\
       --index IVF4096,SQ8
   rlflow search build --corpus corpus.jsonl --out words --index bm25
+  rlflow search build --corpus corpus.jsonl --out graph --index qdrant
   rlflow search build --corpus corpus.jsonl --index qdrant --url http://localhost:6333 \\
       --collection wiki --encoder models/e5-base-v2
 """
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus = "a corpus.jsonl: contents, or title and text"
     parser.add_argument("--corpus", required=True, metavar="FILE", help=corpus)
     add = partial(add_option, parser)
-    add("--out DIR", "the index folder (not for Qdrant)")
+    add("--out DIR", "the index folder (not for a Qdrant server)")
     add("--index KIND", "Flat, bm25, qdrant, or what faiss' index_factory takes", "Flat")
     recall = "of IVF and HNSW: search as far as recall@10 takes (default 0.95, where affordable)"
     add("--recall R", recall, kind=float)
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--family FAMILY", "instead of the one that the name says: e5, bge, ...")
     other = {"metavar": "KEY=JSON", "help": "any other option of the encoder"}
     encoder.add_argument("--set", action="append", default=[], **other)
-    add = partial(add_option, parser.add_argument_group("qdrant"))
+    add = partial(add_option, parser.add_argument_group("a Qdrant server, in place of --out"))
     add("--url URL", "of the server")
     add("--collection NAME", "its name there", "default_collection")
     add("--api-key KEY", "default: QDRANT_API_KEY")
@@ -62,11 +63,16 @@ def run(args: argparse.Namespace) -> int:
     from rlflow_environments.retrieval.building import BuildRequest, build_index
     from rlflow_environments.retrieval.corpus import Corpus
     from rlflow_environments.retrieval.indices.faiss_index import describe_recall
+    from rlflow_environments.retrieval.indices.folder import retriever_of
 
     progress = ProgressLine(sys.stderr)
     progress("reading the corpus", 0, 1)
     corpus, encoder = Corpus(args.corpus), _encoder(args)
-    if args.index == "qdrant":
+    if args.out and args.url:
+        raise ConfigError(
+            "--url: a collection of a server has no folder; leave out --out, or --url."
+        )
+    if args.index == "qdrant" and not args.out:
         return _build_collection(args, corpus, encoder, progress)
     if not args.out:
         raise ConfigError("--out: expected the folder that the index is written to.")
@@ -83,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         searched = {key: meta.search[key] for key in knobs if key in meta.search}
         line, low = describe_recall(meta.search, searched)
         print(f"{'warning: ' if low else ''}{line}")
-    _print_use(args, f"name: {'bm25' if meta.kind == 'bm25' else 'faiss'}, path: {folder}")
+    _print_use(args, f"name: {retriever_of(meta)}, path: {folder}")
     return 0
 
 
@@ -94,7 +100,10 @@ def _build_collection(
     from rlflow_environments.retrieval.indices.qdrant import Collection, fill
 
     if args.url is None:
-        raise ConfigError("--url: expected the Qdrant server that the collection is made on.")
+        raise ConfigError(
+            "--out: expected the folder that the index is written to; or --url, the Qdrant server "
+            "that the collection is made on."
+        )
     encoder = make_encoder(component, corpus)
     size, key = encoder.dimensions, args.api_key
     collection = Collection(args.url, args.collection, create=size, api_key=key)

@@ -12,7 +12,7 @@ from typing import Any
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow_environments.common.commands import add_option
 from rlflow_environments.retrieval.encoders.rules import FAMILIES
-from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.retrieval.indices.folder import read_meta, retriever_of
 
 FIELD_ENCODER = "intfloat/e5-base-v2"
 _QDRANT_PARAMS = ("hnsw_ef", "exact", "quantization")
@@ -113,7 +113,7 @@ def _indexed(path: Path, args: argparse.Namespace) -> tuple[dict[str, Any], str 
         encoder = {} if _is_bm25(args) else {"encoder": _encoder(args)}
         return {"name": "bm25" if _is_bm25(args) else "faiss", "path": str(path), **encoder}, None
     meta = read_meta(path)
-    name = "bm25" if _is_bm25(args) or meta.kind == "bm25" else "faiss"
+    name = "bm25" if _is_bm25(args) else retriever_of(meta)
     corpus = meta.corpus["path"]
     return {"name": name, "path": str(path)}, corpus if Path(corpus).is_file() else None
 

@@ -43,6 +43,7 @@ from rlflow_environments.retrieval.indices.folder import (
     compared_rows,
     encoder_of,
     open_folder,
+    retriever_of,
     stored_encoder,
     verify_encoder,
 )
@@ -217,10 +218,8 @@ def faiss_retriever(
         opened = encoder_of(encoder, hashed, corpus)
     else:
         meta = open_folder(place, corpus)
-        if meta.encoder is None:
-            raise ConfigError(
-                f"{place}: an index of kind {meta.kind}. Set retriever.name to {meta.kind}."
-            )
+        if (name := retriever_of(meta)) != "faiss":
+            raise ConfigError(f"{place}: an index of kind {name}. Set retriever.name to {name}.")
         opened, measured = stored_encoder(place, meta, encoder, hashed), meta.search
         place = place / INDEX
     loaded = read_index(place, mmap=mmap)

@@ -4,6 +4,7 @@ meta.json                  kind, dimensions, count; corpus and encoder by SHA-25
 index.faiss                of every faiss kind (Flat, SQ8, IVF1024,SQ8, HNSW32, ...)
 encoder.json               word counts of the built-in encoder
 bm25/                      of kind `bm25`
+qdrant/                    of kind `qdrant`: a shard of Qdrant's engine
 progress.json, *.partial   while a build is under way
 """
 
@@ -25,6 +26,7 @@ from rlflow_environments.retrieval.records import sample_digest, stamp_file
 
 META, INDEX, ENCODER, PROGRESS = "meta.json", "index.faiss", "encoder.json", "progress.json"
 BM25 = "bm25"
+QDRANT = "qdrant"
 ENCODER_RULES = ("family", "pooling", "normalize", "query_prefix", "passage_prefix", "max_length")
 """What an encoder other than the built-in one is made again from, beside its path."""
 FORMAT, REMOVED = 1, ("torch", "qdrant-edge", "qdrant-local")
@@ -38,7 +40,7 @@ _COMPARED = 16  # passages
 class IndexMeta:
     """What an index folder holds.
 
-    kind: bm25 or a faiss index_factory string. corpus: path, bytes and sha256 of the
+    kind: bm25, qdrant or a faiss index_factory string. corpus: path, bytes and sha256 of the
     file. encoder: its description, None for bm25. files: {name: bytes, sha256, sample} of the
     folder's files. search: of IVF and HNSW, `nprobe` or `ef_search` to search
     with, the `target` of recall@10 that it was chosen for, how many `queries` measured it, and
@@ -54,12 +56,21 @@ class IndexMeta:
     format: int = FORMAT
 
 
+def retriever_of(meta: IndexMeta) -> str:
+    """The name of the retriever that searches such an index."""
+    return meta.kind if meta.kind in (BM25, QDRANT) else "faiss"
+
+
 def read_meta(folder: Path) -> IndexMeta:
     """What meta.json says. Raises DataError: no index, an unfinished or damaged one, a later
     format."""
     path = folder / META
     if not path.is_file():
-        unfinished = any(folder.glob("*.partial")) or (folder / PROGRESS).is_file()
+        unfinished = (
+            any(folder.glob("*.partial"))
+            or (folder / PROGRESS).is_file()
+            or (folder / QDRANT).is_dir()
+        )
         found = "a build that did not finish; run it again to go on"
         raise DataError(
             f"{folder}: expected an index made by `rlflow search build`, found "

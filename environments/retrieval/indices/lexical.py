@@ -19,7 +19,7 @@ from rlflow_environments.retrieval.indices.base import (
     best,
     with_facts,
 )
-from rlflow_environments.retrieval.indices.folder import BM25, open_folder
+from rlflow_environments.retrieval.indices.folder import BM25, open_folder, retriever_of
 
 _EMPTY = "no_words"
 
@@ -111,7 +111,8 @@ def bm25_retriever(
     meta = open_folder(folder, corpus)
     if meta.kind != "bm25":
         raise ConfigError(
-            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss."
+            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to "
+            f"{retriever_of(meta)}."
         )
     return CorpusRetriever(corpus, BM25Index.load(folder / BM25))
 

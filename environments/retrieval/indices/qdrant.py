@@ -1,4 +1,5 @@
-"""Retrieval with Qdrant: collections of a server, and of qdrant-client's memory for one run.
+"""Retrieval with Qdrant: collections of a server, of an index folder (Qdrant's engine without a
+server), and of qdrant-client's memory for one run.
 
 The layout is the one that RLinf's builder makes: one unnamed vector, cosine, point id = row of the
 corpus, payload = the record. Documents come from the payloads: no corpus file is needed.
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +38,16 @@ from rlflow_environments.retrieval.indices.base import (
     with_facts,
 )
 from rlflow_environments.retrieval.indices.dense import OVERFETCH
-from rlflow_environments.retrieval.indices.folder import EncoderOption, encoder_of, verify_encoder
+from rlflow_environments.retrieval.indices.folder import (
+    QDRANT,
+    EncoderOption,
+    encoder_of,
+    open_folder,
+    retriever_of,
+    stored_encoder,
+    verify_encoder,
+)
+from rlflow_environments.retrieval.indices.qdrant_edge import EdgeCollection
 
 if TYPE_CHECKING:
     from qdrant_client.models import Record, ScoredPoint
@@ -199,7 +210,7 @@ class QdrantRetriever(Retriever):
     """Passages of a collection, nearest first, ties by point id. Approximate where the collection
     has a graph or is quantized."""
 
-    def __init__(self, encoder: Encoder, collection: Collection) -> None:
+    def __init__(self, encoder: Encoder, collection: Collection | EdgeCollection) -> None:
         """Raises DataError for an encoder of other dimensions."""
         if encoder.dimensions != collection.dimensions:
             raise DataError(
@@ -238,6 +249,7 @@ class QdrantRetriever(Retriever):
 def qdrant_retriever(
     corpus: Sequence[Passage] | None,
     *,
+    path: str | None = None,
     url: str | None = None,
     collection: str = "default_collection",
     api_key: str | None = None,
@@ -250,21 +262,29 @@ def qdrant_retriever(
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
-    """A collection of a server (url), or one made in memory from the corpus. hnsw_ef, exact,
-    quantization: see Collection. verify: encode a few passages again and compare."""
+    """A collection of an index folder (path) or of a server (url), or one made in memory from the
+    corpus. hnsw_ef, exact, quantization: see Collection. verify: encode a few passages again and
+    compare."""
+    if path is not None and url is not None:
+        raise ConfigError(
+            "retriever qdrant: expected a path or a url, found both. Remove one of them."
+        )
     if quantization is not None:
         where = "retriever qdrant.quantization"
         quantization = check_options(quantization, _quantization, where=where)
+    params = {"hnsw_ef": hnsw_ef, "exact": exact, "quantization": quantization}
+    if path is not None:
+        return _open_index(Path(path).expanduser(), corpus, encoder, hashed, params)
     if corpus is None and (url is None or encoder is None):
         raise ConfigError(
-            "retriever qdrant: expected url and the encoder that the collection was built with, or "
-            "a corpus."
+            "retriever qdrant: expected url and the encoder that the collection was built with, a "
+            "path, or a corpus."
         )
     made = encoder_of(encoder, hashed, corpus if corpus is not None else [])
     opened = Collection(
         url,
         collection,
-        {"hnsw_ef": hnsw_ef, "exact": exact, "quantization": quantization},
+        params,
         api_key=api_key,
         timeout_s=timeout_s,
         tries=tries,
@@ -285,6 +305,32 @@ def qdrant_retriever(
     return retriever
 
 
+def _open_index(
+    folder: Path,
+    corpus: Sequence[Passage] | None,
+    encoder: EncoderOption,
+    hashed: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> QdrantRetriever:
+    """The collection of an index folder."""
+    meta = open_folder(folder, corpus)
+    if meta.kind != QDRANT:
+        raise ConfigError(
+            f"{folder}: an index of kind {meta.kind}, expected {QDRANT}. Set retriever.name to "
+            f"{retriever_of(meta)}."
+        )
+    opened = stored_encoder(folder, meta, encoder, hashed)
+    collection = EdgeCollection(folder / QDRANT, meta.dimensions, params)
+    expected = meta.count if corpus is None else meta.count - len(getattr(corpus, "empty", ()))
+    found = collection.count()
+    if not found or (corpus is not None and found != expected):
+        raise DataError(
+            f"{folder}: the collection holds {found} points, expected {expected}. Build it again, "
+            "or copy it again."
+        )
+    return QdrantRetriever(opened, collection)
+
+
 def _quantization(
     *, ignore: bool = False, rescore: bool = False, oversampling: float = 1.0
 ) -> None:
@@ -292,7 +338,10 @@ def _quantization(
 
 
 def fill(
-    collection: Collection, encoder: Encoder, corpus: Sequence[Passage], report: StageProgress
+    collection: Collection | EdgeCollection,
+    encoder: Encoder,
+    corpus: Sequence[Passage],
+    report: StageProgress,
 ) -> int:
     """Encodes and stores the passages that are not there, under their rows, so that an ingest that
     was stopped goes on; returns how many those were. Rows without text have no point.
@@ -327,7 +376,12 @@ def _record_of(corpus: Sequence[Passage], row: int) -> dict[str, Any]:
     return corpus[row].fields if record is None else record(row)
 
 
-def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage], row: int) -> None:
+def _compare(
+    collection: Collection | EdgeCollection,
+    encoder: Encoder,
+    corpus: Sequence[Passage],
+    row: int,
+) -> None:
     """Raises DataError where a stored point is not this row of the corpus, by this encoder."""
     (point,) = collection.points([row], vectors=True)
     if (point.payload or {}) != _record_of(corpus, row):

@@ -35,13 +35,13 @@ class AttentionCall:
     """Sequences of similar length that one attention call serves.
 
     queries: which of the batch, one query each; or (rows, queries), places among the flat tokens.
-    blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * BLOCK_SIZE), 0
-    or -inf. Padding repeats a row's last query; `real` (rows, queries) tells which are not
+    blocks: (rows * n,), of each row the first n. masks: by window of a layer (None: without), (rows,
+    1, 1 or queries, n * BLOCK_SIZE), 0 or -inf. Padding repeats a row's last query; `real` (rows, queries) tells which are not
     padding."""
 
     queries: slice | Tensor
     blocks: Tensor
-    mask: Tensor
+    masks: dict[int | None, Tensor]
     real: Tensor | None = None
 
 
@@ -54,7 +54,7 @@ class KeyValueCache:
     ) -> None:
         self._model = model
         self._width = model.groups * (model.key_dim + model.value_dim)
-        self._scale = model.softmax_scale if model.yarn else None  # None: torch's own
+        self._windows = [model.window_at(layer) for layer in range(model.layers)]
         self._make = partial(
             _zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device
         )
@@ -126,10 +126,15 @@ class KeyValueCache:
         if lengths is not None:
             runs = [(rows, blocks_for(lengths[rows.start])) for rows in _similar(lengths)]
         reach = torch.arange(runs[0][1] * BLOCK_SIZE, device=tables.device)
-        mask = _as_mask(reach <= positions[:, None], self._pool.dtype)[:, None, None]
+        masks = self._masks(reach, positions[:, None])
         calls = [
             AttentionCall(
-                rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]
+                rows,
+                tables[rows, :count].reshape(-1),
+                {
+                    window: mask[rows, None, ..., : count * BLOCK_SIZE]
+                    for window, mask in masks.items()
+                },
             )
             for rows, count in runs
         ]
@@ -143,7 +148,11 @@ class KeyValueCache:
             for call in calls:
                 keys, values = self._read(layer, call)
                 attended = F.scaled_dot_product_attention(
-                    by_group[call.queries], keys, values, attn_mask=call.mask, scale=self._scale
+                    by_group[call.queries],
+                    keys,
+                    values,
+                    attn_mask=call.masks[self._windows[layer]],
+                    scale=self._model.own_scale,
                 )
                 parts.append(attended.reshape(len(attended), -1))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -171,7 +180,12 @@ class KeyValueCache:
                 wanted, real = cast(Tensor, call.queries), cast(Tensor, call.real)
                 padded = queries[wanted].transpose(1, 2)
                 attended = F.scaled_dot_product_attention(
-                    padded, keys, values, attn_mask=call.mask, scale=self._scale, enable_gqa=True
+                    padded,
+                    keys,
+                    values,
+                    attn_mask=call.masks[self._windows[layer]],
+                    scale=self._model.own_scale,
+                    enable_gqa=True,
                 )
                 output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
             return output
@@ -185,10 +199,19 @@ class KeyValueCache:
         within = torch.minimum(steps, count - 1)
         blocks = blocks_for(parts[0].stop)
         reach = torch.arange(blocks * BLOCK_SIZE, device=tables.device)
-        allowed = reach <= (start[:, None] + within)[..., None]
-        mask = _as_mask(allowed, self._pool.dtype)[:, None]
+        masks = self._masks(reach, (start[:, None] + within)[..., None])
         queries = offset[:, None] + within
-        return AttentionCall(queries, tables[rows, :blocks].reshape(-1), mask, steps < count)
+        return AttentionCall(queries, tables[rows, :blocks].reshape(-1), masks, steps < count)
+
+    def _masks(self, reach: Tensor, positions: Tensor) -> dict[int | None, Tensor]:
+        """By window of a layer (None: without), what queries at `positions` (rows, ..., 1) see of
+        the keys at `reach` (n,): (rows, 1, ..., n)."""
+        seen = reach <= positions
+        masks = {}
+        for window in set(self._windows):
+            near = seen if window is None else seen & (reach > positions - window)
+            masks[window] = _as_mask(near, self._pool.dtype)[:, None]
+        return masks
 
     def _write(self, layer: int, index: Tensor, keys_values: Tensor) -> None:
         self._pool[layer].view(-1, self._width)[index] = keys_values
@@ -198,7 +221,8 @@ class KeyValueCache:
         enough to stay in the cache of the processor until it is attended to."""
         groups = self._model.groups
         copied = self._pool[layer].index_select(0, call.blocks)
-        held = copied.view(len(call.mask), -1, self._width)
+        rows = len(next(iter(call.masks.values())))
+        held = copied.view(rows, -1, self._width)
         keys, values = held.tensor_split([groups * self._model.key_dim], dim=-1)
         keys, values = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in (keys, values))
         return keys, values

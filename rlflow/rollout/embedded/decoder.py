@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,9 +39,11 @@ LAYER = {
     "latent_norm": "decoder.layers.{i}.self_attention.kv_layernorm.weight",
     "latent_up": "decoder.layers.{i}.self_attention.linear_kv_up_proj.weight",
     "output": "decoder.layers.{i}.self_attention.linear_proj.weight",
+    "attended_norm": "decoder.layers.{i}.self_attention.linear_proj.post_layernorm.weight",
     "mlp_norm": "decoder.layers.{i}.pre_mlp_layernorm.weight",
     "gate_up": "decoder.layers.{i}.mlp.linear_fc1.weight",
     "down": "decoder.layers.{i}.mlp.linear_fc2.weight",
+    "mixed_norm": "decoder.layers.{i}.mlp.linear_fc2.post_layernorm.weight",
     "router": "decoder.layers.{i}.mlp.router.weight",
     "router_bias": "decoder.layers.{i}.mlp.router.expert_bias",
     "expert_gate_up": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight",
@@ -52,6 +55,12 @@ LAYER = {
 """Tensors of a layer here, by their names in the families' tables."""
 ADAPTED = ("qkv", "output", "gate_up", "down")
 """Those whose projections can have adapters."""
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Decoder:
@@ -81,7 +90,10 @@ class Decoder:
         output = own_rule(architecture, OUTPUT)
         self._head = self._embedding if architecture.tied else self._make(output)
         self._repeated = output.names() if architecture.tied else []
-        self._rope = _rope_table(architecture, 0, device)
+        self._activate = ACTIVATIONS[architecture.activation]
+        # Rounded as transformers does
+        self._embedding_scale = torch.tensor(architecture.embedding_scale, dtype=dtype).item()
+        self._rope = _rope_tables(architecture, 0, device)
         self.routes: Tensor | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -121,8 +133,8 @@ class Decoder:
     def reserve(self, positions: int) -> None:
         """Makes room for sequences of that many tokens; to be called before a `forward` that has
         them."""
-        if positions > self._rope.shape[1]:
-            self._rope = _rope_table(self.architecture, positions, self.device, self.dtype)
+        if positions > self._rope.shape[2]:
+            self._rope = _rope_tables(self.architecture, positions, self.device, self.dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, tensor) pairs, views of the weights in use."""
@@ -142,17 +154,22 @@ class Decoder:
         of `attend`. applied: adapters, and the tokens that they are for; None: the one without a
         name is for all. Leaves `routes` (N, layers with experts, k): the experts that each token went
         to."""
-        cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
+        turns = [(table[0, positions, None], table[1, positions, None]) for table in self._rope]
         if applied is None:
             applied = [(self.adapters[""], None)] if "" in self.adapters else []
         self._applied = applied
         x = F.embedding(tokens, self._embedding)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
         routes: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             normed = self._normalized(x, layer["input_norm"])
             project = self._latent if "latent_down" in layer else self._projected
+            windowed = self.architecture.window_at(index) is not None
+            cosine, sine = turns[-1 if windowed else 0]
             attended = attend(index, *project(normed, index, cosine, sine))
-            x = x + self._product(attended, index, "output")
+            output = self._product(attended, index, "output")
+            x = x + self._post_normalized(output, layer, "attended_norm")
             normed = self._normalized(x, layer["mlp_norm"])
             if "router" in layer:
                 mixed, chosen = self._mixed(normed, layer)
@@ -160,7 +177,8 @@ class Decoder:
                 routes.append(chosen)
             else:
                 gate, up = self._product(normed, index, "gate_up").chunk(2, dim=-1)
-                x = x + self._product(F.silu(gate).mul_(up), index, "down")
+                mixed = self._product(self._activate(gate).mul_(up), index, "down")
+                x = x + self._post_normalized(mixed, layer, "mixed_norm")
         self.routes = torch.stack(routes, 1) if routes else None
         if last is not None:
             x = x[last]
@@ -174,7 +192,18 @@ class Decoder:
         return product
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
+        eps = self.architecture.norm_eps
+        if self.architecture.zero_centered_norms:
+            return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def _post_normalized(self, x: Tensor, layer: dict[str, Tensor], norm: str) -> Tensor:
+        """What is added to the residual stream, normalized in families that do so."""
+        return self._normalized(x, layer[norm]) if norm in layer else x
+
+    def _mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = linear(x, gate_up).chunk(2, dim=-1)
+        return linear(self._activate(gate).mul_(up), down)
 
     def _projected(
         self, x: Tensor, index: int, cosine: Tensor, sine: Tensor
@@ -224,14 +253,14 @@ class Decoder:
         sources = order // experts.top_k
         counts = by_expert.bincount(minlength=experts.count).tolist()
         made = [
-            _mlp(part, layer["expert_gate_up"][expert], layer["expert_down"][expert])
+            self._mlp(part, layer["expert_gate_up"][expert], layer["expert_down"][expert])
             for expert, part in enumerate(x[sources].split(counts))
             if len(part)
         ]
         weighed = torch.cat(made) * weights.to(x.dtype).flatten()[order, None]
         mixed = torch.zeros_like(x).index_add_(0, sources, weighed)
         if "shared_down" in layer:
-            beside = _mlp(x, layer["shared_gate_up"], layer["shared_down"])
+            beside = self._mlp(x, layer["shared_gate_up"], layer["shared_down"])
             if "shared_gate" in layer:
                 beside *= linear(x, layer["shared_gate"]).sigmoid()
             mixed += beside
@@ -305,11 +334,6 @@ def _of_best_groups(ranked: Tensor, groups: int, count: int) -> Tensor:
     return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
 
 
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate).mul_(up), down)
-
-
 def check_complete(missing: set[str]) -> None:
     """Raises ModelError if a load left tensors out."""
     if missing:
@@ -318,18 +342,26 @@ def check_complete(missing: set[str]) -> None:
         )
 
 
-def _rope_table(
+def _rope_tables(
     model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(2, length, rotary_dim): cosines, and sines with the sign of rotate_half, x * cos +
-    swap_halves(x) * sin."""
-    angles = torch.outer(
-        torch.arange(length, dtype=torch.float32, device=device),
-        _inverse_frequencies(model).to(device),
-    )
+    """(1 or 2, 2, length, rotary_dim): cosines, and sines with the sign of rotate_half, x * cos +
+    swap_halves(x) * sin. Layers with a window take the last table, others the first."""
+    tables = [_inverse_frequencies(model)]
+    if model.window is not None and model.window.rope_theta is not None:
+        tables.append(_plain_frequencies(model.rotary_dim, model.window.rope_theta))
+    steps = torch.arange(length, dtype=torch.float32, device=device)
+    angles = steps[:, None] * torch.stack(tables).to(device)[:, None]
     strength = model.yarn.attention if model.yarn else 1.0
     cosine, sine = angles.cos() * strength, angles.sin() * strength
-    return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))).to(dtype)
+    both = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+    return torch.stack(both, 1).to(dtype)
+
+
+def _plain_frequencies(dim: int, base: float) -> Tensor:
+    """(dim / 2,) radians per position."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (base**exponents)
 
 
 def _inverse_frequencies(model: Architecture) -> Tensor:
@@ -337,12 +369,11 @@ def _inverse_frequencies(model: Architecture) -> Tensor:
     a smooth transition between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model
     card; constants fixed by rlflow.models.architecture)."""
     dim = model.rotary_dim
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequencies = 1.0 / (model.rope_theta**exponents)
+    frequencies = _plain_frequencies(dim, model.rope_theta)
     if model.yarn is not None:
         return _slowed(frequencies, model.yarn, dim, model.rope_theta)
     if model.rope_factor is None:
-        return frequencies
+        return frequencies / model.rope_divisor
     low, high, original = 1.0, 4.0, 8192
     wavelengths = 2 * math.pi / frequencies
     # Of the unscaled frequency

@@ -88,19 +88,24 @@ def logprobs(model: Decoder, tokens: Sequence[int], temperature: float) -> list[
     model.reserve(len(tokens))
     ids = torch.tensor(tokens)
     logits = model.forward(
-        ids, torch.arange(len(tokens)), lambda _, queries, rest: _attended(model, queries, rest)
+        ids,
+        torch.arange(len(tokens)),
+        lambda layer, queries, rest: _attended(model, layer, queries, rest),
     )
     told = (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return [0.0, *told.tolist()]
 
 
-def _attended(model: Decoder, queries: Tensor, keys_values: Tensor) -> Tensor:
+def _attended(model: Decoder, layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
     """Causal attention of one sequence without a cache."""
     shape = model.architecture
     keys, values = keys_values.tensor_split([shape.groups * shape.key_dim], 1)
     keys, values = (part.unflatten(1, (shape.groups, -1)) for part in (keys, values))
     query, key, value = (part.transpose(0, 1)[None] for part in (queries, keys, values))
+    seen = torch.ones(len(queries), len(queries), dtype=torch.bool).tril_()
+    if (window := shape.window_at(layer)) is not None:
+        seen.triu_(1 - window)
     attended = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=shape.softmax_scale, enable_gqa=True
+        query, key, value, attn_mask=seen, scale=shape.softmax_scale, enable_gqa=True
     )
     return attended[0].transpose(0, 1).reshape(len(queries), -1)

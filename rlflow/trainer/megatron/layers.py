@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -48,17 +49,47 @@ if torch.cuda.is_available():
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the constructor and the parameter mark that Megatron's layers expect of
-    a norm."""
+    a norm. Zero-centered ones multiply by 1 + weight, in float32."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) -> (..., hidden)."""
+        if not self._zero_centered:
+            return super().forward(x)
+        normed = F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+def normalize_output(linear: MegatronModule, config: TransformerConfig) -> None:
+    """Makes a norm of a linear layer's output a part of it, as Megatron-Bridge names it. Adapters of
+    the layer are added before."""
+    linear.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+    linear.register_forward_hook(_output_normalized)
+
+
+def _output_normalized(
+    linear: Any, _: tuple[Tensor, ...], answer: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    output, bias = answer
+    return linear.post_layernorm(output), bias
+
+
+def scale_output(embedding: MegatronModule, factor: float) -> None:
+    """Multiplies an embedding's output by the factor, rounded to its dtype as transformers does."""
+    embedding.register_forward_hook(
+        lambda _, __, embedded: embedded * torch.tensor(factor, dtype=embedded.dtype).item()
+    )
 
 
 class TorchAttention(MegatronModule):
-    """Causal attention by torch's scaled_dot_product_attention, grouped queries included.
+    """Causal attention by torch's scaled_dot_product_attention, grouped queries and windows
+    included.
 
     megatron-core's own DotProductAttention takes 4 times the time and 6 times the memory at 2,048
     tokens on a CPU, and knows neither packed rows nor context parallelism. Under that, each rank
@@ -68,6 +99,7 @@ class TorchAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
         **_: Any,
@@ -75,6 +107,8 @@ class TorchAttention(MegatronModule):
         super().__init__(config=config)
         self._context_group = pg_collection.cp
         self._scale = softmax_scale
+        # Megatron's does not count the token itself
+        self._window = config.window_size[0] + 1 if has_window(config, layer_number) else None
 
     def forward(
         self,
@@ -92,19 +126,19 @@ class TorchAttention(MegatronModule):
         ranks = self._context_group.size()
         if packed_seq_params is None:
             if ranks == 1:
-                return _attend(query, key, value, self._scale)
+                return _attend(query, key, value, self._scale, self._window)
             return self._attend_over_ranks(query, key, value, [query.shape[0] * ranks])
         flash = query.is_cuda and query.dtype is torch.bfloat16 and self._scale is None
         if ranks == 1 and varlen_attn is not None and flash:
             bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            return _attend_packed(query, key, value, bounds, longest)
+            return _attend_packed(query, key, value, bounds, longest, self._window)
         assert isinstance(packed_seq_params, Segments)
         lengths = packed_seq_params.lengths
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
-        attended = [_attend(q, k, v, self._scale) for q, k, v in segments]
+        attended = [_attend(q, k, v, self._scale, self._window) for q, k, v in segments]
         return torch.cat(attended).squeeze(1)
 
     def _attend_over_ranks(
@@ -121,38 +155,62 @@ class TorchAttention(MegatronModule):
                 key[chunk.start : chunk.stop],
                 value[chunk.start : chunk.stop],
                 self._scale,
+                self._window,
             )
             for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
         return torch.cat(parts)
 
 
+def has_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer, counted from 1, looks back on a window."""
+    return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+
+
 def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, window: int | None
 ) -> Tensor:
     """Causal attention within each of the rows that lie between `bounds`, in one call of torch's
     flash attention for variable lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens,
-    heads * head_dim)."""
+    heads * head_dim). window: as of `_attend`."""
     assert varlen_attn is not None
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]}
     options = grouped if "enable_gqa" in varlen_options else {}
     mixed = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **options
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
     )
     packed: Tensor = mixed.flatten(1)
     return packed
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Causal attention of the last of the keys' tokens: the last query sees every key. scale: of
-    the scores, None for that of the queries' size."""
+    the scores, None for that of the queries' size. window: each query sees so many keys at most,
+    its own the last."""
     queries, keys = query.shape[0], key.shape[0]
     query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    hides = window is not None and window < keys
     mask = None
-    if queries < keys:
+    if queries < keys or hides:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(
             keys - queries
         )
+    if mask is not None and window is not None:
+        mask.triu_(keys - queries - window + 1)
     mixed = F.scaled_dot_product_attention(
         query,
         key,
@@ -190,6 +248,15 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         torch.mul(F.silu(gate), gradient, out=of_up)
         return answer
+
+
+class GeGLU(MegatronModule):
+    """gelu(gate) * up of (..., gate and up), the GELU by tanh (Shazeer 2020, arXiv 2002.05202)."""
+
+    def forward(self, both: Tensor) -> Tensor:
+        """(..., 2 F) -> (..., F)."""
+        gate, up = both.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
 
 class BalancedRouter(TopKRouter):

@@ -195,7 +195,8 @@ def adapters_of(module: torch.nn.Module) -> Iterator[LayerAdapter]:
 def add(layer: torch.nn.Module, adapter: LayerAdapter) -> None:
     """Makes the adapter a part of its layer."""
     layer.adapter = adapter
-    layer.register_forward_hook(_added)
+    # Before a norm of the layer's output, which is a hook too
+    layer.register_forward_hook(_added, prepend=True)
 
 
 def _added(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
@@ -25,13 +26,22 @@ from rlflow.errors import ConfigError, install_command
 from rlflow.models.architecture import Architecture, padded_vocab
 from rlflow.models.layer_rules import ROUTER_BIAS
 from rlflow.trainer.megatron.cpu import device
+from rlflow.trainer.megatron.layers import normalize_output, scale_output
 from rlflow.trainer.megatron.logprobs import OutputLayer, at_tokens, predicted_here
-from rlflow.trainer.megatron.specs import block_spec, expert_options, latent_options
+from rlflow.trainer.megatron.specs import (
+    TwoBases,
+    block_spec,
+    expert_options,
+    latent_options,
+    window_options,
+)
 from rlflow.trainer.megatron.world import World
 
 LAYERS = "RLFLOW_LAYERS"
 """Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is
 installed too."""
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
+"""As Megatron names them to its fused kernels; that of GELU is the one by tanh."""
 FP8_GRANULES = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """Tokens of a product come in multiples of these (megatron-core 0.19: get_fp8_align_size)."""
 
@@ -179,11 +189,32 @@ def _build_chunk(
         rotary_percent=model.rotary_share,
         rope_scaling=model.rope_factor is not None,
         rope_scaling_factor=model.rope_factor or 1.0,
+        seq_len_interpolation_factor=None if model.rope_divisor == 1 else model.rope_divisor,
         vp_stage=number if world.layout.virtual_pipeline > 1 else None,
     )
+    add_own_parts(module, model)
     RouterReplay.clear_global_router_replay_instances()  # a list that would keep every model's
     module.chunk_bytes = chunk_bytes
     return module.to(device())
+
+
+def add_own_parts(module: GPTModel, model: Architecture) -> None:
+    """Adds what a family's layers compute and Megatron's have no option for."""
+    if model.window is not None and model.window.rope_theta is not None:
+        windowed = RotaryEmbedding(
+            model.head_dim,
+            model.rotary_share,
+            rotary_base=model.window.rope_theta,
+            use_cpu_initialization=module.config.use_cpu_initialization,
+            cp_group=module.pg_collection.cp,
+        )
+        module.rotary_pos_emb = TwoBases(module.rotary_pos_emb, windowed)
+    if model.embedding_scale != 1 and module.pre_process:
+        scale_output(module.embedding, model.embedding_scale)
+    if model.post_norms:
+        for layer in module.decoder.layers:
+            for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                normalize_output(linear, module.config)
 
 
 def transformer_config(
@@ -198,7 +229,8 @@ def transformer_config(
     `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
-    fused = fused and uses_transformer_engine()
+    # Parts that are added to layers are added to Megatron's own
+    fused = fused and uses_transformer_engine() and not model.post_norms
     configured = partial(
         TransformerConfig if model.latent is None else MLATransformerConfig,
         num_layers=model.layers,
@@ -208,12 +240,13 @@ def transformer_config(
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[model.activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=world.tensor_parallel,
@@ -239,7 +272,8 @@ def transformer_config(
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
     )
-    kinds = expert_options(model, world.layout, fused) | latent_options(model)
+    kinds = expert_options(model, world.layout, fused) | window_options(model)
+    kinds |= latent_options(model) or {"softmax_scale": model.own_scale}
     fusions = _fusions(on_cpu) | kinds  # latent attention has no fused rotation
     # e4m3 forward, e5m2 for gradients
     eight_bits = {} if fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": fp8}
@@ -248,7 +282,7 @@ def transformer_config(
 
 def _fusions(on_cpu: bool) -> dict[str, bool]:
     """On CPUs these are the operations in `layers`; on GPUs rotary kernels are Transformer Engine's
-    or those, SwiGLU is Megatron's own, and gradients of weights need an extension of Apex."""
+    or those, SwiGLU and GeGLU are Megatron's own, and gradients of weights need an extension of Apex."""
     return {
         "gradient_accumulation_fusion": not on_cpu and _grad_accum_fusion_available,
         "apply_rope_fusion": True,

@@ -5,26 +5,32 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from torch import Tensor
 
 from rlflow.models.architecture import Architecture
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.layers import (
     BalancedRouter,
     ColumnLinear,
+    GeGLU,
     RMSNorm,
     RowLinear,
     SwiGLU,
     TorchAttention,
     WholeLinear,
+    has_window,
 )
 
 
@@ -33,7 +39,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """`count` layers of the model from `first` on, and the norm after its last."""
     kinds = (False,) * model.layers if model.experts is None else model.experts.sparse
-    specs = {sparse: _layer_spec(config, sparse) for sparse in set(kinds)}
+    specs = {sparse: _layer_spec(config, sparse, model) for sparse in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[sparse] for sparse in kinds[first : first + count]],
         layer_norm=LayerNormImpl if is_fused(config) else RMSNorm,
@@ -85,6 +91,18 @@ def _routing_options(model: Architecture) -> dict[str, Any]:
     }
 
 
+def window_options(model: Architecture) -> dict[str, Any]:
+    """What Megatron's configuration says of layers with a window, which there does not count the
+    token itself; nothing for a model without."""
+    window = model.window
+    if window is None or window.layers is None:
+        return {}
+    return {
+        "window_size": (window.tokens - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in window.layers],
+    }
+
+
 def latent_options(model: Architecture) -> dict[str, Any]:
     """What Megatron's configuration says of latent attention; nothing for a model without."""
     latent, yarn = model.latent, model.yarn
@@ -115,7 +133,7 @@ def latent_options(model: Architecture) -> dict[str, Any]:
     }
 
 
-def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, sparse: bool, model: Architecture) -> ModuleSpec:
     count = config.num_moe_experts if sparse else None
     kinds = {
         "num_experts": count,
@@ -137,11 +155,13 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     if on_cpu:
         attention.linear_proj = RowLinear
         for mlp in _mlps(layer.mlp):
-            mlp.activation_func = SwiGLU
+            mlp.activation_func = SwiGLU if model.activation == "silu" else GeGLU
             mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.multi_latent_attention:
         _make_latent(layer.self_attention, on_cpu)
         return spec
+    if model.window is not None and model.window.rope_theta is not None:
+        layer.self_attention.module = TwoBaseAttention
     if on_cpu:
         attention.linear_qkv = ColumnLinear
     if config.qk_layernorm:
@@ -155,6 +175,36 @@ class LatentAttention(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return vars(submodules)
+
+
+class TwoBaseAttention(SelfAttention):
+    """Attention of a model whose layers with a window rotate by a base of their own. It takes the
+    angles of both kinds side by side, as `TwoBases` makes them."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor, **options: Any
+    ) -> Any:
+        """(tokens, rows, hidden), and no bias."""
+        everywhere, windowed = rotary_pos_emb.chunk(2, dim=-1)
+        own = windowed if has_window(self.config, self.layer_number) else everywhere
+        return super().forward(hidden_states, *args, rotary_pos_emb=own, **options)
+
+
+class TwoBases(torch.nn.Module):
+    """Rotary angles (tokens, 1, 1, 2 D): of layers that see everything, and of those with a
+    window."""
+
+    def __init__(self, everywhere: RotaryEmbedding, windowed: RotaryEmbedding) -> None:
+        super().__init__()
+        self._both = (everywhere, windowed)
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Megatron's number of positions, which no base changes."""
+        return self._both[0].get_rotary_seq_len(*args)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Arguments as of each of the two."""
+        return torch.cat([angles(*args, **options) for angles in self._both], dim=-1)
 
 
 def _make_latent(spec: ModuleSpec, on_cpu: bool) -> None:

@@ -139,9 +139,10 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
         ("qwen3_moe", {"num_experts_per_tok": 1}, "'num_experts_per_tok' is 1; expected 2 to 4"),
         ("qwen2_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False}, "is 5; expected 1 to 4"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is not supported"),
-        ("mixtral", {"sliding_window": 4096}, "sliding-window"),
-        ("mistral", {"sliding_window": 4096}, "sliding-window"),
-        ("mistral", {"sliding_window": 4096, "use_sliding_window": False}, "sliding-window"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
         ("qwen2", {"sliding_window": 4096, "use_sliding_window": True}, "sliding-window"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "biases on every projection"),
         ("llama", {"partial_rotary_factor": 0.5}, "a part of each head"),
@@ -184,6 +185,39 @@ def test_tensors_beyond_the_tables_are_refused(
     config = tiny_config(family, **changes)
     with pytest.raises(ModelError, match=words):
         stored_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sliding_window": None}, "'sliding_window' is null; expected a number"),
+        ({"layer_types": ["full_attention"]}, "for each of the 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'layer_types' is "),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope scaling 'linear' of layers with a window",
+        ),
+    ],
+)
+def test_windows_that_are_not_known_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        window_of(tiny_config("gemma3_text", **changes))
+
+
+def test_gemma_is_read_alike_in_the_spelling_of_transformers_4() -> None:
+    """Of google/gemma-3-4b-it's text model: what its config.json says, and leaves out."""
+    old = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "vocab_size": 262208,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    model = architecture(old)
+    assert (model.tied, model.head_dim, model.rope_theta, model.rope_divisor) == (True, 256, 1e6, 8)
+    assert model.softmax_scale == 256**-0.5 and model.embedding_scale == 2560**0.5
+    assert model.window is not None and model.window.rope_theta == 1e4
+    everywhere = [layer for layer in range(34) if model.window_at(layer) is None]
+    assert everywhere == [5, 11, 17, 23, 29] and model.window_at(0) == 1024
+    assert architecture(AutoConfig.for_model(**old).to_dict()) == model
 
 
 BROKEN: dict[str, Any] = {

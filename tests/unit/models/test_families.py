@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from rlflow.models import families, tables
 from rlflow.models.architecture import architecture, huggingface_shapes
 from rlflow.models.families import FAMILIES
+from rlflow.models.flops import forward_flops
 from rlflow.models.huggingface import check_loadable, digest, iterate_weights, read_config
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
@@ -152,3 +153,15 @@ def test_what_is_computed_depends_on_no_name_of_a_family() -> None:
         if ROOT / "rlflow" / "models" / "families" not in path.parents
     ]
     assert not [name for path in outside for name in named_families(path)]
+
+
+def test_a_window_counts_the_pairs_that_it_leaves() -> None:
+    """Of the layer with a window of 4 in rows of 10 tokens: 1 + 2 + 3 + 7 x 4 of the 55 pairs, 4 operations for each of
+    2 heads of 8 numbers."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+             "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
+    config = {"model_type": "gemma3_text", **sizes, "sliding_window": 4}
+    narrow = architecture({**config, "layer_types": ["sliding_attention", "full_attention"]})
+    wide = architecture({**config, "layer_types": ["full_attention", "full_attention"]})
+    difference = forward_flops(wide, [10, 3], 5) - forward_flops(narrow, [10, 3], 5)
+    assert difference == (55 - 34) * 4 * 2 * 8

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-from torch import Tensor
 
 from rlflow.batching import ROUTED, ROUTES
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import digest, iterate_weights
 from tests.reference import ORACLE
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
+from tests.unit.trainer.gradients import assert_gradients_equal_transformers, gradients
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
 MIXED = {"num_hidden_layers": 4, "decoder_sparse_step": 2}  # layers 0 and 2 are dense
@@ -31,39 +31,6 @@ ATTENTION = ["q_proj", "v_proj"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", tokenizer=False, **SIZES)
-
-
-def gradients(trainer: Any) -> dict[str, Tensor]:
-    """Those of the last update by HuggingFace name: in place of the weights, they leave as weights do."""
-    for chunk in trainer._chunks:
-        for parameter in chunk.parameters():
-            parameter.data.copy_(parameter.main_grad)
-        for name, bias in chunk.named_buffers():
-            bias *= not name.endswith("expert_bias")  # it has none
-    return dict(trainer.weights())
-
-
-def transformers_gradients(path: Path, out: Path) -> tuple[float, dict[str, Tensor]]:
-    """The loss of `policy_gradient` and its gradients, from full logits; saved as weights, transformers names them."""
-    from transformers import AutoModelForCausalLM
-
-    oracle = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, experts_implementation="eager"
-    )
-    batch = make_batch()
-    logits = oracle(batch.tokens).logits[:, :-1] / 0.8
-    logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-    loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
-    loss.backward()
-    with torch.no_grad():
-        for parameter in oracle.parameters():
-            parameter.copy_(
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
-        for name, bias in oracle.named_buffers():
-            bias *= not name.endswith("correction_bias")
-    oracle.save_pretrained(str(out))
-    return loss.item(), dict(iterate_weights(out))
 
 
 @pytest.mark.parametrize(
@@ -93,19 +60,7 @@ def test_loss_and_gradients_equal_transformers(
     make: Any, family: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path / "model", family, tokenizer=False, **{**SIZES, **sizes})
-    trainer = make(path, max_gradient_norm=0.0, tokens_per_microbatch=50)
-    assert digest(trainer.weights()) == digest(iterate_weights(path)), (
-        "HF -> Megatron -> HF is not bit-exact"
-    )
-    metrics = trainer.update(make_batch(), policy_gradient)
-    loss, expected = transformers_gradients(path, tmp_path / "gradients")
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    assert metrics["gradient_norm"] == pytest.approx(total.item(), rel=1e-5)
-    found = gradients(trainer)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+    found = assert_gradients_equal_transformers(make, path, tmp_path / "gradients")
     routers = [
         gradient
         for name, gradient in found.items()

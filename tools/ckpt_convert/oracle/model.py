@@ -7,6 +7,7 @@ by megatron-core, so that an error in a mapping table or an argument shows as ot
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlflow.models.architecture import Architecture, routing_of, stored_architecture, window_of
 from rlflow.models.entries import refused, rope_kind, rope_of
-from rlflow.trainer.megatron.specs import LatentAttention
+from rlflow.trainer.megatron.layers import RMSNorm
+from rlflow.trainer.megatron.model import add_own_parts
+from rlflow.trainer.megatron.specs import LatentAttention, TwoBaseAttention
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
@@ -37,12 +42,14 @@ NAMES = {
 }
 """Fields of megatron-core's configuration by Megatron-LM's arguments, where the names differ."""
 WITHOUT_GPU = {
-    "activation_func": F.silu,
     "use_cpu_initialization": True,
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
     "moe_router_load_balancing_type": "none",
 }
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Attention(MegatronModule):
@@ -105,22 +112,27 @@ def build(
 
     Raises ModelError for what megatron-core does not compute."""
     megatron = _megatron_config(config, layout, dtype, expert_tensor)
-    model, rope = stored_architecture(config), rope_of(config)
+    model = dataclasses.replace(stored_architecture(config), window=window_of(config))
+    rope = rope_of(config)
     yarn = rope_kind(rope) == "yarn" and model.latent is None  # latent attention has its own
     if yarn:
         vars(megatron).update(_yarn(config, rope))
 
-    def chunk(stage: int | None) -> GPTModel:
+    def built(stage: int | None) -> GPTModel:
         spec = get_gpt_decoder_block_spec(
             megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
         )
+        if model.zero_centered_norms:
+            _center_norms(spec)
         for layer in spec.layer_specs:
             attention = layer.submodules.self_attention
             attention.submodules.core_attention = Attention
             if model.latent is not None:
                 attention.module = LatentAttention
+            elif model.window is not None and model.window.rope_theta is not None:
+                attention.module = TwoBaseAttention
         ends = {"ignore_virtual": False, "vp_stage": stage}
-        return GPTModel(
+        chunk = GPTModel(
             config=megatron,
             transformer_layer_spec=spec,
             vocab_size=rows,
@@ -134,10 +146,24 @@ def build(
             rotary_percent=model.rotary_share,
             rope_scaling=model.rope_factor is not None,
             rope_scaling_factor=rope.get("factor") or 1.0,
+            seq_len_interpolation_factor=None if model.rope_divisor == 1 else model.rope_divisor,
             vp_stage=stage,
-        ).to(dtype)
+        )
+        add_own_parts(chunk, model)
+        return chunk.to(dtype)
 
-    return [chunk(stage) for stage in (range(layout.virtual) if layout.virtual > 1 else [None])]
+    return [built(stage) for stage in (range(layout.virtual) if layout.virtual > 1 else [None])]
+
+
+def _center_norms(spec: TransformerBlockSubmodules) -> None:
+    """Norms that multiply by 1 + weight; Megatron's own for local layers do not."""
+    spec.layer_norm = RMSNorm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if parts.self_attention.submodules.q_layernorm is not IdentityOp:
+            parts.self_attention.submodules.q_layernorm = RMSNorm
+            parts.self_attention.submodules.k_layernorm = RMSNorm
 
 
 @torch.no_grad()
@@ -181,6 +207,8 @@ def _megatron_config(
         **{NAMES.get(name, name): value for name, value in arguments.items()},
         **WITHOUT_GPU,
         **_window(config),
+        "gated_linear_unit": True,
+        "activation_func": ACTIVATIONS[model.activation],
         "expert_tensor_parallel_size": expert_tensor or None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -226,7 +254,9 @@ def _window(config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     windowed = [layer >= window.first_layer for layer in range(layers)]
-    if kinds:
+    if window.layers is not None:
+        windowed = list(window.layers)
+    elif kinds:
         windowed = [kind == "sliding_attention" for kind in kinds]
     return {
         "window_size": (window.tokens - 1, 0),

@@ -45,7 +45,8 @@ SAME: dict[str, Any] = {
     "qk_l2_norm": False,
     "softmax_type": "vanilla",
 }
-"""Arguments that have one value in all families; another changes the computation and no shape."""
+"""Arguments that have one value in nearly all families (`_same`); another changes the computation
+and no shape."""
 UNSET = dict.fromkeys(
     ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"), 1
 )
@@ -166,7 +167,7 @@ def contradictions(
     fits["vocab_size"] = f"vocab_size {model.vocab}, which drops rows", range(model.vocab + 1)
     stretches = (1, factor) if kind == "linear" else (1,)
     fits["rotary_seq_len_interpolation_factor"] = scaling, stretches
-    same = SAME | _with_unset(_routing(config, model.experts))
+    same = _same(model) | _with_unset(_routing(config, model.experts))
     if same.get("moe_router_score_function") == "sigmoid":
         del same["moe_router_pre_softmax"]  # which Megatron does not combine with it
     for name, expected in same.items():
@@ -194,6 +195,13 @@ def contradictions(
         if given.get(name) is not None and given[name] not in agreeing:
             yield name, args[name], present
     yield from _window_contradictions(args, window_of(config))
+
+
+def _same(model: Architecture) -> dict[str, Any]:
+    """SAME of a model's family."""
+    centered = model.zero_centered_norms
+    norms = {"apply_layernorm_1p": centered, "layernorm_zero_centered_gamma": centered}
+    return {**SAME, **norms, "swiglu": model.activation == "silu"}
 
 
 def _with_unset(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +246,11 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
     elif kind != "default":
         how = f"rope scaling '{kind}' with factor {factor}"
         flags.append(f"({how}: as your version of Megatron-LM spells it)")
-    if (window := window_of(config)) is not None:
+    window = window_of(config)
+    if model.post_norms:
+        parts = "norms of what attention and MLP add, GELU, two rotary bases, scaled embeddings"
+        flags.append(f"({parts}: Megatron-Bridge has them, Megatron-LM no options for them)")
+    if window is not None:
         flags.append(f"--window-size '({window.tokens - 1}, 0)'")  # tokens before the current one
     shape = routing_of(config)
     if shape is not None and shape.scaling != 1:
@@ -271,7 +283,7 @@ def arguments_of(
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a
     checkpoint."""
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
-    found |= SAME | _layout_arguments(layout)
+    found |= _same(model) | _layout_arguments(layout)
     found |= {
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
@@ -294,6 +306,8 @@ def arguments_of(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
+    if model.query_scalar is not None:
+        found["softmax_scale"] = model.softmax_scale
     if model.experts is not None:
         found |= _expert_arguments(config, model, layout)
     if model.latent is not None:

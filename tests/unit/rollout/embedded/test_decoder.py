@@ -88,10 +88,14 @@ class Paged:
         ("deepseek_v2", {"q_lora_rank": 24, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
             "mscale": 0.707, "mscale_all_dim": 0.9}}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        ("mistral", {"sliding_window": 7}),
+        ("mixtral", {"sliding_window": 7}),
+        ("gemma3_text", {"num_hidden_layers": 3, "sliding_window_pattern": 3, "num_key_value_heads": 1}),
     ],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_groups_of_experts_and_stretched_positions_equal_transformers(
+def test_groups_of_experts_windows_and_stretched_positions_equal_transformers(
     family: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path, family, tokenizer=False, **sizes)
