@@ -122,7 +122,8 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, episode: Episode, response: str) -> Any:  # Step, or an awaitable of one
-        """Answers one response of the policy (its text, special tokens stripped) with a Step."""
+        """Answers one response of the policy (its text, without special
+        tokens but those of its calls) with a Step."""
 
     async def overflow(self, episode: Episode) -> Step | None:
         """The prompt or the last observation left no room for a response: another Step in its

@@ -10,7 +10,7 @@ from rlflow.types import Observation, Task
 
 @dataclass(frozen=True)
 class Transcript:
-    """An episode. responses: the policy's own text, turn by turn, special tokens stripped;
+    """An episode. responses: the policy's own text, turn by turn, as `step` gets it;
     observations: what it was shown after each of them ("" after the last)."""
 
     task: Task
