@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rlflow.rollout import Rollout
     from rlflow.run.evaluate import Evaluation, Spread
     from rlflow.run.origin import ModelDirectory
-    from rlflow.trainer.options import LoraOptions
 
 
 def add(commands: Commands) -> None:
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     several temperatures in a folder each."""
     from rlflow.config.checks import check_config
     from rlflow.run.assemble import fitting_tasks, make_rollout
-    from rlflow.run.evaluate import evaluate, spread
+    from rlflow.run.evaluate import evaluate, load_adapter, spread
 
     check_least(args, questions=1, samples=1)
     for value in args.temperature or []:
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             rollout = _server_rollout(args, config.environment, config.rollout, config.run)
         with rollout:
             if model.adapter is not None:
-                _load_adapter(rollout, model.adapter)
+                load_adapter(rollout, model.adapter)
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(
                 rollout, config.data.val_split, config.data.max_prompt_tokens
@@ -223,32 +222,6 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
         return nullcontext(ModelDirectory(Path(), name, None))
     say = partial(print, file=sys.stderr)
     return model_directory(args.model, args.hf, say, adapters=True)
-
-
-def _adapter_options(folder: Path, engine: Mapping[str, Any]) -> LoraOptions:
-    """What an engine over the base is told of an adapter. Raises ConfigError where it takes
-    none."""
-    from rlflow.models.adapter import read_adapter
-    from rlflow.rollout.engine_facts import engine_facts
-    from rlflow.trainer.options import LoraOptions
-
-    if not engine_facts(engine).takes_adapters:
-        raise ConfigError(
-            f"--model {folder}: a LoRA adapter, and rollout.engine={engine['name']} takes none; "
-            "merge it first: rlflow merge ADAPTER OUT."
-        )
-    adapter, config = read_adapter(folder)
-    targets: Any = sorted({layer.rpartition(".")[2] for layer in adapter.factors})
-    return LoraOptions(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
-
-
-def _load_adapter(rollout: Rollout, folder: Path) -> None:
-    """Gives the engines the adapter; vLLM, which hashes no weights, says which it has."""
-    from rlflow.models.adapter import adapter_update, read_adapter
-
-    adapter, _ = read_adapter(folder)
-    rollout.verify_weights = rollout.hashes_weights
-    rollout.load_weights(adapter_update(adapter.scale, adapter.named_factors()), version=0)
 
 
 def _check_plays(engine: Mapping[str, Any]) -> None:
@@ -351,6 +324,7 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     from rlflow.config.checks import environment_name
     from rlflow.config.foreign import read_config
     from rlflow.config.schema import load_config
+    from rlflow.run.evaluate import adapter_options
     from rlflow.run.origin import trusted
     from rlflow.run.places import enter_project
 
@@ -377,7 +351,7 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     # Of the run that it is from: what is evaluated has its adapters merged in, or beside it
     lora = None
     if model.adapter is not None:
-        lora = _adapter_options(model.adapter, config.rollout.engine)
+        lora = adapter_options(model.adapter, config.rollout.engine)
     config.trainer = replace(config.trainer, lora=lora)
     return config
 

@@ -164,13 +164,12 @@ class InProcessSync:
         raises."""
         hashed = [engine for engine in self.engines if self.verify and engine.hashes_weights]
         hashes: dict[Kept, list[str]] = {_kept(engine): [] for engine in hashed}
-        handover, adapters = Handover(), False
+        handover = Handover()
         try:
             self.thread.run(handover.start(self.engines, version))
             for portion in _portions(weights):
                 giving = self.thread.start(handover.put(portion))
                 pairs = [] if isinstance(portion, GpuBucket) else portion
-                adapters = adapters or any(is_of_adapter(name) for name, _ in pairs)
                 for (names, dtype), found in hashes.items():
                     found += [
                         tensor_hash(
@@ -185,17 +184,17 @@ class InProcessSync:
             self.thread.run(handover.cancel())
             raise
         with self.report.part("verify"):
-            self._compare(hashed, hashes, version, "adapters" if adapters else "weights")
+            self._compare(hashed, hashes, version)
 
     def _compare(
-        self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int, sent: str
+        self, hashed: Sequence[Engine], hashes: Mapping[Kept, list[str]], version: int
     ) -> None:
         for engine in hashed:
             expected = combined_hash(hashes[_kept(engine)])
             found = self.thread.run(engine.weights_digest())
             if expected != found:
                 raise RolloutError(
-                    f"weight sync: after version {version} the engine's {sent} hash to "
+                    f"weight sync: after version {version} the engine's tensors hash to "
                     f"{found[:12]}, those sent to {expected[:12]}; it would sample from a policy "
                     "that is not the trainer's."
                 )

@@ -21,10 +21,12 @@ FEWEST_TOKENS = 64
 EVERY_STEPS = 16
 LEAST_EFFECT = 1e-3
 """Nats per token that adapters change in the mean: below it the base is as good as the policy."""
-LOWEST, HIGHEST = 0.25, 1.5
-"""Bounds of the share. It is 1 where the adapters change much, and a half where rounding alone
-makes policy and base differ, as what the engine rounds is as near to the one as to the other; of an
-engine without adapters it is from 0 to a half."""
+LOWEST, HIGHEST = 0.5, 1.5
+"""Bounds of the share: below the first the engine is nearer to the base than to the policy, above
+the second further from it than any rounding explains."""
+LOWEST_OF_ROUNDED = 0.25
+"""The lower bound where adapters change less than what rounding does: what the engine rounds is as
+near to the base as to the policy then, and the share nearer to a half."""
 STANDARD_ERRORS = 4.0
 """By how many the share must be outside of its bounds: noise alone ends no run."""
 
@@ -40,12 +42,14 @@ class Effect:
     size: float
     tokens: int
 
-    def check(self) -> None:
-        """Raises RolloutError where the engine has too little or too much of the change."""
+    def check(self, spacing: float) -> None:
+        """Raises RolloutError where the engine has too little or too much of the change. spacing:
+        of log-probs (`probe_rule.spacing`)."""
         if self.tokens < FEWEST_TOKENS or self.size < LEAST_EFFECT:
             return
         margin = STANDARD_ERRORS * self.error
-        if self.share + margin < LOWEST or self.share - margin > HIGHEST:
+        lowest = LOWEST if self.size >= spacing else LOWEST_OF_ROUNDED
+        if self.share + margin < lowest or self.share - margin > HIGHEST:
             raise RolloutError(
                 f"weight sync: of what the adapters change in the log-probs of {self.tokens} tokens "
                 f"({self.size:.2g} nats in the mean) the engine has {self.share:.0%} "

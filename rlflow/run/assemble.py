@@ -319,10 +319,11 @@ def make_engine_keeper(
     tasks: the prompts of some are those of a probe."""
     asynchrony = section.asynchronous
     engine = engine_facts(section.engine)
-    alone = adapters_alone(lora, engine)
+    alone = lora is not None and adapters_alone(lora, engine)
     merged_dtype = None
     if lora is not None and not alone:  # rounded once, to what the engines keep
         merged_dtype = torch_dtype(engine.dtype(model_dtype))
+    dtypes = {torch_dtype(one) for one in (model_dtype, engine.dtype(model_dtype))}
     return EngineKeeper(
         rollout,
         trainer,
@@ -330,6 +331,7 @@ def make_engine_keeper(
         on_update=asynchrony.on_update,
         overlap=asynchrony.overlap,
         adapters_alone=alone,
+        spacing=max(spacing(one, section.temperature) for one in dtypes),
         merged_dtype=merged_dtype,
     )
 

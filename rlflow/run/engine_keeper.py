@@ -27,7 +27,8 @@ class EngineKeeper:
 
     probe: for engines that cannot hash their weights. on_update: what becomes of requests in flight
     when the weights change. overlap: the engines sample while the trainer works. adapters_alone:
-    they get adapters, not weights. merged_dtype: what adapters are merged in, for the engines; None:
+    they get adapters, not weights. spacing: nats between log-probs, as both sides round them.
+    merged_dtype: what adapters are merged in, for the engines; None:
     there are none, or they are not merged. restarts: how often engines were started again. lost:
     what ends the run once its step is counted."""
 
@@ -40,6 +41,7 @@ class EngineKeeper:
         on_update: PauseMode,
         overlap: bool,
         adapters_alone: bool = False,
+        spacing: float = 0.0,
         merged_dtype: torch.dtype | None = None,
     ) -> None:
         self.probe = probe
@@ -50,6 +52,7 @@ class EngineKeeper:
         self._on_update: PauseMode = on_update
         self._overlap = overlap
         self.adapters_alone = adapters_alone
+        self.spacing = spacing
         # A backend without adapters need not know of it
         self._merged = () if merged_dtype is None else (merged_dtype,)
         self._freed_bytes = 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlflow.batching import make_batch
 from rlflow.config.schema import EvaluationSection
+from rlflow.errors import ConfigError
+from rlflow.models.adapter import adapter_update, read_adapter
 from rlflow.report.metrics import Metrics, scores
 from rlflow.report.reductions import (
     episode_records,
@@ -17,8 +20,10 @@ from rlflow.report.reductions import (
     named_reward_means,
     reduced,
 )
+from rlflow.rollout.engine_facts import engine_facts
 from rlflow.rollout.rollout import Rollout
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import LoraOptions
 from rlflow.types import Group, Task, Trajectory
 from rlflow.values import checked
 
@@ -34,6 +39,27 @@ class Evaluation:
 
     metrics: dict[str, float]
     groups: list[Group]
+
+
+def adapter_options(folder: Path, engine: Mapping[str, Any]) -> LoraOptions:
+    """What an engine is told of the adapter in a folder, which is to be evaluated over its base.
+    Raises ConfigError for an engine that takes none."""
+    if not engine_facts(engine).takes_adapters:
+        raise ConfigError(
+            f"--model {folder}: a LoRA adapter, and rollout.engine={engine['name']} takes none; "
+            "merge it first: rlflow merge ADAPTER OUT."
+        )
+    adapter, config = read_adapter(folder)
+    targets: Any = sorted({layer.rpartition(".")[2] for layer in adapter.factors})
+    return LoraOptions(rank=config["r"], alpha=config["lora_alpha"], targets=targets)
+
+
+def load_adapter(rollout: Rollout, folder: Path) -> None:
+    """Gives the engines the adapter in a folder. vLLM, which cannot hash weights, says itself which
+    adapter it has."""
+    adapter, _ = read_adapter(folder)
+    rollout.verify_weights = rollout.hashes_weights
+    rollout.load_weights(adapter_update(adapter.scale, adapter.named_factors()), version=0)
 
 
 def evaluate(

@@ -90,9 +90,9 @@ def check_gpus(section: ClusterSection, engine: EngineFacts) -> None:
         gpu_demand(section, engine).plan(visible_gpus())
 
 
-def adapters_alone(lora: LoraOptions | None, engine: EngineFacts) -> bool:
+def adapters_alone(lora: LoraOptions, engine: EngineFacts) -> bool:
     """Whether engines get adapters alone; else whole weights, with adapters merged in."""
-    return lora is not None and lora.sync == "adapters" and engine.takes_adapters
+    return lora.sync == "adapters" and engine.takes_adapters
 
 
 def store_bytes(section: ModelSection, engine: EngineFacts, lora: LoraOptions | None) -> int:

@@ -120,7 +120,7 @@ class Run:
             if self.engines.adapters_alone and arrival.is_due(self.step):
                 self._effect = arrival.measured(batch, self.trainer, self.step)
             if self._effect is not None:
-                self._effect.check()
+                self._effect.check(self.engines.spacing)
 
     def sync_weights(self, version: int) -> None:
         """Gives the engines the trainer's weights under that version; see `EngineKeeper.sync`."""

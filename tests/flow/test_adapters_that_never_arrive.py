@@ -77,7 +77,7 @@ class StaleTrainer(MegatronTrainer):
         return iter(self._first)
 
 
-HASH = r"weight sync: after version \d the engine's adapters hash to .*, those sent to "
+HASH = r"weight sync: after version \d the engine's tensors hash to .*, those sent to "
 EFFECT = (
     r"weight sync: of what the adapters change in the log-probs of \d+ tokens .* the engine has "
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 BLOCK_SIZE = 32
 """Positions in a block."""
@@ -40,7 +42,8 @@ class BlockManager:
         # A heap: low blocks first, so that the touched memory stays small
         self._returned: list[int] = []
         self._holders: dict[int, int] = {}
-        self._roots: dict[str, Node] = {}  # by the adapter that computed what is below
+        # By the adapter that computed what is below
+        self._roots = defaultdict[str, Node](partial(Node, (), SCRATCH))
         self._nodes: dict[int, Node] = {}
 
     @property
@@ -92,7 +95,7 @@ class BlockManager:
         """Enters the blocks of a sequence, of which `tokens` are computed, into the index. Ends at
         a block whose tokens another sequence has entered: what follows would not be under blocks
         that this one holds."""
-        node = self._root(adapter)
+        node = self._roots[adapter]
         for index, block in enumerate(blocks):
             content = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             known = node.children.get(content)
@@ -106,7 +109,7 @@ class BlockManager:
     def find(self, tokens: Sequence[int], adapter: str = "") -> tuple[list[int], int, int]:
         """(full blocks that hold the first tokens, a block to copy from that goes on like them, how
         many of its tokens do)."""
-        node = self._root(adapter)
+        node = self._roots[adapter]
         blocks: list[int] = []
         while len(tokens) >= (len(blocks) + 1) * BLOCK_SIZE:
             child = node.children.get(
@@ -128,9 +131,6 @@ class BlockManager:
         """Empties the index: what the blocks hold is not valid any more."""
         self._roots.clear()
         self._nodes.clear()
-
-    def _root(self, adapter: str) -> Node:
-        return self._roots.setdefault(adapter, Node((), SCRATCH))
 
     def _unlist(self, block: int) -> None:
         node = self._nodes.pop(block, None)

@@ -53,7 +53,7 @@ LAYER = {
     "shared_gate": "decoder.layers.{i}.mlp.shared_experts.gate_weight",
 }
 """Tensors of a layer here, by their names in the families' tables."""
-ADAPTED = ("qkv", "output", "gate_up", "down")
+ADAPTED = {"qkv", "output", "gate_up", "down"}
 """Those whose projections can have adapters."""
 
 Activation = Callable[[Tensor], Tensor]
@@ -290,19 +290,15 @@ class Decoder:
         model = self.architecture
         rules = {rule.megatron: rule for rule in rules_of(model) if model.has(rule.where, layer)}
         parts = {part: rules[name] for part, name in LAYER.items() if name in rules}
-        for part in ADAPTED:
-            if part in parts and not (part == "output" and model.latent):
-                self._place(parts[part], layer, part)
+        for part in ADAPTED & parts.keys():
+            rule, start = parts[part], 0
+            shapes = rule.shapes(model)
+            outputs = sum(rows for rows, _ in shapes)
+            for name, (rows, inputs) in zip(rule.names(layer), shapes, strict=True):
+                place = Projection(layer, part, start, rows, outputs, inputs)
+                self._projections[name.removesuffix(".weight")] = place
+                start += rows
         return {part: self._make(rule, layer) for part, rule in parts.items()}
-
-    def _place(self, rule: Rule, layer: int, part: str) -> None:
-        """Notes where the projections of a fused product are."""
-        shapes = rule.shapes(self.architecture)
-        outputs, start = sum(rows for rows, _ in shapes), 0
-        for name, (rows, inputs) in zip(rule.names(layer), shapes, strict=True):
-            place = Projection(layer, part, start, rows, outputs, inputs)
-            self._projections[name.removesuffix(".weight")] = place
-            start += rows
 
     def _make(self, rule: Rule, layer: int = 0) -> Tensor:
         """The tensor of a rule: its sources, which are parameters, as blocks of rows. That of

@@ -40,6 +40,7 @@ from rlflow.values import PositiveInt, Range
 
 MOST_SEED = 2**63 - 1
 CLOSED = "it was closed; make a new one"
+MIXED = "came in one update of weights and of adapters; send the one or the other"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -199,7 +200,25 @@ class EmbeddedEngine(Engine):
             )
         self._loading = True
         try:
-            await self._take(weights)
+            missing = set(self._model.parameters)
+            factors: dict[str, torch.Tensor] = {}
+            async for name, tensor in each_weight(weights):
+                if name in self._model.parameters or not is_of_adapter(name):
+                    if factors:
+                        raise ModelError(f"engine.load_weights: '{name}' {MIXED}.")
+                    if self._model.adapters:
+                        self._drop_adapter(name)
+                    self._own_weights = False
+                    self._model.copy_in(name, tensor, missing)
+                elif name in factors or len(missing) < len(self._model.parameters):
+                    problem = "came twice" if name in factors else MIXED
+                    raise ModelError(f"engine.load_weights: '{name}' {problem}.")
+                else:
+                    factors[name] = tensor.clone()  # the trainer's own may change
+            if factors:
+                self._adapt(factors)
+            else:
+                check_complete(missing)
         except BaseException as error:
             self._broken = "the last load_weights did not complete"
             told = f"weights of version {version} were half loaded when it failed: {error!r}"
@@ -212,31 +231,20 @@ class EmbeddedEngine(Engine):
         self._scheduler.forget_cache()
         self._ensure_driver()
 
-    async def _take(self, weights: Weights) -> None:
-        """All tensors of an update."""
-        missing = set(self._model.parameters)
-        factors: dict[str, torch.Tensor] = {}
-        adapters = self._model.adapters
-        async for name, tensor in each_weight(weights):
-            if is_of_adapter(name):
-                if name in factors:
-                    raise ModelError(f"engine.load_weights: tensor '{name}' came twice.")
-                factors[name] = tensor.clone()  # the trainer's own may change
-                continue
-            if adapters.keys() - {""}:
-                raise ModelError(
-                    f"engine.load_weights: '{name}' is of other weights than the adapters "
-                    f"{', '.join(sorted(adapters))} are for; unload_adapter first."
-                )
-            if adapters.pop("", None) is not None:
-                self._scheduler.runner.forget_graphs()
-            self._own_weights = False
-            self._model.copy_in(name, tensor, missing)
-        if not factors:
-            check_complete(missing)
-            return
-        if missing != set(self._model.parameters):
-            raise ModelError("engine.load_weights: weights and adapters came in one update.")
+    def _drop_adapter(self, name: str) -> None:
+        """Forgets the adapter of `load_weights`, as whole weights come, `name` first. Raises
+        ModelError where there are others, which would be over other weights than theirs."""
+        named = sorted(filter(None, self._model.adapters))
+        if named:
+            raise ModelError(
+                f"engine.load_weights: '{name}' is of other weights than the adapters "
+                f"{', '.join(named)} are for; unload_adapter first."
+            )
+        self._model.adapters.clear()
+        self._scheduler.runner.forget_graphs()
+
+    def _adapt(self, factors: dict[str, torch.Tensor]) -> None:
+        """Puts the adapter of an update over the weights of `path`."""
         adapter = Adapter.of_update(factors, "engine.load_weights")
         if not self._own_weights:
             self._model.load(iterate_weights(self.path))

@@ -89,7 +89,9 @@ class ModelRunner:
         attend = self._cache.prefilling(tables, spans)
         complete = [row for row, chunk in enumerate(chunks) if chunk.complete]
         ends = sizes.cumsum(0)[complete] - 1
-        applied = self._adapters([(chunk.slot, chunk.stop - chunk.start) for chunk in chunks])
+        applied = None
+        if self._slots.adapter:
+            applied = self._adapters([(chunk.slot, chunk.stop - chunk.start) for chunk in chunks])
         tokens = torch.tensor(fed, device=device)
         logits = self._model.forward(tokens, positions, attend, ends, applied)
         by_token = tables.repeat_interleave(sizes, 0)
@@ -104,7 +106,9 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
         """One token for each of the slots, the longest first."""
-        applied = self._adapters([(slot, 1) for slot in order])
+        applied = None
+        if self._slots.adapter:
+            applied = self._adapters([(slot, 1) for slot in order])
         if self._graphs is not None and applied is None:
             return self._outcome(order, *self._graphs.run(order))
         batch = torch.tensor(order, device=self._model.device)
@@ -134,9 +138,10 @@ class ModelRunner:
     def _adapters(self, tokens: Sequence[tuple[int, int]]) -> list[Applied] | None:
         """Which adapters a pass over so many tokens of each slot needs where; None where no request
         names one. tokens: (slot, count) pairs."""
-        if not any(self._slots.adapter[slot] for slot, _ in tokens):
+        named = self._slots.adapter
+        names = [named.get(slot, "") for slot, count in tokens for _ in range(count)]
+        if not any(names):
             return None
-        names = [self._slots.adapter[slot] for slot, count in tokens for _ in range(count)]
         applied: list[Applied] = []
         for name in dict.fromkeys(names):
             if name or "" in self._model.adapters:

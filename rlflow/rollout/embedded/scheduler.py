@@ -223,7 +223,7 @@ class Scheduler:
             if budget <= 0:
                 break
             tokens = self._tokens(slot)
-            adapter = self._slots.adapter[slot]
+            adapter = self._slots.adapter.get(slot, "")
             found = self.block_manager.find(tokens[:-1], adapter)
             known = max(self._slots.cached[slot], len(found[0]) * BLOCK_SIZE + found[2])
             keys = prefix_keys(tokens[:-1], adapter)
@@ -281,7 +281,7 @@ class Scheduler:
             else:
                 self._slots.cached[chunk.slot] = chunk.stop
             blocks = self._slots.blocks[chunk.slot][: blocks_for(chunk.stop)]
-            adapter = self._slots.adapter[chunk.slot]
+            adapter = self._slots.adapter.get(chunk.slot, "")
             self.block_manager.publish(chunk.tokens[: chunk.stop], blocks, adapter)
         return outcome
 

@@ -41,8 +41,8 @@ class Slots:
     `block_tables` (rows, blocks). On the host, a list entry per slot: `length` (tokens in the
     slot), `origin` (of them prompt), `limit` (most tokens), `cached` (of the tokens, how many have
     keys and values), `blocks` (held) and `rank` (who goes first and keeps its blocks longest: lower
-    priorities, then episodes that started earlier), `adapter` (its name, by which keys and values
-    were computed)."""
+    priorities, then episodes that started earlier), `adapter` (the name of that by which keys and
+    values were computed; only of slots that have one)."""
 
     def __init__(self, count: int, block_manager: BlockManager, device: torch.device) -> None:
         self.spare = count
@@ -65,7 +65,7 @@ class Slots:
         self.cached = [0] * (count + 1)
         self.blocks: list[list[int]] = [[] for _ in range(count + 1)]
         self.rank = [(0, 0)] * (count + 1)
-        self.adapter = [""] * (count + 1)
+        self.adapter: dict[int, str] = {}
         self._episodes = 0
         self._free = list(range(count))
         self._held: dict[int, None] = {}  # in the order of their last use
@@ -144,8 +144,10 @@ class Slots:
         """Writes a sequence's prompt and sampling parameters into its slot, and keeps the blocks
         that still fit."""
         count = len(sequence.tokens)
-        if self.adapter[slot] != sequence.sampling.adapter:
+        adapter = self.adapter.pop(slot, "")
+        if adapter != sequence.sampling.adapter:
             self.drop_blocks(slot)
+        if sequence.sampling.adapter:
             self.adapter[slot] = sequence.sampling.adapter
         prompt = torch.tensor(sequence.tokens, dtype=torch.int64)
         if self.cached[slot]:

@@ -243,7 +243,7 @@ def test_what_bfloat16_does_to_adapters_is_said(
     assert "trainer.lora.sync=merged: the engine gets whole weights, rounded to bfloat16" in coarse
     assert "rollout.engine.dtype=float32 keeps it" in coarse
     for others in ((lora, half), (half,)):
-        assert "adapters" not in dry(place, capsys, *others)[1]
+        assert "whole weights" not in dry(place, capsys, *others)[1]
 
 
 FAULTS = {

@@ -107,7 +107,7 @@ def test_another_adapter_and_whole_weights_replace_one_and_the_base_comes_back(
                                           "model.embed_tokens.lora_B.weight": torch.ones(9, 2)}),
             "'model.embed_tokens' is no projection",
         ),
-        (lambda update: update.update({"model.norm.weight": torch.ones(64)}), "in one update"),
+        (lambda update: update.update({"model.norm.weight": torch.ones(64)}), "came in one update of weights and"),
     ],
 )  # fmt: skip
 def test_what_is_no_adapter_of_this_model_is_refused_and_a_whole_one_repairs_it(
