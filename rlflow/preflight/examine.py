@@ -210,7 +210,8 @@ def _look_at_tasks(
 ) -> None:
     """Whether there are tasks, whether their prompts fit, and whether the tokenizer can say what
     the environment waits for."""
-    splits = dict.fromkeys((config.data.train_split, config.data.val_split))
+    train_split = config.data.train_split
+    splits = dict.fromkeys((train_split, config.data.val_split))
     transforms = config.algorithm.transforms
     if tokenizer is None:
         for split in splits:
@@ -226,15 +227,11 @@ def _look_at_tasks(
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config.data, config.rollout, found)
             found.problems.attempt(_check_answers, environment, split, found)
-        found.problems.attempt(_count_steps, config, environment)
+        # A problem with the tasks is noted already
+        config.count_steps(len(Problems().attempt(tasks_of, environment, train_split) or []))
         steps, prompts = config.run.steps, config.rollout.prompts_per_step
         notes = found.problems.attempt(_task_notes, environment, config.data, steps, prompts)
         found.notes += notes or []
-
-
-def _count_steps(config: RunConfig, environment: Environment) -> None:
-    """Sets `run.steps` where `run.epochs` says them."""
-    config.count_steps(len(tasks_of(environment, config.data.train_split)))
 
 
 def _check_answers(environment: Environment, split: str, found: Readiness) -> None:

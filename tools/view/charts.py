@@ -174,7 +174,7 @@ def _draw_learning(axes: Any, records: Records, score: str) -> None:
     if evaluated:
         told = f"{label(score)} (validation) {evaluated[-1].value:.2f},\nbars: 95% interval"
         _draw_evaluated(axes, evaluated, color=CURVE_COLORS["evaluated"], label=told)
-    axes.set_ylabel("share of tasks / reward")
+    axes.set_ylabel("share of tasks / reward" if rewards or not trained else label(score))
 
 
 def _draw_trained(axes: Any, points: Sequence[Measurement], name: str, color: str) -> None:
