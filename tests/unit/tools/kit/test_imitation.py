@@ -144,5 +144,8 @@ def test_a_scaffold_with_a_policy_that_fails_leaves_nothing(
         raise ConfigError("no")
 
     monkeypatch.setattr("rlflow_tools.kit.imitation.make_policy", fails)
-    assert main(["env", "new", "game", "--policy", "--directory", str(tmp_path)]) == 2
+    assert (
+        main(["env", "new", "game_that_is_never_made", "--policy", "--directory", str(tmp_path)])
+        == 2
+    )
     assert list(tmp_path.iterdir()) == [] and "ConfigError: no" in capsys.readouterr().err
