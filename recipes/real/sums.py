@@ -17,7 +17,7 @@ EXAMPLE = (
 """What is in front of every question. To repeat it first is worth more than anything that training
 does: of sums up to 10, SmolLM2-135M-Instruct gets none right with the number alone, most of them
 behind `=`."""
-VALIDATION_SHARE = 4  # every fourth pair of numbers is for validation
+VALIDATION_SHARE = 3  # every third pair of numbers is for validation
 
 
 class Sums(Environment):
