@@ -99,9 +99,8 @@ def run_sizes(config: RunConfig, model: Architecture) -> RunSizes:
     needs = algorithm_needs(config.algorithm)
     lora = config.trainer.lora
     beside = 0
-    if lora is not None and adapters_alone(
-        lora, engine
-    ):  # a whole one, however many ranks the trainer has
+    if lora is not None and adapters_alone(lora, engine):
+        # A whole one, however many ranks the trainer has
         beside = adapter_parameters(TrainerOptions(lora=lora), model)
     # Engines of rollout workers, and those that sample while the trainer works, go on
     taking_turns = not (config.cluster.rollout_workers or rollout.asynchronous.overlap)

@@ -323,7 +323,10 @@ def make_engine_keeper(
     merged_dtype = None
     if lora is not None and not alone:  # rounded once, to what the engines keep
         merged_dtype = torch_dtype(engine.dtype(model_dtype))
-    dtypes = {torch_dtype(one) for one in (model_dtype, engine.dtype(model_dtype))}
+    rounded = 0.0
+    if alone:
+        dtypes = {torch_dtype(one) for one in (model_dtype, engine.dtype(model_dtype))}
+        rounded = max(spacing(one, section.temperature) for one in dtypes)
     return EngineKeeper(
         rollout,
         trainer,
@@ -331,7 +334,7 @@ def make_engine_keeper(
         on_update=asynchrony.on_update,
         overlap=asynchrony.overlap,
         adapters_alone=alone,
-        spacing=max(spacing(one, section.temperature) for one in dtypes),
+        spacing=rounded,
         merged_dtype=merged_dtype,
     )
 

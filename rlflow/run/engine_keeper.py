@@ -28,9 +28,9 @@ class EngineKeeper:
     probe: for engines that cannot hash their weights. on_update: what becomes of requests in flight
     when the weights change. overlap: the engines sample while the trainer works. adapters_alone:
     they get adapters, not weights. spacing: nats between log-probs, as both sides round them.
-    merged_dtype: what adapters are merged in, for the engines; None:
-    there are none, or they are not merged. restarts: how often engines were started again. lost:
-    what ends the run once its step is counted."""
+    merged_dtype: what adapters are merged in, for the engines; None: there are none, or they are
+    not merged. restarts: how often engines were started again. lost: what ends the run once its
+    step is counted."""
 
     def __init__(
         self,
