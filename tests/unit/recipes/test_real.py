@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -142,3 +143,36 @@ def test_another_task_or_option_is_refused(arguments: list[str], said: str) -> N
     command = ["bash", ROOT / "recipes/real/run_train.sh", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr
+
+
+STUB = f"""#!/usr/bin/env bash
+case $1 in -P) echo {ROOT}/rlflow ;; *) echo "$@" >&2; echo made/model ;; esac
+"""
+
+
+def commands(tmp_path: Path, *arguments: str) -> list[str]:
+    """What the script runs, by an active environment that only says it."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin" / "python").write_text(STUB)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment.pop("RLFLOW_VENV", None)
+    command = ["bash", ROOT / "recipes/real/run_train.sh", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("-m")]
+
+
+def test_a_second_start_goes_on_and_the_end_is_a_paired_test(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made, trained, shown = commands(tmp_path, "sums", "run.seed=3", f"run.directory={run}")
+    assert made == "-m recipes.real.smollm2"
+    assert "sums.yaml --model made/model run.name=real-sums-3 run.seed=3" in trained
+    assert shown == f"-m rlflow show {run} --changed --trajectories 2"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    again = commands(tmp_path, f"run.directory={run}")[1]
+    assert "--model made/model --resume run.name=real-sums-0" in again
+    anew = commands(tmp_path, "--overwrite", "--control", f"run.directory={run}")[1]
+    assert "--overwrite run.name=real-sums-control-0" in anew and "--resume" not in anew
+    assert "control.py:ShuffledRewards" in anew
