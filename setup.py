@@ -4,6 +4,7 @@ and `rlflow_tools` (the folder tools/)."""
 from __future__ import annotations
 
 import configparser
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -96,6 +97,19 @@ EXTRAS = {
 # What `bash tests/run.sh` installs: all that pip can bring to a machine without a compiler.
 TESTED = "search agents data gymnasium mathematics mcp gguf nethack qdrant ray tensorboard browser dev vendors"
 EXTRAS["test"] = sorted({package for extra in TESTED.split() for package in EXTRAS[extra]})
+
+
+def tested_versions() -> list[str]:
+    """What constraints/cpu.txt says of the core and of `search`: a wheel has no such file beside it.
+
+    `pip install 'rlflow[search,tested] @ URL'` then takes the versions that were tested together."""
+    wanted = {re.split("[<>=]", package)[0].lower() for package in [*BASE, *EXTRAS["search"]]}
+    file = ROOT / "constraints" / "cpu.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [line for line in lines if line.partition("==")[0].lower() in wanted]
+
+
+EXTRAS["tested"] = tested_versions()
 
 
 def packages() -> list[str]:

