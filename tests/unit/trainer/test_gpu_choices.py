@@ -78,7 +78,9 @@ def test_packed_rows_go_to_torchs_attention_in_the_form_that_it_takes(
     monkeypatch.setattr(layers, "varlen_attn", row_by_row)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(7, heads, 8, generator=draw) for heads in (4, 2, 2))
-    found = layers._attend_packed(query, key, value, torch.tensor([0, 3, 7], dtype=torch.int32), 4)
+    found = layers._attend_packed(
+        query, key, value, torch.tensor([0, 3, 7], dtype=torch.int32), 4, None
+    )
     expected = [
         layers._attend(*(part[row].unsqueeze(1) for part in (query, key, value))).squeeze(1)
         for row in (slice(0, 3), slice(3, 7))

@@ -10,6 +10,7 @@ import pytest
 
 from rlflow.environment import Task
 from rlflow.errors import ConfigError, DataError
+from rlflow.models.calls.reader import CallReader
 from rlflow_environments.retrieval.client.asynchronous import trace_id
 from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.client import HttpRetriever
@@ -179,6 +180,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
 
     class Bytes:
         eos_ids = (0,)
+        call_reader = CallReader()
 
         def encode(self, text):
             return list(text.encode())
