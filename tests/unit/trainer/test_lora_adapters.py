@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.adapter import merge_adapter, read_adapter, write_adapter
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.weight_files import write_model
 from rlflow.run.export import export_adapter, export_policy
 from rlflow.trainer.options import LoraOptions
 from tests.dist.lora_ranks import ALPHA, EPS, LORA, LR, OPTIONS, RANK, gathered_gradients
@@ -75,6 +76,18 @@ def test_a_run_exports_both_and_holds_one_against_the_other(
         export_adapter(
             trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "float32"
         )
+
+
+def test_a_weight_that_an_adapter_takes_nearly_to_zero_is_rounded_and_not_wrong(
+    make: Any, model: Path, tmp_path: Path
+) -> None:
+    """The base's own rounding to bfloat16 is left then, as large as before."""
+    trainer, options = make(dtype="bfloat16", lr=0.05), LoraOptions(**LORA)
+    updated(trainer)
+    write_model(tmp_path / "export", trainer.weights(), model)
+    export_adapter(
+        trainer, tmp_path / "adapter", tmp_path / "export", str(model), options, "bfloat16"
+    )
 
 
 def test_what_is_no_plain_adapter_is_one_clear_error(
