@@ -43,6 +43,7 @@ DRIVER, WORKER, RANK, OTHER_RANK = range(4)
 CUT_S = 20.0
 """Twice as long as a worker may be silent; Ray itself gives a machine up later."""
 LIMIT_S = 240.0  # for the next steps, on a busy machine
+PLACES_S = 30.0  # in which the ranks' places are reserved
 PORT = 8000
 
 
@@ -86,15 +87,14 @@ class Hosts:
         )
 
     def train(self) -> None:
-        """Ray where it does not run, then the run, or its continuation. The worker takes the only
-        core that there is, and the ranks those of the machines that join later."""
-        for machine in (DRIVER, WORKER):
+        """Ray where it does not run, then the run, or its continuation. The ranks take the cores
+        that there are, and the worker, which waits for 120 s, that of the machine that joins."""
+        for machine in (DRIVER, RANK, OTHER_RANK):
             self.start_ray(machine)
         command = ["train", "--config", str(self._config), "--resume"]
         self.process = self._start(DRIVER, command, self._log)
-        self.wait_for(lambda: self.has(WORKER, "WorkerActor"), "a rollout worker")
-        for machine in (RANK, OTHER_RANK):
-            self.start_ray(machine)
+        time.sleep(PLACES_S)
+        self.start_ray(WORKER)
         for machine in (RANK, OTHER_RANK):
             self.wait_for(lambda machine=machine: self.has(machine, "TrainerRank"), "a rank")
 
@@ -229,7 +229,7 @@ def hurt(here: Hosts) -> dict[str, Any]:
     }
     saved = here.run.saved.latest()
     figures["rank_machine_lost"]["steps_lost"] = before - (saved[0] if saved else 0)
-    here.lose_power(RANK)  # so that the worker takes its place before the ranks do
+    here.lose_power(WORKER)  # so that the ranks take their places before the worker does
     begun = time.monotonic()
     here.train()
     here.goes_on("after the run was resumed", 1)
