@@ -5,8 +5,8 @@
 
 The machines are network namespaces of this one, each with its address, host name and shared memory (tests/machines.py), joined by
 a switch; processes reach each other through it alone. Tensor parallelism crosses it in every layer. The demo of Search-R1 trains
-there, asynchronously. Then, one after the other: the cable of a rank's machine is pulled for 20 s, that of the worker's machine for
-as long, the worker's machine loses its power and comes back, and a rank's machine loses its power, which ends the run; `--resume`
+there, asynchronously. Then, one after the other: the cable of the worker's machine is pulled for 20 s, the machine loses its power
+and comes back, the cable of a rank's machine is pulled, and that machine loses its power. What ends the run is told, and `--resume`
 goes on. Afterwards every step's files and the last checkpoint must prove that each attempt was trained once and
 no group was lost. Ends with 1 where they do not; the last line is JSON."""
 
@@ -151,12 +151,40 @@ class Hosts:
         first = self.step
         return self.wait_for(lambda: self.step >= first + steps, f"{steps} steps {what}")
 
-    def cut(self, machine: int, what: str) -> float:
-        """Pulls the machine's cable for a while; seconds from its mending to the next step."""
+    def cut(self, machine: int) -> dict[str, Any]:
+        """Pulls the machine's cable for a while; what came of it. A run that it ends is resumed."""
+        before = self.step
         self.machines.cut(machine)
         time.sleep(CUT_S)
         self.machines.mend(machine)
-        return self.goes_on(f"after {what} was cut off", steps=1)
+        begun = time.monotonic()
+        while self.alive and self.step == before and time.monotonic() - begun < LIMIT_S:
+            time.sleep(0.1)
+        if self.alive:
+            return {"next_step_s": self.goes_on("after the cable was mended", 1)}
+        return self.resume(before)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def resume(self, before: int) -> dict[str, Any]:
+        """What a run that ended at step `before` said and lost, and the seconds to its next step."""
+        assert self.process is not None
+        status = self.process.wait(LIMIT_S)
+        said = self.last_words().strip().splitlines()
+        saved = self.run.saved.latest()
+        # Ranks take their places before the worker does
+        self.lose_power(WORKER)
+        begun = time.monotonic()
+        self.train()
+        self.goes_on("after the run was resumed", 1)
+        return {
+            "exit_status": status,
+            "said": [line for line in said if "Error" in line or "Died" in line][-1:],
+            "steps_lost": before - (saved[0] if saved else 0),
+            "resumed_s": time.monotonic() - begun,
+        }
 
     def end(self) -> int:
         """Ends the run as Ctrl-C does; its exit status."""
@@ -207,33 +235,19 @@ def play(harm: bool) -> dict[str, Any]:
 
 
 def hurt(here: Hosts) -> dict[str, Any]:
-    """Seconds and steps that each harm cost."""
-    figures: dict[str, Any] = {"cut_rank_s": here.cut(OTHER_RANK, "a rank")}
-    here.goes_on("after that")
-    figures["cut_worker_s"] = here.cut(WORKER, "the worker")
+    """What each harm cost: seconds, and steps where it ended the run."""
+    figures: dict[str, Any] = {"cable_of_the_worker": here.cut(WORKER)}
     here.goes_on("after that")
     here.lose_power(WORKER)
     time.sleep(5.0)
     here.start_ray(WORKER)
-    figures["worker_machine_lost_s"] = here.goes_on("after the worker's machine came back", 1)
+    figures["power_of_the_worker"] = {"next_step_s": here.goes_on("after it came back", 1)}
+    here.goes_on("after that")
+    figures["cable_of_a_rank"] = here.cut(OTHER_RANK)
     here.goes_on("after that")
     before = here.step
     here.lose_power(OTHER_RANK)
-    assert here.process is not None
-    begun = time.monotonic()
-    status = here.process.wait(LIMIT_S)
-    figures["rank_machine_lost"] = {
-        "noticed_s": time.monotonic() - begun,
-        "exit_status": status,
-        "said": here.last_words().strip().splitlines()[-1],
-    }
-    saved = here.run.saved.latest()
-    figures["rank_machine_lost"]["steps_lost"] = before - (saved[0] if saved else 0)
-    here.lose_power(WORKER)  # so that the ranks take their places before the worker does
-    begun = time.monotonic()
-    here.train()
-    here.goes_on("after the run was resumed", 1)
-    figures["rank_machine_lost"]["resumed_s"] = time.monotonic() - begun
+    figures["power_of_a_rank"] = here.resume(before)
     here.goes_on("after that")
     return figures
 
