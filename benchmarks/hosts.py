@@ -229,7 +229,7 @@ def play(harm: bool) -> dict[str, Any]:
         if figures["exit_status"] != 130:
             figures["problems"].append(f"the run ended with {figures['exit_status']}")
         records = read_metrics(here.run.metrics)
-        times = [record["time/step"] for record in records if "time/step" in record]
+        times = [record["time/step_s"] for record in records if "time/step_s" in record]
         figures["step_median_s"] = median(times) if times else None
         return figures
 
