@@ -1,7 +1,7 @@
 """A run on four machines: the driver and retrieval on one, a rollout worker on another, a trainer rank on each of two.
 
-    python benchmarks/hosts.py              # about ten minutes; needs root and iproute2
-    python benchmarks/hosts.py --quick      # the calm part alone, in less than a minute on idle cores
+    python benchmarks/hosts.py              # six minutes; needs root and iproute2
+    python benchmarks/hosts.py --quick      # the calm part alone: two minutes, as Ray starts on four machines
 
 The machines are network namespaces of this one, each with its address, host name and shared memory (tests/machines.py), joined by
 a switch; processes reach each other through it alone. Tensor parallelism crosses it in every layer. The demo of Search-R1 trains

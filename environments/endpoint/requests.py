@@ -37,9 +37,10 @@ class ModelRequest:
     """A conversation to go on with.
 
     messages: as a chat template takes them: contents are text, arguments of tool calls objects.
-    tools: OpenAI's JSON schemas of functions. template_options: of the chat template. sampling: parameters that training may not be able to
-    honour, by name. include_stop: the reply holds the stop string that ended it. handed_on: a later
-    request may name the conversation, and takes its messages from there on."""
+    tools: OpenAI's JSON schemas of functions. template_options: of the chat template. sampling:
+    parameters that training may not be able to honour, by name. include_stop: the reply holds the
+    stop string that ended it. handed_on: a later request may name the conversation, and takes its
+    messages from there on."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)

@@ -59,4 +59,8 @@ def why_failed(error: BaseException, who: str) -> RLFlowError:
             return cause
         logger.error("%s failed:\n%s", who, error)
         return RLFlowError(f"{who}: {type(cause).__name__}: {first_line(cause)}")
-    return ActorDied(f"{who} died (killed for memory?): {first_line(error)}")
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        lost = "is out of reach (its machine or the network between, or killed for memory?)"
+    else:
+        lost = "died (killed for memory?)"
+    return ActorDied(f"{who} {lost}: {first_line(error)}")

@@ -41,7 +41,8 @@ class CallForm:
     where no template says which form it is ("": `opening`). read(text, place, tools): the calls
     that begin right behind an opening; it takes time linear in what it reads, and never goes
     back. whole(text, known): reads a response that is calls from its first character to the last;
-    None for one that is an answer; known: whether the template is of the form. tokens: control tokens of the form, which the text of a response keeps."""
+    None for one that is an answer; known: whether the template is of the form. tokens: control
+    tokens of the form, which the text of a response keeps."""
 
     name: str
     shape: str
